@@ -1,0 +1,159 @@
+"""The client for asyncio. `_client.py` holds its twin for threads."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from vitwire._aio_transport import AsyncTransport
+from vitwire._channel import Deadline, Tls, credentials
+from vitwire._embedding import DType, Embedding
+from vitwire._errors import VitwireError
+from vitwire._items import Item
+from vitwire._model import Model
+from vitwire._prepare import clip_items, image_items
+from vitwire._protocol import Options, Priority, Result, split
+
+if TYPE_CHECKING:
+    from vitwire._prepare import Clip, ImageLike
+
+
+class AsyncClient:
+    """A connection to one encoder service, of the event loop that first uses it; share it, and close it.
+
+    The arguments are those of `Client`. Cancelling a call cancels its RPCs on the server.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls = None,
+        token: str | None = None,
+        timeout: float | None = None,
+        spread: int = 1,
+    ) -> None:
+        if spread < 1:
+            raise ValueError(f"spread is at least 1, not {spread}")
+        self._timeout = timeout
+        self._spread = spread
+        self._model: Model | None = None
+        self._transport = AsyncTransport(target, credentials(tls), token)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    async def encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """Encode items; their embeddings come in the same order. As `Client.encode`."""
+        async with aclosing(self.iter_encode(items, timeout, output_type, priority)) as arrived:
+            results = {index: embedding async for index, embedding in arrived}
+        return [results[index] for index in range(len(items))]
+
+    @overload
+    def iter_encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+        *,
+        return_exceptions: Literal[False] = False,
+    ) -> AsyncGenerator[tuple[int, Embedding], None]: ...
+
+    @overload
+    def iter_encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+        *,
+        return_exceptions: Literal[True],
+    ) -> AsyncGenerator[Result, None]: ...
+
+    async def iter_encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+        *,
+        return_exceptions: bool = False,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield `(position, embedding)` of each item as soon as it is ready. As `Client.iter_encode`.
+
+        Wrapped in `contextlib.aclosing`, leaving the loop cancels the rest at once; else as soon as Python
+        finds the generator abandoned.
+        """
+        deadline = self._deadline(timeout)
+        options = Options.of(output_type, priority)
+        errors: list[VitwireError] = []
+        if items:
+            levels = (await self._get_model(deadline)).deepstack_levels
+            parts = split(items, options, self._spread)
+            async with aclosing(self._transport.encode(parts, levels, deadline)) as stream:
+                async for index, result in stream:
+                    if isinstance(result, VitwireError) and not return_exceptions:
+                        errors.append(result)
+                    else:
+                        yield index, result
+        if errors:
+            raise min(errors, key=lambda error: error.item or 0)
+
+    async def encode_images(
+        self,
+        images: "Sequence[ImageLike]",
+        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """Encode images, prepared in threads as the server's model wants them. As `Client.encode_images`."""
+        deadline = self._deadline(timeout)
+        items = await asyncio.to_thread(image_items, images, await self._get_model(deadline))
+        return await self.encode(items, deadline.left(), output_type, priority)
+
+    async def encode_clips(
+        self,
+        clips: "Sequence[Clip]",
+        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """Encode clips, prepared in threads as the server's model wants them. As `Client.encode_clips`."""
+        deadline = self._deadline(timeout)
+        items = await asyncio.to_thread(clip_items, clips, await self._get_model(deadline))
+        return await self.encode(items, deadline.left(), output_type, priority)
+
+    async def model(self) -> Model:
+        """The server's model and limits; asked for once and remembered for the life of the client."""
+        return await self._get_model(self._deadline(None))
+
+    async def health(self, service: str = "") -> str:
+        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN. As `Client.health`."""
+        return await self._transport.health(service, self._timeout)
+
+    async def close(self) -> None:
+        """Close the connection and cancel what is in flight."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _get_model(self, deadline: Deadline) -> Model:
+        if self._model is None:
+            self._model = await self._transport.model(deadline)
+        return self._model
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)

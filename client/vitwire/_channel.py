@@ -1,0 +1,145 @@
+"""What both clients tell gRPC: options, credentials, metadata, methods and health messages."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+from uuid import uuid4
+
+import grpc
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+
+from vitwire._errors import DeadlineExceeded
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.wire import Frame, Malformed, Request, read_chunk, write_chunk, write_request
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+Tls = bool | grpc.ChannelCredentials | None
+Metadata = tuple[tuple[str, str], ...]
+ChannelOptions = tuple[tuple[str, int | str], ...]
+
+SERVICE = "vitwire.v1.EncoderService"
+
+_ATTEMPTS, _FIRST_BACKOFF, _MAX_BACKOFF, _BACKOFF_FACTOR = 5, 0.1, 2.0, 2
+_RETRY = {
+    "maxAttempts": _ATTEMPTS,
+    "initialBackoff": f"{_FIRST_BACKOFF}s",
+    "maxBackoff": f"{_MAX_BACKOFF}s",
+    "backoffMultiplier": _BACKOFF_FACTOR,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+_BALANCED: dict[str, object] = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": SERVICE},
+}
+_RETRIED = _BALANCED | {"methodConfig": [{"name": [{"service": SERVICE}], "retryPolicy": _RETRY}]}
+_RETRY_BUFFER_BYTES = 8 << 20
+"""Holds the one message of any request that is not a stream; gRPC repeats no larger ones."""
+_COMMON_OPTIONS: ChannelOptions = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+)
+OPTIONS: ChannelOptions = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_retries", 1),
+    ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
+    ("grpc.service_config", json.dumps(_RETRIED)),
+)
+# gRPC 1.85 loses messages of a stream that it repeats, by its policy or transparently. So streams have a channel of
+# their own, where it repeats nothing; it also keeps bulk off the connection of small requests.
+STREAM_OPTIONS: ChannelOptions = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_retries", 0),
+    ("grpc.service_config", json.dumps(_BALANCED)),
+)
+HEALTH_OPTIONS = _COMMON_OPTIONS
+"""No health checking here: such a channel hides the servers whose ill health is asked for."""
+
+
+class Method(NamedTuple, Generic[Q, R]):
+    """Path of an RPC and how its messages are written and read; the order grpc's constructors take."""
+
+    path: str
+    serializer: Callable[[Q], bytes]
+    deserializer: Callable[[bytes], R]
+
+
+ENCODE: Method[Request, Frame[pb.EncodeResponse] | Malformed] = Method(
+    f"/{SERVICE}/Encode", write_request, partial(read_chunk, pb.EncodeResponse)
+)
+ENCODE_STREAM: Method[Frame[pb.EncodeStreamRequest], Frame[pb.EncodeStreamResponse] | Malformed] = Method(
+    f"/{SERVICE}/EncodeStream", write_chunk, partial(read_chunk, pb.EncodeStreamResponse)
+)
+GET_MODEL: Method[pb.GetModelRequest, pb.GetModelResponse] = Method(
+    f"/{SERVICE}/GetModel", pb.GetModelRequest.SerializeToString, pb.GetModelResponse.FromString
+)
+
+
+# HealthCheckRequest is one string and HealthCheckResponse one enum, both of number 1, as in the wrappers.
+def _health_request(service: str) -> bytes:
+    return StringValue(value=service).SerializeToString()
+
+
+def _health_status(raw: bytes) -> int:
+    return Int32Value.FromString(raw).value
+
+
+HEALTH: Method[str, int] = Method("/grpc.health.v1.Health/Check", _health_request, _health_status)
+HEALTH_STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+
+
+def health_name(status: int) -> str:
+    return HEALTH_STATUS[status] if 0 <= status < len(HEALTH_STATUS) else "UNKNOWN"
+
+
+def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
+    """None for a channel without TLS."""
+    if isinstance(tls, grpc.ChannelCredentials):
+        return tls
+    return grpc.ssl_channel_credentials() if tls else None
+
+
+def metadata(token: str | None) -> Metadata:
+    """Metadata of one call; its request id appears in the server's log."""
+    request_id = ("x-request-id", uuid4().hex)
+    return (request_id, ("authorization", f"Bearer {token}")) if token else (request_id,)
+
+
+class Backoff:
+    """When a stream may be sent again: after UNAVAILABLE, with nothing answered yet, as often as gRPC would."""
+
+    def __init__(self, *, attempts: int = _ATTEMPTS) -> None:
+        self._attempts = attempts
+        self._delay = _FIRST_BACKOFF
+
+    def delay(self, error: grpc.RpcError, *, answered: bool) -> float | None:
+        """Seconds to wait before the next attempt; None when there is to be none."""
+        self._attempts -= 1
+        if answered or self._attempts < 1 or error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return None
+        delay, self._delay = self._delay, min(self._delay * _BACKOFF_FACTOR, _MAX_BACKOFF)
+        return delay * random.uniform(0.8, 1.2)  # noqa: S311  # spreads load, keeps no secret
+
+
+class Deadline:
+    """The moment at which a whole call, however many RPCs it takes, has to be done."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._at = None if timeout is None else time.monotonic() + timeout
+
+    def left(self) -> float | None:
+        """Seconds that are left; None without a deadline. Raises DeadlineExceeded when there are none."""
+        if self._at is None:
+            return None
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the timeout passed before the request was sent")
+        return left
+
+    def bound(self, seconds: float) -> float:
+        """At most `seconds`. Raises DeadlineExceeded when none are left."""
+        left = self.left()
+        return seconds if left is None else min(seconds, left)

@@ -1,0 +1,176 @@
+"""The client for threads. `_aio.py` holds its twin for asyncio."""
+
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from vitwire._channel import Deadline, Tls, credentials
+from vitwire._embedding import DType, Embedding
+from vitwire._errors import VitwireError
+from vitwire._items import Item
+from vitwire._model import Model
+from vitwire._prepare import clip_items, image_items
+from vitwire._protocol import Options, Priority, Result, split
+from vitwire._transport import Transport
+
+if TYPE_CHECKING:
+    from vitwire._prepare import Clip, ImageLike
+
+
+class Client:
+    """A connection to one encoder service; thread-safe: share it, and close it.
+
+    target: `host:port`, `dns:///name:port` (balanced over all addresses behind the name) or `unix:path`.
+    tls: True for TLS with the system's roots, or gRPC channel credentials; by default none.
+    token: bearer token, sent with every request.
+    timeout: deadline in seconds of calls that are given none; None waits for ever.
+    spread: RPCs that one request may be split into, so that as many replicas share it.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls = None,
+        token: str | None = None,
+        timeout: float | None = None,
+        spread: int = 1,
+    ) -> None:
+        if spread < 1:
+            raise ValueError(f"spread is at least 1, not {spread}")
+        self._timeout = timeout
+        self._spread = spread
+        self._model: Model | None = None
+        self._transport = Transport(target, credentials(tls), token)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """Encode items; their embeddings come in the same order.
+
+        timeout: seconds for the whole call, preparation included; None takes the client's.
+        output_type: type of the rows; None takes the server's dtype.
+        Raises the error of the first item that failed, with its position as `.item`, or that of the request.
+        """
+        results = dict(self.iter_encode(items, timeout, output_type, priority))
+        return [results[index] for index in range(len(items))]
+
+    @overload
+    def iter_encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+        *,
+        return_exceptions: Literal[False] = False,
+    ) -> Generator[tuple[int, Embedding], None, None]: ...
+
+    @overload
+    def iter_encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+        *,
+        return_exceptions: Literal[True],
+    ) -> Generator[Result, None, None]: ...
+
+    def iter_encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+        *,
+        return_exceptions: bool = False,
+    ) -> Generator[Any, None, None]:
+        """Yield `(position, embedding)` of each item once it is ready; leaving the loop cancels the rest.
+
+        An item that failed does not stop the others: its error is raised after all of them were yielded,
+        the first one's if there are several; with `return_exceptions` it is yielded in the embedding's
+        place instead. What ends the whole request is raised at once. The other arguments are `encode`'s.
+        """
+        deadline = self._deadline(timeout)
+        options = Options.of(output_type, priority)
+        errors: list[VitwireError] = []
+        if items:
+            levels = self._get_model(deadline).deepstack_levels
+            parts = split(items, options, self._spread)
+            for index, result in self._transport.encode(parts, levels, deadline):
+                if isinstance(result, VitwireError) and not return_exceptions:
+                    errors.append(result)
+                else:
+                    yield index, result
+        if errors:
+            raise min(errors, key=lambda error: error.item or 0)
+
+    def encode_images(
+        self,
+        images: "Sequence[ImageLike]",
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """Encode images, prepared as the server's model wants them; arguments and errors as of `encode`.
+
+        images: paths, Pillow images or uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`.
+        Raises InvalidItem for what is no image, and OSError for a file that cannot be opened.
+        """
+        deadline = self._deadline(timeout)
+        items = image_items(images, self._get_model(deadline))
+        return self.encode(items, deadline.left(), output_type, priority)
+
+    def encode_clips(
+        self,
+        clips: "Sequence[Clip]",
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """Encode clips, prepared as the server's model wants them; arguments and errors as of `encode`.
+
+        clips: for each, its sampled frames: a uint8 array `(F, H, W, 3)` or a sequence of images of one size.
+        """
+        deadline = self._deadline(timeout)
+        items = clip_items(clips, self._get_model(deadline))
+        return self.encode(items, deadline.left(), output_type, priority)
+
+    def model(self) -> Model:
+        """The server's model and limits; asked for once and remembered for the life of the client."""
+        return self._get_model(self._deadline(None))
+
+    def health(self, service: str = "") -> str:
+        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN, of one of the addresses behind the target.
+
+        service: "" or "vitwire.v1.EncoderService" for readiness, "liveness" for the engine's heartbeat.
+        Raises Unavailable when no server answers.
+        """
+        return self._transport.health(service, self._timeout)
+
+    def close(self) -> None:
+        """Close the connection and cancel what is in flight."""
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _get_model(self, deadline: Deadline) -> Model:
+        if self._model is None:
+            self._model = self._transport.model(deadline)
+        return self._model
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)

@@ -1,0 +1,110 @@
+"""What a caller gets back: the rows of one item."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vitwire.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+Float32 = npt.NDArray[np.float32]
+DType = Literal["float32", "float16", "bfloat16"]
+
+OUTPUT_TYPES: dict[DType, "pb.DataType.ValueType"] = {
+    "float32": pb.DATA_TYPE_FLOAT32,
+    "float16": pb.DATA_TYPE_FLOAT16,
+    "bfloat16": pb.DATA_TYPE_BFLOAT16,
+}
+DTYPES: dict[int, DType] = {number: name for name, number in OUTPUT_TYPES.items()}
+STORAGE: dict[DType, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+"""How numpy holds each type; bfloat16, which it does not know, as the bits of uint16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How the server encoded an item; `queued` and `encoded` are in seconds."""
+
+    path: str = "unspecified"
+    """graph, eager or cache."""
+    fallback_reason: str = ""
+    """Why no graph was used; empty otherwise."""
+    budget_tokens: int = 0
+    """Capacity of the replayed graph; 0 when eager."""
+    tokens: int = 0
+    queued: float = 0.0
+    """From admission to the start of the item's batch."""
+    encoded: float = 0.0
+    """From the start of the item's batch to its rows on the host."""
+    kept: tuple[int, ...] = ()
+    """Indices of the tokens that pruning kept; empty when pruning was off."""
+
+    @classmethod
+    def from_message(cls, message: pb.ItemReport) -> "Report":
+        known = message.path in pb.Path.values()
+        return cls(
+            path=pb.Path.Name(message.path).removeprefix("PATH_").lower() if known else "unspecified",
+            fallback_reason=message.fallback_reason,
+            budget_tokens=message.budget_tokens,
+            tokens=message.tokens,
+            queued=message.queued.seconds + message.queued.nanos / 1e9,
+            encoded=message.encoded.seconds + message.encoded.nanos / 1e9,
+            kept=tuple(message.kept),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """Rows of one item, `(tokens, width)`; a row is `[main | level 0 | level 1 | ...]`."""
+
+    _rows: npt.NDArray[Any]
+    """In the server's dtype, held as `STORAGE` says; owned by this object."""
+    dtype: DType
+    """Type that the rows travelled in: float32, float16 or bfloat16."""
+    levels: int
+    """Number of deepstack levels."""
+    report: Report
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(tokens, width)`, deepstack levels included in the width."""
+        return self._rows.shape
+
+    def numpy(self) -> Float32:
+        """The rows as float32, `(tokens, width)`; widening is exact. A view where they came as float32."""
+        return _float32(self._rows, self.dtype)
+
+    def torch(self) -> "torch.Tensor":
+        """The rows in the server's dtype, `(tokens, width)`, on the CPU, sharing this object's memory."""
+        import torch  # noqa: PLC0415  # not a dependency of the client
+
+        tensor = torch.from_numpy(self._rows)
+        return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
+
+    @property
+    def main(self) -> Float32:
+        """The rows without the deepstack levels, float32, `(tokens, width / (1 + levels))`."""
+        return self._level(0)
+
+    @property
+    def deepstack(self) -> list[Float32]:
+        """Each deepstack level, float32, `(tokens, width / (1 + levels))`."""
+        return [self._level(1 + level) for level in range(self.levels)]
+
+    def _level(self, index: int) -> Float32:
+        width = self._rows.shape[-1] // (1 + self.levels)
+        return _float32(self._rows[..., index * width : (index + 1) * width], self.dtype)
+
+    def __repr__(self) -> str:
+        return f"Embedding(shape={self.shape}, dtype={self.dtype}, path={self.report.path})"
+
+
+def _float32(rows: npt.NDArray[Any], dtype: DType) -> Float32:
+    """A bfloat16 is the upper half of the float32 of the same value."""
+    if dtype == "bfloat16":
+        widened: Float32 = (rows.astype(np.uint32) << 16).view(np.float32)
+        return widened
+    return rows.astype(np.float32, copy=False)

@@ -1,0 +1,214 @@
+"""What can go wrong, and whose mistake it is.
+
+    VitwireError
+    ├── InvalidItem        the caller's: an item or the request breaks the contract; do not send it again
+    ├── Unauthenticated    the caller's: the token is missing, wrong or not allowed to do this
+    ├── NotCached          nobody's: the cache does not hold the content_id; send the item with its pixels
+    ├── Overloaded         nobody's: the queue or the device is full; come back after `retry_after` seconds
+    ├── DeadlineExceeded   nobody's: the timeout passed, or the server saw that it could not be met
+    ├── Unavailable        the operator's: no server answers, or it is starting or draining; retried already
+    └── EncodeFailed       the server's: it failed on the item, or its answer broke the contract
+
+Errors of gRPC never reach the caller: they are translated here, and only here.
+"""
+# the names are the contract's
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+
+_STATUS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+
+class Violation(NamedTuple):
+    """One wrong field, named as in the proto (`items[2].grid.h`), and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class VitwireError(Exception):
+    """Root of all errors of this package.
+
+    `code` is the name of the gRPC status (`"UNAVAILABLE"`); `item` the position of the item that failed, None
+    when the whole request did.
+    """
+
+    default_code: ClassVar[str] = "UNKNOWN"
+
+    def __init__(self, message: str, *, code: str | None = None, item: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code or self.default_code
+        self.item = item
+
+
+class InvalidItem(VitwireError):
+    """The caller's mistake: `violations` names each wrong field."""
+
+    default_code = "INVALID_ARGUMENT"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        item: int | None = None,
+        violations: Sequence[Violation] = (),
+    ) -> None:
+        super().__init__(message, code=code, item=item)
+        self.violations = tuple(violations)
+
+
+class Unauthenticated(VitwireError):
+    """The token is missing, wrong or not allowed to do this."""
+
+    default_code = "UNAUTHENTICATED"
+
+
+class NotCached(VitwireError):
+    """The server does not hold an embedding for this content_id: send the item with its pixels."""
+
+    default_code = "NOT_FOUND"
+
+
+class Overloaded(VitwireError):
+    """The queue or the device is full; `retry_after` is in seconds, None when the server did not say."""
+
+    default_code = "RESOURCE_EXHAUSTED"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        item: int | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, code=code, item=item)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(VitwireError):
+    """The timeout passed, or the server saw that it could not be met."""
+
+    default_code = "DEADLINE_EXCEEDED"
+
+
+class Unavailable(VitwireError):
+    """No server answers, or it is starting or draining; the retry policy is exhausted."""
+
+    default_code = "UNAVAILABLE"
+
+
+class EncodeFailed(VitwireError):
+    """The server failed on the item, or its answer broke the contract."""
+
+    default_code = "INTERNAL"
+
+
+_BY_CODE: dict[str, type[VitwireError]] = {
+    "INVALID_ARGUMENT": InvalidItem,
+    "UNAUTHENTICATED": Unauthenticated,
+    "PERMISSION_DENIED": Unauthenticated,
+    "NOT_FOUND": NotCached,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "UNAVAILABLE": Unavailable,
+}
+_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+def from_status(status: Status, item: int, indices: Sequence[int] = ()) -> VitwireError:
+    """The error of one item, as it comes in a response; `indices` as of `from_rpc`."""
+    code = _CODE_NAMES.get(status.code, "UNKNOWN")
+    return _error(code, status.message, status.details, item=item, indices=indices)
+
+
+def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
+    """The error of a whole RPC; `indices` are the positions of its items in the caller's request."""
+    pairs: Any = error.trailing_metadata() or ()  # the stubs know neither kind as what it is, pairs
+    metadata: dict[str, str | bytes] = dict(pairs)
+    details: Iterable[AnyMessage] = ()
+    with suppress(DecodeError):  # code and message still tell what happened
+        details = Status.FromString(_bytes(metadata.get(_STATUS_KEY, b""))).details
+    translated = _error(error.code().name, error.details() or "", details, indices=indices)
+    if isinstance(translated, Overloaded) and translated.retry_after is None:
+        translated.retry_after = _milliseconds(metadata.get(_PUSHBACK_KEY, ""))
+    return translated
+
+
+def _error(
+    code: str,
+    message: str,
+    details: Iterable[AnyMessage],
+    *,
+    item: int | None = None,
+    indices: Sequence[int] = (),
+) -> VitwireError:
+    kind = _BY_CODE.get(code, EncodeFailed)
+    message = _renumbered(message or code, indices)
+    if kind is InvalidItem:
+        violations = [Violation(_renumbered(found.field, indices), found.description) for found in _violations(details)]
+        return InvalidItem(message, code=code, item=_item(violations, item), violations=violations)
+    if kind is Overloaded:
+        return Overloaded(message, code=code, item=item, retry_after=_retry_after(details))
+    return kind(message, code=code, item=item)
+
+
+def _violations(details: Iterable[AnyMessage]) -> list[Violation]:
+    found = []
+    bad = BadRequest()
+    for detail in details:
+        if _unpack(detail, bad):
+            found += [Violation(each.field, each.description) for each in bad.field_violations]
+    return found
+
+
+def _retry_after(details: Iterable[AnyMessage]) -> float | None:
+    info = RetryInfo()
+    for detail in details:
+        if _unpack(detail, info) and info.HasField("retry_delay"):
+            return float(info.retry_delay.seconds + info.retry_delay.nanos / 1e9)
+    return None
+
+
+def _unpack(detail: AnyMessage, message: BadRequest | RetryInfo) -> bool:
+    try:
+        return detail.Unpack(message)
+    except DecodeError:
+        return False
+
+
+def _item(violations: Sequence[Violation], item: int | None) -> int | None:
+    """The item that the violations are about, if there is just one."""
+    named = {int(found[1]) for each in violations if (found := re.match(r"items\[(\d{1,9})\]", each.field))}
+    return item if item is not None or len(named) != 1 else named.pop()
+
+
+def _renumbered(text: str, indices: Sequence[int]) -> str:
+    """`items[i]` of one RPC as the position in the caller's request."""
+
+    def number(found: re.Match[str]) -> str:
+        position = int(found[1])
+        return f"items[{indices[position]}]" if position < len(indices) else found[0]
+
+    return re.sub(r"\bitems\[(\d{1,9})\]", number, text)
+
+
+def _milliseconds(value: str | bytes) -> float | None:
+    try:
+        return max(0.0, int(value) / 1e3)
+    except ValueError:
+        return None
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

@@ -1,0 +1,179 @@
+"""From images and clips to patches, as the model's Hugging Face processor would make them.
+
+Pixels stay uint8: the server rescales and normalises them on its device. Pillow is needed for files, for
+Pillow's images and wherever a frame has to be resized (`pip install 'vitwire[images]'`).
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from vitwire._patches import Grid, Pixels, Preprocessor, Size, patch_rows, smart_resize
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["MAX_DECODED_PIXELS", "ImageLike", "Preprocessor", "clip_patches", "image_patches", "smart_resize"]
+
+ImageLike: TypeAlias = "str | os.PathLike[str] | Image | Pixels"
+_Picture: TypeAlias = "Image | Pixels"
+
+MAX_DECODED_PIXELS = 89_478_485
+"""Images of more pixels are refused undecoded: a quarter of a GiB as RGB, where Pillow starts to warn."""
+
+_CHANNEL_COUNTS = (1, 3, 4)
+# What Pillow raises over files that are cut short, damaged or no images; warnings where they are errors.
+_UNREADABLE = (
+    OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, RuntimeError, Warning, struct.error,
+    zlib.error,
+)  # fmt: skip
+
+
+def image_patches(image: ImageLike, settings: Preprocessor) -> tuple[Pixels, Grid]:
+    """Patches `(h*w, C*p*p)` of one image, and its grid `(1, h, w)`.
+
+    `image` is a path, a Pillow image or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4
+    channels. The frame axis, along which the processor only duplicates the image, is left out.
+    Raises ValueError for what cannot be read or has no pixels, and OSError for a file that cannot be opened.
+    """
+    picture = _rgb(image)
+    size = smart_resize(*_size(picture), settings, settings.temporal_patch_size)
+    return patch_rows([_resized(picture, size, settings.resample)], size, (1, 1), settings)
+
+
+def clip_patches(frames: Pixels | Sequence[ImageLike], settings: Preprocessor) -> tuple[Pixels, Grid]:
+    """Patches `(t*h*w, C*T*p*p)` of one clip, and its grid `(t, h, w)`, t = ceil(F / T).
+
+    `frames` is a uint8 array `(F, H, W, 3)` or a sequence of images of one size, in order. All frames are
+    taken; the last one is repeated until T divides their number. Raises as `image_patches` does.
+    """
+    if not isinstance(frames, np.ndarray | Sequence) or isinstance(frames, str):
+        raise TypeError(f"expected an array or a sequence of frames, got {type(frames).__name__}")
+    if isinstance(frames, np.ndarray) and frames.ndim != 4:
+        raise ValueError(f"expected frames of shape (F, H, W, 3), got {frames.shape}")
+    if len(frames) == 0:
+        raise ValueError("expected at least one frame, got none")
+    pictures = (_rgb(frame) for frame in frames)
+    first = next(pictures)
+    size = smart_resize(*_size(first), settings, len(frames))
+    alike = _of_one_size(chain([first], pictures), _size(first))
+    resized = (_resized(picture, size, settings.resample) for picture in alike)
+    slots = (-(-len(frames) // settings.temporal_patch_size), settings.temporal_patch_size)
+    return patch_rows(resized, size, slots, settings)
+
+
+def _of_one_size(pictures: Iterable[_Picture], size: Size) -> Iterator[_Picture]:
+    for index, picture in enumerate(pictures):
+        if _size(picture) != size:
+            raise ValueError(f"expected frames of one size, got {size} and, at {index}, {_size(picture)}")
+        yield picture
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _rgb(image: ImageLike) -> _Picture:
+    """An RGB picture of `image`; arrays stay views where they can."""
+    if isinstance(image, np.ndarray):
+        return _rgb_array(image)
+    if isinstance(image, str | os.PathLike):
+        return _rgb_file(Path(image))
+    if not isinstance(image, _pillow().Image):
+        raise TypeError(f"expected a path, a Pillow image or a uint8 array, got {type(image).__name__}")
+    with _decoding("the image"):
+        return _rgb_on_white(image)
+
+
+def _rgb_array(image: Pixels) -> Pixels:
+    """An (H, W, 3) view or copy of an array; where its shape is ambiguous, channels come first."""
+    if image.dtype != np.uint8:
+        raise ValueError(f"expected an array of uint8, values 0 to 255, got {image.dtype}")
+    shape = image.shape
+    if image.ndim == 2:
+        image = image[..., None]
+    elif image.ndim == 3 and shape[0] in _CHANNEL_COUNTS:
+        image = np.moveaxis(image, 0, -1)
+    if image.ndim != 3 or image.shape[-1] not in _CHANNEL_COUNTS or image.size == 0:
+        raise ValueError(f"expected an image (H, W), (H, W, C) or (C, H, W) of 1, 3 or 4 channels, got {shape}")
+    if image.shape[-1] == 4:
+        return _array_on_white(image)
+    return np.broadcast_to(image, (*image.shape[:2], 3))
+
+
+def _array_on_white(image: Pixels) -> Pixels:
+    alpha = image[..., 3:].astype(np.uint16)
+    blend = alpha * image[..., :3] + (255 - alpha) * 255
+    return ((blend + 127) // 255).astype(np.uint8)  # at most 65152; nothing is halfway between two values
+
+
+def _rgb_file(path: Path) -> "Image":
+    """The picture in a file as Hugging Face loads it: upright, alpha ignored, one transparent colour not."""
+    pillow = _pillow()
+    from PIL import ImageOps  # noqa: PLC0415  # as optional as Pillow
+
+    with path.open("rb") as file, _decoding(str(path)):
+        image: Image = pillow.open(file)
+        _check_area(image)
+        ImageOps.exif_transpose(image, in_place=True)
+        if isinstance(image.info.get("transparency"), bytes):
+            del image.info["transparency"]  # dropped by the conversion too, but with a warning
+        return _rgb_on_white(image.convert("RGB"))
+
+
+def _rgb_on_white(image: "Image") -> "Image":
+    _check_area(image)
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        ground = _pillow().new("RGBA", image.size, (255, 255, 255, 255))
+        image = _pillow().alpha_composite(ground, image)
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _check_area(image: "Image") -> None:
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_DECODED_PIXELS} pixels")
+
+
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Turn whatever Pillow raises over a bad image into a ValueError that names it."""
+    pillow = _pillow()
+    try:
+        yield
+    except (*_UNREADABLE, pillow.DecompressionBombError) as error:
+        raise ValueError(f"{name} cannot be read as an image: {error}") from error
+
+
+# -- resizing --------------------------------------------------------------------------------------
+
+
+def _size(picture: _Picture) -> Size:
+    if isinstance(picture, np.ndarray):
+        return picture.shape[0], picture.shape[1]
+    return picture.height, picture.width
+
+
+def _resized(picture: _Picture, size: Size, resample: int) -> Pixels:
+    """An (H, W, 3) array of the picture at `size`; the array itself where it has that size already."""
+    if _size(picture) == size:
+        return np.asarray(picture)
+    image: Image = _pillow().fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    return np.asarray(image.resize((size[1], size[0]), resample))
+
+
+def _pillow() -> ModuleType:
+    try:
+        from PIL import Image  # noqa: PLC0415  # optional
+    except ImportError as error:
+        reason = "reading and resizing images needs Pillow: pip install 'vitwire[images]'"
+        raise ImportError(reason, name="PIL") from error
+    return Image

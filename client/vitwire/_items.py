@@ -1,0 +1,153 @@
+"""What a caller hands in: one image or one clip, as patches."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from vitwire._errors import InvalidItem, Violation
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.wire import ItemTensors
+
+Modality = Literal["image", "video"]
+Array = npt.NDArray[Any]
+
+
+@runtime_checkable
+class TorchTensor(Protocol):
+    """What is asked of a torch tensor; torch itself is never imported here."""
+
+    @property
+    def dtype(self) -> object: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def detach(self) -> Any: ...  # noqa: ANN401  # torch's own types are out of reach here
+
+
+Pixels = Array | TorchTensor
+
+DATA_TYPES: dict[str, "pb.DataType.ValueType"] = {
+    "float32": pb.DATA_TYPE_FLOAT32,
+    "float16": pb.DATA_TYPE_FLOAT16,
+    "bfloat16": pb.DATA_TYPE_BFLOAT16,
+    "uint8": pb.DATA_TYPE_UINT8,
+}
+MODALITIES: dict[str, "pb.Modality.ValueType"] = {"image": pb.MODALITY_IMAGE, "video": pb.MODALITY_VIDEO}
+_GRID_SIDES = ("t", "h", "w")
+_MAX_GRID_SIDE = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One image or clip to encode.
+
+    pixels: `(t*h*w, C*T*p*p)` patches as the model's Hugging Face processor emits them, or `(tiles, 3, H, W)`
+        for tile towers; a numpy array or a torch tensor of uint8, float32, float16 or bfloat16, read when the
+        item is sent. uint8 means before rescaling and normalisation; for images the frame axis T may be left
+        out. None asks for the embedding cached under `content_id`.
+    grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers.
+    modality: "image" or "video".
+    content_id: names the content for the server's embedding cache.
+    keep_ratio: share of a video's tokens to keep, in (0, 1); 0 switches pruning off.
+    crops: second view of two-resolution towers, of the same types as `pixels`.
+
+    Raises InvalidItem, with the field named, for what can be told to be wrong without the model.
+    """
+
+    pixels: Pixels | None
+    grid: tuple[int, int, int]
+    modality: Modality = "image"
+    content_id: str | None = None
+    keep_ratio: float = 0.0
+    crops: Pixels | None = None
+
+    def __post_init__(self) -> None:
+        violations = list(self._violations())
+        if violations:
+            text = "; ".join(f"{each.field}: {each.description}" for each in violations)
+            raise InvalidItem(text, violations=violations)
+        t, h, w = (int(side) for side in self.grid)
+        object.__setattr__(self, "grid", (t, h, w))
+
+    def _violations(self) -> Iterator[Violation]:
+        if len(self.grid) != len(_GRID_SIDES):
+            yield Violation("grid", f"expected (t, h, w), got {tuple(self.grid)}")
+        for name, side in zip(_GRID_SIDES, self.grid, strict=False):
+            if int(side) != side or not 1 <= side <= _MAX_GRID_SIDE:
+                yield Violation(f"grid.{name}", f"expected a positive whole number, got {side}")
+        if self.modality not in MODALITIES:
+            yield Violation("modality", f"expected one of {', '.join(MODALITIES)}, got {self.modality!r}")
+        if not 0.0 <= self.keep_ratio < 1.0:
+            yield Violation("keep_ratio", f"expected a share in [0, 1), got {self.keep_ratio}")
+        if self.pixels is None and not self.content_id:
+            yield Violation("pixels", "an item without pixels needs a content_id")
+        for name, tensor in (("pixels", self.pixels), ("crops", self.crops)):
+            if tensor is not None and (problem := _problem(tensor)):
+                yield Violation(name, problem)
+
+
+class WireItem(NamedTuple):
+    """An item ready to travel: the message without its tensors' bytes, and those bytes as views."""
+
+    message: pb.Item
+    tensors: ItemTensors
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return len(self.tensors.pixels) + len(self.tensors.crops)
+
+
+def to_wire(item: Item) -> WireItem:
+    """Copies only what is not in host memory, little-endian and in C order yet."""
+    t, h, w = item.grid
+    message = pb.Item(
+        modality=MODALITIES[item.modality],
+        grid=pb.Grid(t=t, h=h, w=w),
+        content_id=item.content_id or "",
+        keep_ratio=item.keep_ratio,
+    )
+    pixels = crops = memoryview(b"")
+    if item.pixels is not None:
+        pixels = _tensor(item.pixels, message.pixels)
+    if item.crops is not None:
+        crops = _tensor(item.crops, message.crops)
+    return WireItem(message, ItemTensors(pixels, crops))
+
+
+def _problem(tensor: object) -> str | None:
+    if not isinstance(tensor, np.ndarray | TorchTensor):
+        return f"expected a numpy array or a torch tensor, got {type(tensor).__name__}"
+    if _type_name(tensor) not in DATA_TYPES:
+        return f"expected a dtype of {', '.join(DATA_TYPES)}, got {tensor.dtype}"
+    if len(tensor.shape) < 2:
+        return f"expected rows of values, got the shape {tuple(tensor.shape)}"
+    return None
+
+
+def _type_name(tensor: Pixels) -> str:
+    return tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
+
+
+def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
+    """Describe the tensor in `message`; its bytes."""
+    message.data_type = DATA_TYPES[_type_name(tensor)]
+    message.shape.extend(tensor.shape)
+    array = tensor if isinstance(tensor, np.ndarray) else _from_torch(tensor)
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _from_torch(tensor: TorchTensor) -> Array:
+    """The tensor's own memory where it is on the host; numpy has no bfloat16, so its bits go as uint16."""
+    host = tensor.detach().cpu().contiguous()
+    if _type_name(tensor) == "bfloat16":
+        host = host.view(sys.modules["torch"].uint16)
+    array: Array = host.numpy()
+    return array

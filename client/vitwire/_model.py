@@ -1,0 +1,119 @@
+"""What the server says of itself."""
+
+from dataclasses import dataclass
+
+from vitwire._images import Preprocessor
+from vitwire.v1 import encoder_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Capacity of one captured graph."""
+
+    tokens: int
+    items: int
+    segments: int
+    """Attention segments: frames of images and clips."""
+    segment_patches: int
+    """Longest segment, in patches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server accepts of one request and holds in its queue; 0 where it did not say."""
+
+    request_bytes: int
+    items_per_request: int
+    patches_per_item: int
+    queued_items: int
+    queued_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model that the server holds, how to prepare pixels for it, and the server's limits."""
+
+    model_id: str
+    model_type: str
+    """`model_type` of the checkpoint's config.json."""
+    weights_fingerprint: str
+    """SHA-256 over the names and bytes of the tower's weights, in hex."""
+    dtype: str
+    """Type that the tower computes in and, by default, returns: float32, float16 or bfloat16."""
+    embedding_width: int
+    """Columns of an embedding, deepstack levels included."""
+    deepstack_levels: int
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    channels: int
+    image_preprocessor: Preprocessor | None
+    """None where the checkpoint came without settings for images."""
+    video_preprocessor: Preprocessor | None
+    budgets: tuple[Budget, ...]
+    """Captured budgets in ascending order; empty when graphs are off."""
+    limits: Limits
+    graphs: str
+    """cuda, simulated or off."""
+    attention_backend: str
+    device: str
+    server_version: str
+
+    @classmethod
+    def from_message(cls, message: pb.GetModelResponse) -> "Model":
+        """Raises ValueError when the settings contradict themselves."""
+        return cls(
+            model_id=message.model_id,
+            model_type=message.model_type,
+            weights_fingerprint=message.weights_fingerprint,
+            dtype=_dtype(message.data_type),
+            embedding_width=message.embedding_width,
+            deepstack_levels=message.deepstack_levels,
+            patch_size=message.patch_size,
+            merge_size=message.merge_size,
+            temporal_patch_size=message.temporal_patch_size,
+            channels=message.channels,
+            image_preprocessor=_preprocessor(message, "image_preprocessor"),
+            video_preprocessor=_preprocessor(message, "video_preprocessor"),
+            budgets=tuple(
+                Budget(each.tokens, each.items, each.segments, each.segment_patches) for each in message.budgets
+            ),
+            limits=_limits(message.limits),
+            graphs=message.graphs,
+            attention_backend=message.attention_backend,
+            device=message.device,
+            server_version=message.server_version,
+        )
+
+
+def _dtype(number: "pb.DataType.ValueType") -> str:
+    known = number in pb.DataType.values()
+    return pb.DataType.Name(number).removeprefix("DATA_TYPE_").lower() if known else "unspecified"
+
+
+def _limits(message: pb.Limits) -> Limits:
+    return Limits(
+        request_bytes=message.request_bytes,
+        items_per_request=message.items_per_request,
+        patches_per_item=message.patches_per_item,
+        queued_items=message.queued_items,
+        queued_bytes=message.queued_bytes,
+    )
+
+
+def _preprocessor(model: pb.GetModelResponse, field: str) -> Preprocessor | None:
+    if not model.HasField(field):  # type: ignore[arg-type]  # the stub lists the names as literals
+        return None
+    settings: pb.Preprocessor = getattr(model, field)
+    return Preprocessor(
+        patch_size=model.patch_size,
+        merge_size=model.merge_size,
+        temporal_patch_size=model.temporal_patch_size,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+        mean=tuple(settings.mean),
+        std=tuple(settings.std),
+        rescale_factor=settings.rescale_factor,
+        resample=settings.resample,
+        bounds_span_frames=settings.bounds_span_frames,
+    )

@@ -1,0 +1,114 @@
+"""From frames to patch rows: the size a frame is resized to and the order of its patches.
+
+Both are those of the stock Hugging Face processors of the qwen2_vl, qwen2_5_vl, qwen3_vl and glm4v families.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]
+Grid = tuple[int, int, int]
+Size = tuple[int, int]
+
+CHANNELS = 3
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessor:
+    """Settings of the model's Hugging Face processor for one modality."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    """Area bounds of the resized frame: `size.shortest_edge` and `size.longest_edge` of the processor."""
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float
+    resample: int
+    """Resampling filter as Pillow numbers it: 2 bilinear, 3 bicubic."""
+    bounds_span_frames: bool = False
+    """True where the area bounds count all frames together (videos of Qwen3-VL, all of GLM-4V)."""
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def factor(self) -> int:
+        """Height and width of a resized frame are multiples of this: the side of one token, in pixels."""
+        return self.patch_size * self.merge_size
+
+
+def smart_resize(height: int, width: int, settings: Preprocessor, frames: int = 1) -> Size:
+    """Height and width to resize to: multiples of the factor, within the area bounds, nearly the same shape.
+
+    `frames` (before any is repeated) counts only where the bounds span frames.
+    Raises ValueError for empty, for very long and, where the bounds span frames, for too few frames.
+    """
+    if min(height, width) < 1:
+        raise ValueError(f"expected at least one pixel, got a frame of {height}x{width}")
+    factor, depth = settings.factor, 1
+    if settings.bounds_span_frames:
+        depth = _temporal_depth(frames, settings.temporal_patch_size)
+        height, width = _at_least(factor, height, width)
+    else:
+        frames = 1
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise ValueError(f"{height}x{width} is too long: sides may differ {MAX_ASPECT_RATIO}-fold at most")
+
+    rows, columns = round(height / factor), round(width / factor)
+    area = depth * rows * factor * columns * factor
+    if area > settings.max_pixels:
+        shrink = math.sqrt(frames * height * width / settings.max_pixels)
+        rows = max(1, math.floor(height / shrink / factor))
+        columns = max(1, math.floor(width / shrink / factor))
+    elif area < settings.min_pixels:
+        grow = math.sqrt(settings.min_pixels / (frames * height * width))
+        rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
+    return rows * factor, columns * factor
+
+
+def _temporal_depth(frames: int, group: int) -> int:
+    """Frames as the processor counts them: to the nearest multiple of a group, halves to the even one."""
+    if frames < group:
+        raise ValueError(f"this model takes clips of at least {group} frames, got {frames}")
+    return round(frames / group) * group
+
+
+def _at_least(side: int, height: int, width: int) -> Size:
+    """Enlarge a frame with a side under `side`, so that none is."""
+    if min(height, width) >= side:
+        return height, width
+    scale = max(side / height, side / width)
+    return int(height * scale), int(width * scale)
+
+
+def patch_rows(frames: Iterable[Pixels], size: Size, slots: Size, settings: Preprocessor) -> tuple[Pixels, Grid]:
+    """Rows of patches, and their grid, of RGB frames (H, W, 3) of `size`.
+
+    `slots` is (t, T): how many groups of how many frames; where frames run out, the last one is repeated.
+    Rows are in the order (t, h/m, w/m, m, m), so that the patches of one token are neighbours, and the
+    columns of each in the order (C, T, p, p) in which the tower's Conv3d reads them.
+    """
+    patch, merge = settings.patch_size, settings.merge_size
+    (height, width), (groups, depth) = size, slots
+    high, wide = height // settings.factor, width // settings.factor
+    rows = np.empty((groups, high, wide, merge, merge, CHANNELS, depth, patch, patch), np.uint8)
+    canvas = rows.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)  # (t, T, h/m, m, p, w/m, m, p, C): frames, as a view
+    filled = 0
+    for frame in frames:
+        canvas[divmod(filled, depth)] = frame.reshape(canvas.shape[2:])
+        filled += 1
+    last = canvas[divmod(filled - 1, depth)]
+    for spare in range(filled, groups * depth):
+        canvas[divmod(spare, depth)] = last
+    grid = (groups, high * merge, wide * merge)
+    return rows.reshape(math.prod(grid), -1), grid

@@ -1,0 +1,58 @@
+"""Images and clips to items, in a few threads: Pillow and numpy let go of the GIL where it counts."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vitwire._errors import EncodeFailed, InvalidItem
+from vitwire._images import Preprocessor, clip_patches, image_patches
+from vitwire._items import Item, Modality
+from vitwire._model import Model
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    ImageLike = str | os.PathLike[str] | Image | npt.NDArray[np.uint8]
+    Clip = npt.NDArray[np.uint8] | Sequence[ImageLike]
+
+S = TypeVar("S")
+Patches = tuple[npt.NDArray[np.uint8], tuple[int, int, int]]
+
+_MAX_THREADS = 8
+
+
+def image_items(images: "Sequence[ImageLike]", model: Model) -> list[Item]:
+    """One item per image, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
+    settings = _settings(model.image_preprocessor, "images")
+    return _items(images, lambda image: image_patches(image, settings), "image")
+
+
+def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
+    """One item per clip, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
+    settings = _settings(model.video_preprocessor, "clips")
+    return _items(clips, lambda frames: clip_patches(frames, settings), "video")
+
+
+def _settings(settings: Preprocessor | None, what: str) -> Preprocessor:
+    if settings is None:
+        raise EncodeFailed(f"the server does not say how to prepare {what}", code="UNIMPLEMENTED")
+    return settings
+
+
+def _items(sources: Sequence[S], patches: Callable[[S], Patches], modality: Modality) -> list[Item]:
+    def item(index: int, source: S) -> Item:
+        try:
+            pixels, grid = patches(source)
+        except ValueError as error:
+            raise InvalidItem(str(error), item=index) from error
+        return Item(pixels, grid, modality)
+
+    arguments: tuple[Any, Any] = (range(len(sources)), sources)
+    if len(sources) < 2:
+        return list(map(item, *arguments))
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(sources), os.cpu_count() or 1)) as pool:
+        return list(pool.map(item, *arguments))

@@ -1,0 +1,188 @@
+"""The service's protocol without I/O: items to messages, response frames to embeddings.
+
+Shared by `Client` and `AsyncClient`, which only move the messages.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vitwire._embedding import DTYPES, OUTPUT_TYPES, STORAGE, DType, Embedding, Report
+from vitwire._errors import EncodeFailed, VitwireError, from_status
+from vitwire._items import Item, WireItem, to_wire
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.wire import Buffer, Frame, Malformed, Request
+
+Priority = Literal["interactive", "batch"]
+Result = tuple[int, Embedding | VitwireError]
+Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed
+Upload = Frame[pb.EncodeStreamRequest]
+
+ONE_MESSAGE_BYTES = 4 << 20
+"""Larger requests go as a stream; also gRPC's customary bound of a message."""
+CHUNK_BYTES = 1 << 20
+MAX_EMBEDDING_BYTES = 2 << 30
+_MAX_DIMENSIONS = 4
+_FRAMING_BYTES = 32
+"""Bounds the tags and lengths around one item and its two tensors."""
+_PRIORITIES: dict[Priority, "pb.Priority.ValueType"] = {
+    "interactive": pb.PRIORITY_INTERACTIVE,
+    "batch": pb.PRIORITY_BATCH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What holds for a whole request."""
+
+    output_type: "pb.DataType.ValueType"
+    priority: "pb.Priority.ValueType"
+
+    @classmethod
+    def of(cls, output_type: DType | None, priority: Priority) -> "Options":
+        """Raises ValueError for a name that is not known."""
+        if priority not in _PRIORITIES:
+            raise ValueError(f"priority is one of {', '.join(_PRIORITIES)}, not {priority!r}")
+        if output_type is None:
+            return cls(pb.DATA_TYPE_UNSPECIFIED, _PRIORITIES[priority])
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type is one of {', '.join(OUTPUT_TYPES)}, not {output_type!r}")
+        return cls(OUTPUT_TYPES[output_type], _PRIORITIES[priority])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The items of one RPC, and their positions in the caller's request."""
+
+    indices: tuple[int, ...]
+    items: tuple[WireItem, ...]
+    options: Options
+
+    @property
+    def one_message(self) -> bool:
+        """Whether the items travel in one message rather than as a stream."""
+        sizes = (item.size + item.message.ByteSize() + _FRAMING_BYTES for item in self.items)
+        return sum(sizes) <= ONE_MESSAGE_BYTES
+
+    def request(self) -> Request:
+        message = pb.EncodeRequest(
+            items=(item.message for item in self.items),
+            output_type=self.options.output_type,
+            priority=self.options.priority,
+        )
+        return Request(message, [item.tensors for item in self.items])
+
+    def uploads(self) -> Iterator[Upload]:
+        """The messages of an EncodeStream; chunks are views of the items' memory."""
+        options = pb.EncodeStreamOptions(output_type=self.options.output_type, priority=self.options.priority)
+        yield Frame(pb.EncodeStreamRequest(options=options))
+        for number, item in enumerate(self.items):
+            header = pb.EncodeStreamHeader(item=number, header=item.message)
+            yield Frame(pb.EncodeStreamRequest(header=header))
+            for tensor in item.tensors:
+                for start in range(0, len(tensor), CHUNK_BYTES):
+                    chunk = pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=number))
+                    yield Frame(chunk, memoryview(tensor)[start : start + CHUNK_BYTES])
+
+
+def split(items: Sequence[Item], options: Options, count: int) -> list[Part]:
+    """At most `count` parts of about the same number of bytes, none empty."""
+    wire = [to_wire(item) for item in items]
+    shares: list[list[int]] = [[] for _ in range(min(count, len(wire)))]
+    loads = [0] * len(shares)
+    for index in sorted(range(len(wire)), key=lambda index: -wire[index].size):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(index)
+        loads[lightest] += wire[index].size + 1
+    return [Part(tuple(sorted(share)), tuple(wire[index] for index in sorted(share)), options) for share in shares]
+
+
+class Assembler:
+    """Puts the response frames of one RPC together; buffers are bounded and filled in order.
+
+    `indices` are the positions of the RPC's items in the caller's request, `levels` the model's deepstack
+    levels. Raises EncodeFailed for an answer that breaks the contract.
+    """
+
+    def __init__(self, indices: Sequence[int], levels: int) -> None:
+        self._indices = indices
+        self._levels = levels
+        self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
+
+    def feed(self, response: Response) -> Result | None:
+        """The item that this frame completed, if any."""
+        if isinstance(response, Malformed):
+            raise EncodeFailed(f"the answer does not parse: {response.reason}")
+        message = response.message
+        if message.item not in self._open:
+            raise EncodeFailed(f"the server answered for item {message.item}, which is not open")
+        index = self._indices[message.item]
+        match message.WhichOneof("result"):
+            case "error":
+                del self._open[message.item]
+                return index, from_status(message.error, index, self._indices)
+            case "chunk":
+                return self._chunk(index, message, response.data)
+            case _:
+                raise EncodeFailed("the server sent neither rows nor an error", item=index)
+
+    def finish(self) -> None:
+        """To be called at the end of the RPC: every item must have been answered."""
+        if self._open:
+            missing = sorted(self._indices[number] for number in self._open)
+            raise EncodeFailed(f"the answer ended without the items {missing}", item=missing[0])
+
+    def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Result | None:
+        rows = self._open[message.item]
+        try:
+            if rows is None:
+                rows = self._open[message.item] = _Rows.announced(message.chunk, self._levels)
+            rows.add(message.chunk, data)
+        except ValueError as error:
+            raise EncodeFailed(str(error), item=index) from None
+        if not message.chunk.last:
+            return None
+        del self._open[message.item]
+        report = Report.from_message(message.report)
+        return index, Embedding(rows.array, rows.dtype, self._levels, report)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of one embedding so far; raises ValueError over what does not fit."""
+
+    array: npt.NDArray[Any]
+    dtype: DType
+    filled: int = 0
+
+    @classmethod
+    def announced(cls, chunk: pb.EmbeddingChunk, levels: int) -> "_Rows":
+        if chunk.data_type not in DTYPES:
+            raise ValueError(f"the server sent rows of the unknown type {chunk.data_type}")
+        dtype = DTYPES[chunk.data_type]
+        shape = tuple(chunk.shape)
+        if not 2 <= len(shape) <= _MAX_DIMENSIONS or min(shape[1:]) == 0 or shape[-1] % (1 + levels):
+            raise ValueError(f"the server announced an embedding of shape {shape} with {levels} levels")
+        size = math.prod(shape) * np.dtype(STORAGE[dtype]).itemsize
+        if size > MAX_EMBEDDING_BYTES or shape[0] > MAX_EMBEDDING_BYTES:
+            raise ValueError(f"the server announced an embedding of {size} bytes")
+        return cls(np.empty(shape, STORAGE[dtype]), dtype)
+
+    def add(self, chunk: pb.EmbeddingChunk, data: Buffer) -> None:
+        if tuple(chunk.shape) != self.array.shape or DTYPES.get(chunk.data_type) != self.dtype:
+            raise ValueError("the server changed shape or type between chunks")
+        if chunk.row != self.filled:
+            raise ValueError(f"the server sent row {chunk.row} where row {self.filled} is next")
+        row_bytes = self.array.itemsize * math.prod(self.array.shape[1:])
+        count, rest = divmod(len(data), row_bytes)
+        if rest or count > len(self.array) - self.filled:
+            raise ValueError(f"the server sent {len(data)} bytes for rows of {row_bytes} bytes")
+        rows = np.frombuffer(data, self.array.dtype).reshape(count, *self.array.shape[1:])
+        self.array[self.filled : self.filled + count] = rows
+        self.filled += count
+        if chunk.last and self.filled != len(self.array):
+            raise ValueError(f"the server sent {self.filled} of {len(self.array)} rows")

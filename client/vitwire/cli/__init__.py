@@ -1,0 +1,18 @@
+"""The command line `vitwire`: encode files, ask a server for its model and its health."""
+
+import sys
+
+_EXTRAS = frozenset({"click", "PIL", "rich", "safetensors", "typer"})
+
+
+def main() -> None:
+    """Run the command line on `sys.argv`; ends in SystemExit."""
+    try:
+        from vitwire.cli._app import run  # noqa: PLC0415  # its imports are an extra
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRAS:
+            raise
+        print(f"vitwire: {missing} is not installed: pip install 'vitwire[cli]'", file=sys.stderr)
+        raise SystemExit(1) from None
+    run()

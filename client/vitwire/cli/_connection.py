@@ -1,0 +1,63 @@
+"""Options of every command, the client they make, and the one place where errors become a line and a code."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import grpc
+import typer
+
+from vitwire import Client, VitwireError
+
+Target = Annotated[
+    str,
+    typer.Option(envvar="VITWIRE_TARGET", help="host:port, dns:///name:port or unix:path of the service."),
+]
+Token = Annotated[str | None, typer.Option(envvar="VITWIRE_TOKEN", help="Bearer token.")]
+Tls = Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's roots unless --ca is given.")]
+Ca = Annotated[Path | None, typer.Option(help="Root certificates in PEM; implies --tls.")]
+Cert = Annotated[Path | None, typer.Option(help="Client certificate in PEM, for mutual TLS.")]
+Key = Annotated[Path | None, typer.Option(help="Private key of the client certificate in PEM.")]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Deadline of each request, in seconds.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How to reach the service."""
+
+    target: str
+    token: str | None
+    tls: bool
+    ca: Path | None
+    cert: Path | None
+    key: Path | None
+    timeout: float
+
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """A client; errors within end the command with one line on stderr and code 1."""
+        try:
+            tls = self._credentials()
+            with Client(self.target, tls=tls, token=self.token, timeout=self.timeout) as client:
+                yield client
+        except (VitwireError, OSError, ValueError, ImportError) as error:
+            fail(str(error) or type(error).__name__)
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        if not (self.tls or self.ca or self.cert):
+            return None
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("--cert and --key go together")
+        ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command."""
+    typer.echo(f"vitwire: {' '.join(message.split())}", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,213 @@
+"""Tensor-carrying messages without copies: framing shared by client and server.
+
+protobuf copies a `bytes` field whenever it is set, serialised, parsed and read. Here the message
+goes without its tensor bytes through protobuf, and the bytes are joined to it (or cut out of it as
+views) by hand. What is written is byte-identical to protobuf's own serialisation, since every
+tensor field has the highest number of its message and so comes last
+(https://protobuf.dev/programming-guides/encoding). What is read may come from anybody: every length is checked,
+and nothing is allocated for a length that is only claimed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from vitwire.v1 import encoder_pb2 as pb
+
+Buffer = bytes | bytearray | memoryview
+M = TypeVar("M", bound=Message)
+
+CROPS = 14
+DATA = PIXELS = CHUNK = 15
+_ITEMS = 1
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
+_NOTHING = memoryview(b"")
+
+
+class Frame(NamedTuple, Generic[M]):
+    """A message and the bytes of its one tensor field, kept beside it."""
+
+    message: M
+    data: Buffer = b""
+
+
+class ItemTensors(NamedTuple):
+    """The bytes of one item's tensors; empty where the item has none."""
+
+    pixels: Buffer = _NOTHING
+    crops: Buffer = _NOTHING
+
+
+class Request(NamedTuple):
+    """An EncodeRequest whose tensors hold no data, and the data, item by item."""
+
+    message: pb.EncodeRequest
+    tensors: Sequence[ItemTensors]
+
+
+class Malformed(NamedTuple):
+    """A message that does not parse; takes its place, as a raising deserialiser hides the cause."""
+
+    reason: str
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_request(request: Request) -> bytes:
+    """Serialise an EncodeRequest, byte-identical to protobuf with the data filled in."""
+    rest = pb.EncodeRequest()
+    rest.CopyFrom(request.message)
+    rest.ClearField("items")
+    parts: list[Buffer] = []
+    for item, tensors in zip(request.message.items, request.tensors, strict=True):
+        parts += _field(_ITEMS, _item(item, tensors))
+    parts.append(rest.SerializeToString())
+    return b"".join(parts)
+
+
+def write_chunk(frame: Frame[M]) -> bytes:
+    """Serialise a message whose `chunk` (field 15) holds `frame.data` in its field 15.
+
+    Without a chunk set, the message is serialised as it is.
+    """
+    message = frame.message
+    if not message.HasField("chunk"):
+        return message.SerializeToString()
+    chunk = message.chunk.SerializeToString()  # type: ignore[attr-defined]  # every chunked message has it
+    rest = type(message)()
+    rest.CopyFrom(message)
+    rest.ClearField("chunk")
+    return b"".join([rest.SerializeToString(), *_field(CHUNK, [chunk, *_data(frame.data)])])
+
+
+def _item(item: pb.Item, tensors: ItemTensors) -> list[Buffer]:
+    head = pb.Item()
+    head.CopyFrom(item)
+    head.ClearField("pixels")
+    head.ClearField("crops")
+    parts: list[Buffer] = [head.SerializeToString()]
+    if item.HasField("crops"):
+        parts += _field(CROPS, [item.crops.SerializeToString(), *_data(tensors.crops)])
+    if item.HasField("pixels"):
+        parts += _field(PIXELS, [item.pixels.SerializeToString(), *_data(tensors.pixels)])
+    return parts
+
+
+def _data(data: Buffer) -> list[Buffer]:
+    return _field(DATA, [data]) if len(data) else []
+
+
+def _field(number: int, parts: list[Buffer]) -> list[Buffer]:
+    return [_varint(number << 3 | _LENGTH) + _varint(sum(len(part) for part in parts)), *parts]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_request(raw: bytes) -> Request | Malformed:
+    """Parse an EncodeRequest; the tensors' data come back as views of `raw`."""
+    try:
+        rest: list[Buffer] = []
+        items: list[pb.Item] = []
+        tensors: list[ItemTensors] = []
+        for number, field, value in _fields(memoryview(raw)):
+            if number == _ITEMS and value is not None:
+                item, data = _read_item(value)
+                items.append(item)
+                tensors.append(data)
+            else:
+                rest.append(field)
+        message = pb.EncodeRequest.FromString(b"".join(rest))
+        message.items.extend(items)
+        return Request(message, tensors)
+    except DecodeError as error:
+        return Malformed(str(error))
+
+
+def read_chunk(kind: type[M], raw: bytes) -> Frame[M] | Malformed:
+    """Parse a message of `kind`; the data of its chunk comes back as a view of `raw`."""
+    try:
+        rest: list[Buffer] = []
+        data = _NOTHING
+        for number, field, value in _fields(memoryview(raw)):
+            if number == CHUNK and value is not None:
+                head, data = _cut(value, data)
+                rest += _field(CHUNK, [head])
+            else:
+                rest.append(field)
+        return Frame(kind.FromString(b"".join(rest)), data)
+    except DecodeError as error:
+        return Malformed(str(error))
+
+
+def _read_item(view: memoryview) -> tuple[pb.Item, ItemTensors]:
+    rest: list[Buffer] = []
+    data = {PIXELS: _NOTHING, CROPS: _NOTHING}
+    for number, field, value in _fields(view):
+        if number in data and value is not None:
+            head, data[number] = _cut(value, data[number])
+            rest += _field(number, [head])
+        else:
+            rest.append(field)
+    return pb.Item.FromString(b"".join(rest)), ItemTensors(data[PIXELS], data[CROPS])
+
+
+def _cut(view: memoryview, data: memoryview) -> tuple[bytes, memoryview]:
+    """A message without its field 15, and that field's value, `data` without one; the last one wins."""
+    rest: list[Buffer] = []
+    for number, field, value in _fields(view):
+        if number == DATA and value is not None:
+            data = value
+        else:
+            rest.append(field)
+    return b"".join(rest), data
+
+
+def _fields(view: memoryview) -> Iterator[tuple[int, memoryview, memoryview | None]]:
+    """The fields of a message: number, the whole field, and the value if it is length-delimited."""
+    position, size = 0, len(view)
+    while position < size:
+        start = position
+        key, position = _read_varint(view, position)
+        value = None
+        kind = key & 7
+        if kind == _LENGTH:
+            length, position = _read_varint(view, position)
+            value = view[position : position + length]
+            position += length
+        elif kind == _VARINT:
+            _, position = _read_varint(view, position)
+        elif kind in (_FIXED64, _FIXED32):
+            position += 8 if kind == _FIXED64 else 4
+        else:
+            raise DecodeError(f"wire type {kind} is not in use")
+        if position > size:
+            raise DecodeError("a field is longer than its message")
+        if key >> 3 == 0:
+            raise DecodeError("field number 0")
+        yield key >> 3, view[start:position], value
+
+
+def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
+    value = 0
+    for index in range(_MAX_VARINT_BYTES):
+        if position >= len(view):
+            raise DecodeError("the message ends within a number")
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, position
+    raise DecodeError("a number is longer than ten bytes")

@@ -1,0 +1,1 @@
+"""Vitwire's server: a vision tower behind gRPC."""

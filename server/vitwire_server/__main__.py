@@ -1,0 +1,87 @@
+"""`vitwire-server`: commands and their exit codes. With `serve.py` and `loading.py`, the composition root."""
+
+import argparse
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitwire.allocator import tune
+
+_USAGE = """\
+usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
+       vitwire-server demo-checkpoint [FLAGS]  write a tiny VLM with random weights
+       vitwire-server COMMAND --help           flags of a command
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; the entry point of `vitwire-server`. Exits with its code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words.pop(0) if words and not words[0].startswith("-") else "serve"
+    if words[:1] in (["-h"], ["--help"]) and command == "serve":
+        sys.stdout.write(_USAGE + "\n")
+    commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint}
+    if command not in commands:
+        sys.stderr.write(_USAGE + f"\nno such command: {command}\n")
+        sys.exit(2)
+    sys.exit(commands[command](words))
+
+
+def _serve(words: list[str]) -> int:
+    """Settings are checked before torch is loaded, so that a typo is told at once."""
+    from vitwire_server.settings import UsageError, resolve  # noqa: PLC0415 - each command loads only what it needs
+
+    try:
+        settings = resolve(words)
+    except UsageError as error:
+        return _fail(error, 2)
+    tune()
+    from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
+    from vitwire_server.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
+    from vitwire_server.towers.checkpoint import CheckpointError  # noqa: PLC0415 - as above
+
+    configure_logs(settings.log_format, settings.log_level)
+    try:
+        code = asyncio.run(serve(settings))
+        _leave_threads(code)
+        return code
+    except (CheckpointError, OSError) as error:
+        return _fail(error, 1)
+    except UsageError as error:
+        return _fail(error, 2)
+
+
+def _leave_threads(code: int) -> None:
+    """Exit at once if a thread is still inside torch: the interpreter cannot finalise under it."""
+    if any(thread.name in ("loading", "engine") for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _demo_checkpoint(words: list[str]) -> int:
+    parser = argparse.ArgumentParser("vitwire-server demo-checkpoint", description="Write a tiny VLM in hub layout.")
+    parser.add_argument("--model-type", required=True, help="model_type of config.json, such as qwen3_vl")
+    parser.add_argument("--out", required=True, type=Path, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    options = parser.parse_args(words)
+    from vitwire_server.towers.demo import write_demo_checkpoint  # noqa: PLC0415 - loads torch
+
+    try:
+        write_demo_checkpoint(options.model_type, options.out, seed=options.seed)
+    except ValueError as error:
+        return _fail(error, 2)
+    sys.stdout.write(f"{options.out}\n")
+    return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    sys.stderr.write(f"vitwire-server: {error}\n")
+    return code
+
+
+if __name__ == "__main__":
+    main()

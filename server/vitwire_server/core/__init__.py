@@ -1,0 +1,1 @@
+"""Nouns and pure rules. Standard library only."""

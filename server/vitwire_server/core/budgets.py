@@ -1,0 +1,92 @@
+"""Budgets, the capacities of captured graphs, and ladders of them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from vitwire_server.core.grids import Footprint
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Budget:
+    """Capacity of one captured graph; ordered by cost, that is by tokens."""
+
+    tokens: int
+    max_items: int
+    max_segments: int
+    """Attention segments of real items; padding has segments of its own."""
+    max_segment_patches: int
+    """Bound of the longest attention segment, in patches: the static `max_seqlen`."""
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.max_items, self.max_segments, self.max_segment_patches) < 1:
+            raise ValueError(f"every capacity of a budget must be positive: {self}")
+
+    def fits(self, load: Footprint, items: int) -> bool:
+        """Whether `items` items with the summed footprint `load` fit."""
+        return (
+            load.tokens <= self.tokens
+            and items <= self.max_items
+            and load.segments <= self.max_segments
+            and load.longest <= self.max_segment_patches
+        )
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Budgets in ascending order; empty when no graph is captured."""
+
+    budgets: tuple[Budget, ...] = ()
+
+    def __post_init__(self) -> None:
+        tokens = [budget.tokens for budget in self.budgets]
+        if tokens != sorted(set(tokens)):
+            raise ValueError(f"budgets must ascend strictly in tokens, got {tokens}")
+
+    def __iter__(self) -> Iterator[Budget]:
+        return iter(self.budgets)
+
+    def __len__(self) -> int:
+        return len(self.budgets)
+
+    @cached_property
+    def largest(self) -> Budget | None:
+        """The budget of most tokens, None on an empty ladder."""
+        return self.budgets[-1] if self.budgets else None
+
+    def smallest_fitting(self, load: Footprint, items: int) -> Budget | None:
+        """The cheapest budget that holds `items` items of summed footprint `load`, if any does."""
+        return next((budget for budget in self.budgets if budget.fits(load, items)), None)
+
+    def without(self, dropped: Iterable[Budget]) -> "Ladder":
+        """This ladder less the budgets that could not be captured."""
+        gone = set(dropped)
+        return Ladder(tuple(budget for budget in self.budgets if budget not in gone))
+
+
+def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budget:
+    """A budget of `tokens` with the bounds that its size gives.
+
+    Segments: no more frames than `max_frames`, nor than four tokens a frame fill. The longest
+    segment may be the whole budget, so that one large image fits.
+    """
+    items = max(1, min(max_items, tokens))
+    return Budget(
+        tokens=tokens,
+        max_items=items,
+        max_segments=max(items, min(max_frames, max(1, tokens // 4))),
+        max_segment_patches=tokens * merge * merge,
+    )
+
+
+def default_tokens(max_tokens: int, *, smallest: int = 16, ratio: float = 1.25) -> list[int]:
+    """Budget sizes from `smallest` to `max_tokens` in steps of about `ratio`.
+
+    A geometric ladder bounds padding by `ratio - 1` of what is computed; sizes are
+    multiples of 8, so that rows stay aligned for matrix units.
+    """
+    sizes = [min(smallest, max_tokens)]
+    while sizes[-1] < max_tokens:
+        step = max(sizes[-1] + 8, int(sizes[-1] * ratio) // 8 * 8)
+        sizes.append(min(step, max_tokens))
+    return sizes

@@ -1,0 +1,40 @@
+"""The patch grid of an item: the only source of its counts, on the host."""
+
+from typing import NamedTuple
+
+
+class Grid(NamedTuple):
+    """Frames (after temporal merging), rows and columns of an item, in patches."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def frame_patches(self) -> int:
+        """Patches of one frame."""
+        return self.h * self.w
+
+    @property
+    def patches(self) -> int:
+        """Patches of the whole item: the rows of its pixel tensor."""
+        return self.t * self.h * self.w
+
+    def __str__(self) -> str:
+        return f"{self.t}x{self.h}x{self.w}"
+
+
+class Footprint(NamedTuple):
+    """What an item costs: everything the planner needs to know of it.
+
+    Counts are for one item; footprints of a batch add up (`longest` by maximum).
+    """
+
+    patches: int
+    """Rows of the pixel tensor."""
+    tokens: int
+    """Rows of the embedding."""
+    segments: int
+    """Attention segments (frames, unless the tower attends over whole clips)."""
+    longest: int
+    """Longest attention segment, in patches."""

@@ -1,0 +1,78 @@
+"""Items, the unit of packing, and the tensors they carry."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from math import prod
+
+from vitwire_server.core.grids import Footprint, Grid
+
+
+class Modality(StrEnum):
+    """What an item shows."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+class DType(Enum):
+    """Element type of a tensor on the wire: its name and its size in bytes."""
+
+    FLOAT32 = ("float32", 4)
+    FLOAT16 = ("float16", 2)
+    BFLOAT16 = ("bfloat16", 2)
+    UINT8 = ("uint8", 1)
+
+    def __init__(self, label: str, size: int) -> None:
+        self.label = label
+        self.size = size
+
+    @classmethod
+    def of(cls, label: str) -> "DType":
+        """The type named `label`. Raises KeyError for another name."""
+        return {member.label: member for member in cls}[label]
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """A view of a tensor that somebody else's buffer holds; little-endian, C order."""
+
+    data: memoryview | bytes | bytearray
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that type and shape ask for."""
+        return prod(self.shape) * self.dtype.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One image or clip with its footprint on the tower that will encode it."""
+
+    modality: Modality
+    grid: Grid
+    pixels: Pixels
+    footprint: Footprint
+    output: DType
+    """Type of the rows to return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Output rows of one item on the host: `(tokens, width)`, little-endian, C order."""
+
+    data: memoryview
+    dtype: DType
+    shape: tuple[int, int]
+
+
+def total(footprints: Sequence[Footprint]) -> Footprint:
+    """The footprint of items that share one forward."""
+    return Footprint(
+        patches=sum(f.patches for f in footprints),
+        tokens=sum(f.tokens for f in footprints),
+        segments=sum(f.segments for f in footprints),
+        longest=max((f.longest for f in footprints), default=0),
+    )

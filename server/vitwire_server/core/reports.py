@@ -1,0 +1,71 @@
+"""What is told about an item that was encoded, and about the batches they ran in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.errors import EncoderError
+from vitwire_server.core.items import Embedding, Modality
+from vitwire_server.core.plans import Fallback
+from vitwire_server.core.runner import Timings
+
+
+class Path(StrEnum):
+    """How an item was encoded."""
+
+    GRAPH = "graph"
+    EAGER = "eager"
+    CACHE = "cache"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemReport:
+    """How one item was encoded. Times in seconds."""
+
+    path: Path
+    fallback: Fallback | None
+    budget_tokens: int
+    tokens: int
+    queued: float
+    encoded: float
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An item's rows and the report on them."""
+
+    embedding: Embedding
+    report: ItemReport
+
+
+Outcome = Encoded | EncoderError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """A batch that ran. `items` gives modality and outcome of each item in it."""
+
+    items: Sequence[tuple[Modality, Outcome]]
+    requests: int
+    """Requests that the items came from."""
+    budget: Budget | None
+    fallback: Fallback | None
+    tokens: int
+    """Rows of real items; the budget's other rows are padding."""
+    timings: Timings
+
+
+class Monitor(Protocol):
+    """Told by the scheduler what happens; implemented by the metrics."""
+
+    def batch_ran(self, report: BatchReport) -> None: ...
+
+    def item_waited(self, seconds: float) -> None: ...
+
+    def item_dropped(self, stage: str, reason: str) -> None: ...
+
+    def queue_changed(self, items: int, nbytes: int) -> None: ...
+
+    def heartbeat(self) -> None: ...

@@ -1,0 +1,45 @@
+"""What the scheduler knows of the engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.errors import EncodeFailed
+from vitwire_server.core.items import Embedding, Item
+
+
+class Running(Protocol):
+    """A batch on the device."""
+
+    def collect(self) -> "Collected":
+        """Wait for the batch and bring its rows to the host. Raises EncodeFailed for all of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a batch's time went, in seconds."""
+
+    stage_in: float
+    execute: float
+    stage_out: float
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Results of a batch: one embedding or failure per item, in the items' order."""
+
+    results: Sequence[Embedding | EncodeFailed]
+    timings: Timings
+
+
+class Runner(Protocol):
+    """Owns the device. Called by one thread only."""
+
+    depth: int
+    """Batches that may be on the device at once: 1 where execution is synchronous."""
+
+    def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
+        """Stage `items` and start their forward; None runs eagerly. Raises EncodeFailed."""
+        ...

@@ -1,0 +1,1 @@
+"""The gRPC edge: service, codec, health and the table of statuses."""

@@ -1,0 +1,172 @@
+"""EncoderService: check, call, map errors, fill."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from vitwire import wire
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.errors import EncoderError, NotCached, Overloaded, Unavailable
+from vitwire_server.core.items import Item
+from vitwire_server.core.models import ModelCard
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.rpc.answers import Answer, frames, model_message
+from vitwire_server.rpc.calls import Call
+from vitwire_server.rpc.codec import Codec, raise_if_malformed
+from vitwire_server.rpc.status import code_of, trailers_of
+from vitwire_server.rpc.uploads import Uploads
+from vitwire_server.scheduling.admission import Admission
+from vitwire_server.scheduling.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the service works with, once the model is there."""
+
+    card: ModelCard
+    codec: Codec
+    scheduler: Scheduler
+
+
+class EncoderService:
+    """Serves the three methods on an event loop; UNAVAILABLE until it has a backend."""
+
+    def __init__(self, metrics: Metrics, admission: Admission) -> None:
+        self._metrics = metrics
+        self._admission = admission
+        self.backend: Backend | None = None
+
+    async def encode(self, request: wire.Request | wire.Malformed, context: Context) -> None:
+        """`Encode`: every item in one message; each is answered as soon as its batch is done."""
+        async with self._rpc("Encode", context):
+            backend = self._ready()
+            raise_if_malformed(request)
+            assert isinstance(request, wire.Request)
+            items = backend.codec.items(request)
+            call = self._call(backend, context)
+            try:
+                self._submit(call, items)
+                await self._answer_all(pb.EncodeResponse, call, context)
+            finally:
+                call.close()
+
+    async def encode_stream(self, _: object, context: Context) -> None:
+        """`EncodeStream`: items in chunks, many in flight, answered as each is done."""
+        async with self._rpc("EncodeStream", context):
+            backend = self._ready()
+            call = self._call(backend, context)
+            reading = asyncio.create_task(self._read(backend, call, context))
+            try:
+                await self._answer_all(pb.EncodeStreamResponse, call, context)
+            finally:
+                reading.cancel()
+                call.close()
+
+    async def get_model(self, _: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        """`GetModel`: what is served, and within which limits."""
+        async with self._rpc("GetModel", context):
+            return model_message(self._ready().card)
+        raise AssertionError("what the RPC raises is never swallowed")
+
+    def _ready(self) -> Backend:
+        if self.backend is None:
+            raise Unavailable("the model is still loading")
+        return self.backend
+
+    def _call(self, backend: Backend, context: Context) -> Call:
+        return Call(backend.scheduler, self._admission, context.time_remaining())
+
+    @staticmethod
+    def _submit(call: Call, items: list[Item | NotCached]) -> None:
+        """Admit all items or none, then queue them."""
+        work: list[tuple[int, Item]] = []
+        for index, item in enumerate(items):
+            if isinstance(item, NotCached):
+                call.settle(index, item)
+            else:
+                call.admit(index, item.pixels.nbytes)
+                work.append((index, item))
+        call.submit(work)
+        call.finish()
+
+    async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> None:
+        """Send each item's rows, or its error, as they come; until all items are answered."""
+        while (answered := await call.next()) is not None:
+            index, outcome = answered
+            start = time.perf_counter()
+            for frame in frames(kind, index, outcome):
+                await context.write(frame)
+            call.release(index)
+            self._metrics.sent(time.perf_counter() - start)
+
+    async def _read(self, backend: Backend, call: Call, context: Context) -> None:
+        """Take the stream's messages; ends the call with what goes wrong on the way."""
+        limits = backend.card.limits
+        uploads = Uploads(backend.codec, call, backend.card.dtype, limits.items_per_request)
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                raise_if_malformed(message)
+                uploads.take(message.message, message.data)
+                await call.room(limits.items_per_request)
+            uploads.finish()
+            call.finish()
+        except EncoderError as error:
+            call.fail(error)
+
+    @asynccontextmanager
+    async def _rpc(self, method: str, context: Context) -> AsyncIterator[None]:
+        """Counts an RPC and maps what it raises; the one place that catches everything."""
+        start = time.perf_counter()
+        code = grpc.StatusCode.OK
+        self._metrics.inflight.inc()
+        try:
+            yield
+        except EncoderError as error:
+            code = code_of(error)
+            if isinstance(error, Overloaded):
+                self._metrics.rejected.labels(error.reason).inc()
+            await context.abort(code, str(error), trailers_of(error))
+        except asyncio.CancelledError:
+            code = _cancellation(context)
+            raise
+        except Exception:  # noqa: BLE001 - the edge: a bug ends its RPC, not the server
+            code = grpc.StatusCode.INTERNAL
+            _log.exception("%s failed", method)
+            await context.abort(code, "internal error, see the server's log")
+        finally:
+            self._metrics.inflight.dec()
+            self._metrics.requests.labels(method, code.name).inc()
+            self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start)
+
+
+def _cancellation(context: Context) -> grpc.StatusCode:
+    remaining = context.time_remaining()
+    expired = remaining is not None and remaining <= 0
+    return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+
+
+def handlers(service: EncoderService) -> grpc.GenericRpcHandler:
+    """The service's methods with serialisers that do not copy tensors."""
+    read_stream = partial(wire.read_chunk, pb.EncodeStreamRequest)
+    methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Encode": grpc.unary_stream_rpc_method_handler(service.encode, wire.read_request, wire.write_chunk),
+        "EncodeStream": grpc.stream_stream_rpc_method_handler(service.encode_stream, read_stream, wire.write_chunk),
+        "GetModel": grpc.unary_unary_rpc_method_handler(
+            service.get_model, pb.GetModelRequest.FromString, pb.GetModelResponse.SerializeToString
+        ),
+    }
+    declared = {method.name for method in pb.DESCRIPTOR.services_by_name["EncoderService"].methods}
+    assert declared == methods.keys(), "every declared method has a handler"
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

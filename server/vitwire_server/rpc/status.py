@@ -1,0 +1,63 @@
+"""One table from the server's errors to gRPC statuses and their details."""
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode
+
+from vitwire_server.core import errors
+
+_CODES: tuple[tuple[type[errors.EncoderError], StatusCode], ...] = (
+    (errors.InvalidRequest, StatusCode.INVALID_ARGUMENT),
+    (errors.Overloaded, StatusCode.RESOURCE_EXHAUSTED),
+    (errors.DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED),
+    (errors.NotCached, StatusCode.NOT_FOUND),
+    (errors.Unavailable, StatusCode.UNAVAILABLE),
+    (errors.OutOfMemory, StatusCode.RESOURCE_EXHAUSTED),
+    (errors.EncodeFailed, StatusCode.INTERNAL),
+)
+
+
+def code_of(error: errors.EncoderError) -> StatusCode:
+    """The status code of an error: the first row that it is an instance of."""
+    return next(code for kind, code in _CODES if isinstance(error, kind))
+
+
+def status_of(error: errors.EncoderError) -> Status:
+    """The error as google.rpc.Status, with details where the table of the contract asks for them."""
+    number: int = code_of(error).value[0]
+    status = Status(code=number, message=str(error))
+    detail = _detail(error)
+    if detail is not None:
+        status.details.add().Pack(detail)
+    return status
+
+
+def trailers_of(error: errors.EncoderError) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata for an RPC that ends with `error`."""
+    trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status_of(error).SerializeToString())]
+    if isinstance(error, errors.Overloaded):
+        trailers.append(("grpc-retry-pushback-ms", str(round(error.retry_seconds * 1000))))
+    return tuple(trailers)
+
+
+def _detail(error: errors.EncoderError) -> Message | None:
+    if isinstance(error, errors.InvalidRequest):
+        violations = [
+            BadRequest.FieldViolation(field=violation.field, description=violation.reason)
+            for violation in error.violations
+        ]
+        bad: Message = BadRequest(field_violations=violations)
+        return bad
+    if isinstance(error, errors.Overloaded):
+        retry: Message = RetryInfo(retry_delay=duration(error.retry_seconds))
+        return retry
+    return None
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a protobuf Duration."""
+    result = Duration()
+    result.FromNanoseconds(round(seconds * 1e9))
+    return result

@@ -1,0 +1,1 @@
+"""The device: attention backends, staging, graphs and the engine."""

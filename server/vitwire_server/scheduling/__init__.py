@@ -1,0 +1,1 @@
+"""When items run and in which batches. Knows neither torch nor grpc."""

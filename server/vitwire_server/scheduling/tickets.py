@@ -1,0 +1,36 @@
+"""One request in flight."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from vitwire_server.core.items import Item
+from vitwire_server.core.reports import Outcome
+
+_numbers = count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in flight: its deadline, and where the outcome of each item goes.
+
+    `deliver(item, outcome)` is called once per submitted item, by the engine's thread, unless the
+    ticket was cancelled. Owned by the RPC that opened it; `cancelled` is set by it alone.
+    """
+
+    deliver: Callable[[int, Outcome], None]
+    deadline: float | None = None
+    """In seconds of the scheduler's clock; None waits forever."""
+    cancelled: bool = False
+    number: int = field(default_factory=lambda: next(_numbers))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One item waiting, with the ticket it belongs to."""
+
+    ticket: Ticket
+    index: int
+    """Position of the item in its request."""
+    item: Item
+    arrived: float

@@ -1,0 +1,171 @@
+"""Settings of `vitwire-server serve`: one frozen struct is flags, environment and help text.
+
+A flag beats its environment variable (`--max-queued-items`, `VITWIRE_MAX_QUEUED_ITEMS`), which
+beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the default.
+"""
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliImplicitFlag,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+PREFIX = "VITWIRE_"
+_MIB = 1 << 20
+
+
+class UsageError(Exception):
+    """A flag, a variable or the TOML file is wrong; the message names it."""
+
+
+class ServeSettings(BaseSettings):
+    """Serve a model's vision tower over gRPC.
+
+    Every flag has a same-named environment variable (--max-queued-items, VITWIRE_MAX_QUEUED_ITEMS)
+    and a same-named key in the TOML file that --config FILE reads. Flag beats variable beats file.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        frozen=True,
+        extra="forbid",
+        cli_prog_name="vitwire-server serve",
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        nested_model_default_partial_update=False,
+    )
+    toml: ClassVar[Path | None] = None
+    """Set for the one resolution that reads a TOML file, on a subclass of its own."""
+
+    model: str = Field(description="directory in hub layout, or hub id")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(
+        default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one, which is printed"
+    )
+    unix_socket: Path | None = Field(default=None, description="listen on this Unix socket as well")
+    metrics_host: str = Field(default="127.0.0.1", description="address of /metrics and /healthz")
+    metrics_port: int = Field(
+        default=9464, ge=0, le=65535, description="port of /metrics and /healthz; 0 takes a free one"
+    )
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="what the tower computes in; auto is the checkpoint's own"
+    )
+    graphs: Literal["auto", "simulated", "off"] = Field(
+        default="auto", description="budget graphs; simulated ones run anywhere, for tests; auto is off"
+    )
+    budgets: str = Field(default="auto", description="auto, or tokens of each budget: 64,256,1024")
+    max_budget_tokens: int = Field(default=4096, ge=1, description="tokens of the largest budget and of an eager batch")
+    max_items_per_batch: int = Field(default=64, ge=1, description="items that share one forward")
+    max_frames_per_batch: int = Field(default=512, ge=1, description="attention segments that share one forward")
+    attention_backend: str = Field(default="auto", description="auto, sdpa (CPU) or varlen (CUDA)")
+    max_queued_items: int = Field(default=4096, ge=1, description="items admitted at once")
+    max_queued_bytes: int = Field(default=2048 * _MIB, ge=1, description="bytes of pixels admitted at once")
+    max_request_bytes: int | None = Field(
+        default=None, ge=1, description="bytes of one message; the largest admissible item unless set"
+    )
+    max_items_per_request: int = Field(default=256, ge=1, description="items of one request")
+    max_patches_per_item: int = Field(default=65536, ge=4, description="patches of one item")
+    drain_seconds: float = Field(default=30.0, ge=0, description="how long requests in flight may take at shutdown")
+    lame_duck_seconds: float = Field(
+        default=5.0, ge=0, description="how long to keep serving after readiness went off at shutdown"
+    )
+    reflection: CliImplicitFlag[bool] = Field(default=True, description="gRPC server reflection")
+    log_format: Literal["text", "json"] = Field(default="text", description="format of log lines on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
+
+    @field_validator("budgets", mode="before")
+    @classmethod
+    def _budgets_of_toml(cls, value: object) -> object:
+        return ",".join(map(str, value)) if isinstance(value, list) else value
+
+    @field_validator("budgets")
+    @classmethod
+    def _budgets_are_sizes(cls, value: str) -> str:
+        if value != "auto":
+            _sizes(value)
+        return value
+
+    @model_validator(mode="after")
+    def _budgets_fit(self) -> "ServeSettings":
+        sizes = self.budget_sizes
+        if sizes and max(sizes) > self.max_budget_tokens:
+            raise ValueError(f"budgets: {max(sizes)} is more than max_budget_tokens {self.max_budget_tokens}")
+        return self
+
+    @property
+    def budget_sizes(self) -> list[int] | None:
+        """Tokens of each budget, ascending; None where they are to be inferred."""
+        return None if self.budgets == "auto" else _sizes(self.budgets)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, then TOML. Called by pydantic-settings."""
+        del dotenv_settings, file_secret_settings
+        sources = (init_settings, env_settings)
+        return (*sources, TomlConfigSettingsSource(settings_cls, cls.toml)) if cls.toml else sources
+
+
+def resolve(arguments: Sequence[str]) -> ServeSettings:
+    """Settings from flags, environment and TOML. Raises UsageError; `--help` exits."""
+    flags, config = _config(list(arguments))
+    try:
+        source = type("ServeSettings", (ServeSettings,), {"toml": config}) if config else ServeSettings
+        return CliApp.run(source, cli_args=flags)
+    except ValidationError as error:
+        raise UsageError("; ".join(map(_told, error.errors()))) from error
+    except (SettingsError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{config or 'settings'}: {error}") from error
+
+
+def _config(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """Flags without `--config FILE`, and the file. Raises UsageError."""
+    named = os.environ.get(f"{PREFIX}CONFIG")
+    rest: list[str] = []
+    flags = iter(arguments)
+    for flag in flags:
+        if flag == "--config" or flag.startswith("--config="):
+            named = flag.partition("=")[2] or next(flags, "")
+        else:
+            rest.append(flag)
+    if named is None:
+        return rest, None
+    if not Path(named).is_file():
+        raise UsageError(f"--config {named}: no such file")
+    return rest, Path(named)
+
+
+def _told(error: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, a TypedDict of another package
+    field = "-".join(map(str, error["loc"])).replace("_", "-")
+    given = "" if error["type"] == "missing" else f" (got {error['input']!r})" if field else ""
+    told = str(error["msg"]).removeprefix("Value error, ")
+    return f"--{field}: {told}{given}" if field else told
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = sorted({int(size) for size in text.strip("[]").split(",")})
+    except ValueError:
+        raise ValueError("is neither auto nor a list of token counts such as 64,256,1024") from None
+    if sizes[0] < 1:
+        raise ValueError("a budget has at least 1 token")
+    return sizes

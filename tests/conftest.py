@@ -1,0 +1,39 @@
+"""Fixtures that every tier shares."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from reference import Reference
+from vitwire_server.towers.demo import write_demo_checkpoint
+from vitwire_server.towers.families import FAMILIES
+
+MODEL_TYPES = list(FAMILIES)
+Checkpoints = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Tiny whole VLMs by model_type, written once a session."""
+
+    @cache
+    def checkpoint(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp(model_type) / f"tiny-{model_type}"
+        write_demo_checkpoint(model_type, folder)
+        return folder
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: Checkpoints) -> Callable[[str, torch.dtype], Reference]:
+    """Plain transformers by model_type and dtype, loaded once a session."""
+
+    @cache
+    def reference(model_type: str, dtype: torch.dtype = torch.float32) -> Reference:
+        return Reference(checkpoints(model_type), dtype)
+
+    return reference

@@ -1,0 +1,225 @@
+"""Requests that are wrong, late or abandoned: each gets its status, and nothing else suffers."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.status_pb2 import Status
+
+from conftest import Checkpoints
+from servers import ServerProcess, serving
+from vitwire import Client, DeadlineExceeded, EncodeFailed, InvalidItem, Item, NotCached, Overloaded, Unavailable
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+
+COLUMNS = 3 * 2 * 16 * 16
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    flags = ("--graphs", "simulated", "--max-budget-tokens", "128", "--max-patches-per-item", "4096")
+    with serving(checkpoints("qwen3_vl"), "--dtype", "float32", *flags) as process:
+        yield process
+
+
+@pytest.fixture
+def stub(server: ServerProcess) -> Iterator[EncoderServiceStub]:
+    """The generated stub: plain protobuf, as any other client speaks it."""
+    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.target, unlimited) as channel:
+        yield EncoderServiceStub(channel)
+
+
+def good(rows: int = 16) -> pb.Item:
+    data = np.ones((rows, COLUMNS), np.float32)
+    tensor = pb.Tensor(data_type=pb.DATA_TYPE_FLOAT32, shape=data.shape, data=data.tobytes())
+    return pb.Item(modality=pb.MODALITY_IMAGE, grid=pb.Grid(t=1, h=rows // 2, w=2), pixels=tensor)
+
+
+def wrong(**changes: Any) -> pb.Item:
+    item = good()
+    for path, value in changes.items():
+        owner, _, name = path.rpartition("__")
+        setattr(getattr(item, owner) if owner else item, name, value)
+    return item
+
+
+def fields(error: grpc.RpcError) -> list[str]:
+    """The fields that the rich status names."""
+    trailers = dict(error.trailing_metadata())
+    status = Status.FromString(trailers["grpc-status-details-bin"])
+    detail = BadRequest()
+    assert status.details[0].Unpack(detail)
+    return [violation.field for violation in detail.field_violations]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.EncodeRequest(), "items"),
+        (pb.EncodeRequest(items=[good()] * 257), "items"),
+        (pb.EncodeRequest(items=[good()], output_type=9), "output_type"),
+        (pb.EncodeRequest(items=[good()], priority=9), "priority"),
+        (pb.EncodeRequest(items=[good(), wrong(modality=0)]), "items[1].modality"),
+        (pb.EncodeRequest(items=[wrong(modality=5)]), "items[0].modality"),
+        (pb.EncodeRequest(items=[wrong(grid__h=0)]), "items[0].grid.h"),
+        (pb.EncodeRequest(items=[wrong(grid__w=3)]), "items[0].grid.w"),
+        (pb.EncodeRequest(items=[wrong(grid__h=1 << 20, grid__w=1 << 20)]), "items[0].grid"),
+        (pb.EncodeRequest(items=[wrong(pixels__data_type=8)]), "items[0].pixels.data_type"),
+        (pb.EncodeRequest(items=[wrong(pixels__data=b"short")]), "items[0].pixels.data"),
+        (pb.EncodeRequest(items=[wrong(grid__h=4)]), "items[0].pixels.shape"),
+        (pb.EncodeRequest(items=[wrong(keep_ratio=7.0)]), "items[0].keep_ratio"),
+    ],
+)
+def test_a_malformed_request_is_refused_by_name_while_others_go_on(
+    request_: pb.EncodeRequest, field: str, stub: EncoderServiceStub
+) -> None:
+    others = stub.Encode(pb.EncodeRequest(items=[good(256)]))
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Encode(request_))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in fields(refused.value)
+    assert [answer.chunk.shape for answer in others] == [[64, 192]]
+
+
+def test_bytes_that_are_no_message_are_refused(server: ServerProcess) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        for method in ("Encode", "EncodeStream"):
+            call = channel.stream_stream(f"/vitwire.v1.EncoderService/{method}")
+            with pytest.raises(grpc.RpcError) as refused:
+                list(call(iter([b"\xff\xff\xff\xff"])))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert fields(refused.value) == ["message"]
+
+
+def header(number: int, item: pb.Item) -> tuple[pb.EncodeStreamRequest, bytes]:
+    """A header without its bytes, and the bytes."""
+    bare, data = pb.Item(), item.pixels.data
+    bare.CopyFrom(item)
+    bare.pixels.data = b""
+    return pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=number, header=bare)), data
+
+
+def chunk(number: int, data: bytes) -> pb.EncodeStreamRequest:
+    return pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=number, data=data))
+
+
+class TestEncodeStream:
+    def test_items_may_be_interleaved_and_a_wrong_one_fails_alone(self, stub: EncoderServiceStub) -> None:
+        (first, a), (second, b), (bad, _) = header(7, good()), header(8, good(64)), header(9, wrong(grid__h=3))
+        messages = [
+            pb.EncodeStreamRequest(options=pb.EncodeStreamOptions(output_type=pb.DATA_TYPE_FLOAT16)),
+            first,
+            bad,
+            second,
+            chunk(7, a[:1000]),
+            chunk(9, b"whatever"),
+            chunk(8, b),
+            chunk(7, a[1000:]),
+        ]
+        answers = {answer.item: answer for answer in stub.EncodeStream(iter(messages))}
+        assert sorted(answers) == [7, 8, 9]
+        assert answers[9].error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert "items[9].grid.h" in answers[9].error.message
+        assert answers[7].chunk.data_type == pb.DATA_TYPE_FLOAT16
+        assert (answers[7].report.tokens, answers[8].report.tokens) == (4, 16)
+
+    def test_an_item_that_stays_incomplete_or_overflows_fails_alone(self, stub: EncoderServiceStub) -> None:
+        (short, _), (long, a), (whole, b) = header(1, good()), header(2, good()), header(3, good())
+        messages = [short, chunk(1, b"abc"), long, chunk(2, a + b"x"), whole, chunk(3, b)]
+        answers = {answer.item: answer for answer in stub.EncodeStream(iter(messages))}
+        assert "only 3 of" in answers[1].error.message
+        assert "more than the" in answers[2].error.message
+        assert answers[3].chunk.last
+
+    @pytest.mark.parametrize(
+        ("messages", "field"),
+        [
+            ([chunk(4, b"abc")], "chunk.item"),
+            ([pb.EncodeStreamRequest()], "message"),
+            ([header(1, good())[0], header(1, good())[0]], "header.item"),
+            ([header(1, good())[0], pb.EncodeStreamRequest(options=pb.EncodeStreamOptions())], "options"),
+            ([pb.EncodeStreamRequest(options=pb.EncodeStreamOptions(output_type=4))], "options.output_type"),
+        ],
+    )
+    def test_a_stream_that_makes_no_sense_ends(
+        self, messages: list[pb.EncodeStreamRequest], field: str, stub: EncoderServiceStub
+    ) -> None:
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.EncodeStream(iter(messages)))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert fields(refused.value) == [field]
+
+    def test_more_items_than_a_request_may_hold_flow_through_one_stream(self, stub: EncoderServiceStub) -> None:
+        def messages() -> Iterator[pb.EncodeStreamRequest]:
+            for number in range(600):
+                head, data = header(number, good())
+                yield head
+                yield chunk(number, data)
+
+        answers = [answer.item for answer in stub.EncodeStream(messages())]
+        assert sorted(answers) == list(range(600))
+
+
+def test_every_permit_comes_back(server: ServerProcess, stub: EncoderServiceStub) -> None:
+    """Cancelled, failed and finished requests leave nothing behind in the queue or in flight."""
+    for _ in range(20):
+        call = stub.Encode(pb.EncodeRequest(items=[good(1024)] * 4))
+        call.cancel()
+    with pytest.raises(grpc.RpcError):
+        list(stub.Encode(pb.EncodeRequest(items=[good(2048)] * 8), timeout=0.05))
+    deadline = time.monotonic() + 20
+    while server.metric("vitwire_inflight_requests") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.metric("vitwire_inflight_requests") == 0
+    assert server.metric("vitwire_queue_items") == 0
+    assert server.metric("vitwire_queue_bytes") == 0
+
+
+class TestClientErrors:
+    """What users of the client see."""
+
+    @pytest.fixture
+    def client(self, server: ServerProcess) -> Iterator[Client]:
+        with Client(server.target) as client:
+            yield client
+
+    def test_invalid_item(self, client: Client) -> None:
+        with pytest.raises(InvalidItem) as refused:
+            client.encode([Item(np.zeros((6, COLUMNS), np.float32), (1, 3, 2))])
+        assert [violation.field for violation in refused.value.violations] == ["items[0].grid.h"]
+
+    def test_not_cached(self, client: Client) -> None:
+        with pytest.raises(NotCached, match="cat"):
+            client.encode([Item(None, (1, 2, 2), content_id="cat")])
+
+    def test_deadline(self, client: Client) -> None:
+        items = [Item(np.zeros((4096, COLUMNS), np.float32), (1, 64, 64))] * 4
+        with pytest.raises(DeadlineExceeded):
+            client.encode(items, timeout=0.02)
+
+    def test_non_finite_embedding_is_withheld(self, server: ServerProcess, client: Client) -> None:
+        pixels = [np.full((16, COLUMNS), value, np.float32) for value in (np.nan, 0.5)]
+        results = dict(client.iter_encode([Item(x, (1, 8, 2)) for x in pixels], return_exceptions=True))
+        assert isinstance(results[0], EncodeFailed)
+        assert not isinstance(results[1], Exception)
+        assert np.isfinite(results[1].numpy()).all()
+        assert server.metric("vitwire_nonfinite_total") == 1
+
+    def test_nobody_there(self) -> None:
+        with Client("127.0.0.1:1", timeout=2) as client, pytest.raises((Unavailable, DeadlineExceeded)):
+            client.model()
+
+
+def test_a_full_queue_says_when_to_come_back(checkpoints: Checkpoints) -> None:
+    with serving(checkpoints("qwen3_vl"), "--max-queued-items", "2") as process, Client(process.target) as client:
+        items = [Item(np.zeros((16, COLUMNS), np.float32), (1, 8, 2))] * 3
+        with pytest.raises(Overloaded) as refused:
+            client.encode(items)
+        assert 0 < refused.value.retry_after <= 1
+        assert client.encode(items[:2])[0].shape == (4, 192)
+        assert process.metric("vitwire_rejected_total", reason="items") >= 1

@@ -1,0 +1,185 @@
+"""The server process: health, reflection, start, drain, exit codes."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from conftest import Checkpoints
+from servers import ServerProcess, serving
+from vitwire import Client, Item
+
+GRPCURL = Path(sys.executable).with_name("grpcurl")
+SERVICE = "vitwire.v1.EncoderService"
+SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    with serving(checkpoints("qwen2_vl"), "--graphs", "simulated", "--budgets", "16,64") as process:
+        yield process
+
+
+def grpcurl(server: ServerProcess, *words: str) -> str:
+    done = subprocess.run([GRPCURL, "-plaintext", server.target, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class TestGrpcurl:
+    """The lines of the README, literally."""
+
+    def test_list(self, server: ServerProcess) -> None:
+        assert {SERVICE, "grpc.health.v1.Health"} <= set(grpcurl(server, "list").split())
+
+    def test_describe(self, server: ServerProcess) -> None:
+        described = grpcurl(server, "describe", SERVICE)
+        for method in ("Encode", "EncodeStream", "GetModel"):
+            assert f"rpc {method} (" in described
+        assert "pixels = 15" in grpcurl(server, "describe", "vitwire.v1.Item")
+
+    def test_health(self, server: ServerProcess) -> None:
+        assert json.loads(grpcurl(server, "grpc.health.v1.Health/Check")) == {"status": "SERVING"}
+
+    def test_get_model(self, server: ServerProcess) -> None:
+        model = json.loads(grpcurl(server, f"{SERVICE}/GetModel"))
+        assert model["model_type"] == "qwen2_vl"
+        assert [budget["tokens"] for budget in model["budgets"]] == [16, 64]
+        assert (model["graphs"], model["attention_backend"], model["device"]) == ("simulated", "sdpa", "cpu")
+
+
+@pytest.mark.parametrize("service", ["", SERVICE, "liveness"])
+def test_check_and_watch(server: ServerProcess, service: str) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        assert health.Check(request).status == SERVING
+        watch = health.Watch(request, timeout=10)
+        assert next(watch).status == SERVING
+        watch.cancel()
+
+
+def test_metrics_port(server: ServerProcess) -> None:
+    assert server.page("/healthz") == (200, "ok\n")
+    status, text = server.page("/metrics")
+    assert status == 200
+    assert "vitwire_model_info{" in text
+    assert server.page("/elsewhere")[0] == 404
+    assert server.metric("vitwire_graphs_captured") == 2
+    beat = server.metric("vitwire_engine_heartbeat_timestamp_seconds")
+    assert abs(time.time() - beat) < 10
+
+
+def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -> None:
+    """The port is open before the model is there, and health tells the two states apart."""
+    budgets = "--budgets=" + ",".join(map(str, range(8, 2048, 8)))
+    with serving(checkpoints("qwen2_vl"), "--graphs", "simulated", budgets, wait=False) as process:
+        with grpc.insecure_channel(process.target) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            ready = health_pb2.HealthCheckRequest(service=SERVICE)
+            alive = health_pb2.HealthCheckRequest(service="liveness")
+            assert health.Check(ready, timeout=10).status == NOT_SERVING
+            assert health.Check(alive, timeout=10).status == SERVING
+            with pytest.raises(grpc.RpcError) as refused:
+                channel.unary_unary(f"/{SERVICE}/GetModel")(b"", timeout=10)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert process.page("/healthz")[0] == 503
+        assert "ready: " not in process.log(), "loading must outlast this test"
+        assert process.stop() == 0
+
+
+def test_sigterm_drains_without_losing_what_is_in_flight(checkpoints: Checkpoints) -> None:
+    columns = 3 * 2 * 14 * 14
+    items = [Item(np.ones((1024, columns), np.float32), (1, 32, 32))] * 24
+    with serving(checkpoints("qwen2_vl"), "--lame-duck-seconds", "1", "--drain-seconds", "60") as process:
+        with Client(process.target) as client, ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(client.encode, items) for _ in range(4)]
+            while not process.metric("vitwire_inflight_requests"):
+                time.sleep(0.01)
+            with grpc.insecure_channel(process.target) as channel:
+                watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+                assert next(watch).status == SERVING
+                process.process.send_signal(signal.SIGTERM)
+                assert next(watch).status == NOT_SERVING
+                assert channel.unary_unary(f"/{SERVICE}/GetModel")(b"", timeout=10), "a lame duck still serves"
+                watch.cancel()
+            assert [len(call.result(60)) for call in calls] == [24] * 4
+        assert process.process.wait(60) == 0
+
+
+def test_second_signal_ends_at_once(checkpoints: Checkpoints) -> None:
+    with serving(checkpoints("qwen2_vl"), "--lame-duck-seconds", "60") as process:
+        process.process.terminate()
+        process.wait_for("draining")
+        process.process.terminate()
+        assert process.process.wait(5) != 0
+
+
+def run(*words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "vitwire_server", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+class TestExit:
+    """One clear sentence and a code other than 0."""
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["serve"], "--model: Field required"),
+            (["serve", "--model", "/nowhere"], "neither a directory nor a hub id"),
+            (["serve", "--model", "m", "--port", "x"], "--port: "),
+            (["bogus"], "no such command: bogus"),
+            (["demo-checkpoint", "--model-type", "gpt2", "--out", "/nowhere/x"], "no demo checkpoint"),
+        ],
+    )
+    def test_wrong_words(self, words: list[str], told: str) -> None:
+        code, error = run(*words)
+        assert code != 0
+        assert told in error
+        assert "Traceback" not in error
+
+    def test_unsupported_model(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+        code, error = run("serve", "--model", str(tmp_path), "--port", "0", "--metrics-port", "0")
+        assert code == 1
+        assert "model_type 'bert' is not supported; supported are qwen2_vl" in error
+        assert "Traceback" not in error
+
+    def test_port_taken(self, server: ServerProcess, checkpoints: Checkpoints) -> None:
+        flags = ["--port", str(server.port), "--metrics-port", "0"]
+        code, error = run("serve", "--model", str(checkpoints("qwen2_vl")), *flags)
+        assert code == 1
+        assert f"cannot listen on 127.0.0.1:{server.port}" in error
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            held.listen()
+            port = held.getsockname()[1]
+            code, error = run("serve", "--model", "m/m", "--port", "0", "--metrics-port", str(port))
+        assert code == 1
+        assert str(port) in error
+
+
+def test_unix_socket(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = tmp_path / "vitwire.sock"
+    with serving(checkpoints("qwen2_vl"), "--unix-socket", str(path)), Client(f"unix:{path}") as client:
+        assert client.health() == "SERVING"
+
+
+def test_reflection_can_be_closed(checkpoints: Checkpoints) -> None:
+    with serving(checkpoints("qwen2_vl"), "--no-reflection", "--log-format", "json") as process:
+        words = [GRPCURL, "-plaintext", process.target, "list"]
+        assert subprocess.run(words, capture_output=True, check=False).returncode != 0
+        lines = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
+        assert any(line["message"].startswith("loaded ") for line in lines)

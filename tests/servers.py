@@ -1,0 +1,100 @@
+"""Real server processes on free loopback ports, for the demo and the tests."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+_READY_SECONDS = 120
+_STOP_SECONDS = 60
+
+
+@dataclass(slots=True)
+class ServerProcess:
+    """A `vitwire-server serve` that this process started."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    port: int = 0
+    metrics_port: int = 0
+
+    @property
+    def target(self) -> str:
+        """Where its gRPC port is."""
+        return f"127.0.0.1:{self.port}"
+
+    def log(self) -> str:
+        """Everything it wrote so far."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def page(self, path: str) -> tuple[int, str]:
+        """Status and body of a page on the metrics port."""
+        try:
+            with urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        total = 0.0
+        for line in self.page("/metrics")[1].splitlines():
+            sample, _, value = line.rpartition(" ")
+            if re.match(rf"{name}(\{{|$)", sample) and all(f'{k}="{v}"' in sample for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def wait_for(self, pattern: str, seconds: float = _READY_SECONDS) -> re.Match[str]:
+        """Wait until its output matches. Raises RuntimeError if it exits or takes too long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if found := re.search(pattern, self.log()):
+                return found
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise RuntimeError(f"the server did not write {pattern!r} (exit code {self.process.poll()}):\n{self.log()}")
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.terminate()
+        return self.process.wait(_STOP_SECONDS)
+
+
+def spawn(flags: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start `vitwire-server` with its output in a file."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "vitwire_server", *flags]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+@contextmanager
+def serving(model: Path, *flags: str, wait: bool = True) -> Iterator[ServerProcess]:
+    """A server of `model` on free ports, ready; it ends with the block, by force if need be."""
+    defaults = ["--port", "0", "--metrics-port", "0", "--lame-duck-seconds", "0", "--drain-seconds", "10"]
+    with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
+        process = spawn(["serve", "--model", str(model), *defaults, *flags], log.file)
+        server = ServerProcess(process, Path(log.name))
+        try:
+            ports = server.wait_for(r"listening on [\d.]+:(\d+), metrics on [\d.]+:(\d+)")
+            server.port, server.metrics_port = int(ports[1]), int(ports[2])
+            if wait:
+                server.wait_for(r"ready: ")
+            yield server
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(_STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()

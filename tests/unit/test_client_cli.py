@@ -1,0 +1,186 @@
+"""The command line, in this process and as a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import Result
+from grpc_health.v1 import health_pb2
+from PIL import Image
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from unit.test_client_fakes import Fake, Running, abort, running, serving
+from vitwire.cli._app import app
+from vitwire.cli._output import unique_names
+
+__all__ = ["running"]  # the fixture
+
+
+def photo(path: Path, size: tuple[int, int] = (40, 32)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(size[0]).integers(0, 255, (size[1], size[0], 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> list[Path]:
+    return [
+        photo(tmp_path / "a" / "cat.png"),
+        photo(tmp_path / "b" / "cat.png", (24, 16)),
+        photo(tmp_path / "dog.png"),
+    ]
+
+
+@pytest.fixture
+def vitwire(running: Running) -> Callable[..., Result]:
+    def invoke(*arguments: object) -> Result:
+        environment = {"VITWIRE_TARGET": running.target, "COLUMNS": "200"}
+        return CliRunner().invoke(app, [str(each) for each in arguments], env=environment)
+
+    return invoke
+
+
+def test_encode_writes_safetensors(vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "all.safetensors"
+    done = vitwire("encode", *photos, "--out", out, "--json")
+    assert done.exit_code == 0, done.output
+    tensors = load_file(out)
+    assert {name: rows.shape for name, rows in tensors.items()} == {
+        "cat.png": (20, 12),
+        "cat-2.png": (6, 12),
+        "dog.png": (20, 12),
+    }
+    assert all(rows.dtype == np.float32 for rows in tensors.values())
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [each["file"] for each in document["items"]] == [str(file) for file in photos]
+    assert document["items"][1] == {
+        "file": str(photos[1]),
+        "name": "cat-2.png",
+        "grid": [1, 4, 6],
+        "tokens": 6,
+        "shape": [6, 12],
+        "path": "graph",
+        "fallback_reason": "",
+        "budget_tokens": 64,
+        "ms": 1000.001,
+    }
+    assert "1x4x6" in done.stdout
+    assert done.stderr == ""
+
+
+def test_encode_writes_npy(vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path) -> None:
+    assert vitwire("encode", photos[0], "--out", tmp_path / "one.npy").exit_code == 0
+    assert np.load(tmp_path / "one.npy").shape == (20, 12)
+    assert vitwire("encode", *photos, "--out", tmp_path / "new" / "folder").exit_code == 0
+    names = sorted(file.name for file in (tmp_path / "new" / "folder").iterdir())
+    assert names == ["cat-2.png.npy", "cat.png.npy", "dog.png.npy"]
+
+
+def test_many_files_go_in_windows(running: Running, vitwire: Callable[..., Result], tmp_path: Path) -> None:
+    files = [photo(tmp_path / f"{index}.png", (16, 16)) for index in range(20)]
+    done = vitwire("encode", *files, "--json")
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout.splitlines()[-1])["items"]) == 20
+    assert running.fake.methods.count("Encode") == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "out", "message"),
+    [
+        (["a/cat.png", "dog.png"], "x.npy", "one embedding"),
+        (["dog.png"], "nowhere/x.npy", "no directory"),
+        (["dog.png", "missing.png"], "x", "missing.png"),
+        (["dog.png", "text.png"], "x", "text.png"),
+    ],
+)
+def test_mistakes_are_one_line(
+    vitwire: Callable[..., Result],
+    photos: list[Path],
+    tmp_path: Path,
+    *,
+    files: list[str],
+    out: str,
+    message: str,
+) -> None:
+    (tmp_path / "text.png").write_text("not an image")
+    done = vitwire("encode", *(tmp_path / file for file in files), "--out", tmp_path / out)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vitwire: ")
+    assert message in line
+
+
+def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:
+    fake = Fake(before=lambda context: abort(context, grpc.StatusCode.UNAUTHENTICATED))
+    with serving(fake) as running:
+        done = CliRunner().invoke(app, ["info", "--target", running.target, "--token", "wrong"])
+    assert done.exit_code == 1
+    assert done.stderr == "vitwire: as asked\n"
+    assert fake.metadata["authorization"] == "Bearer wrong"
+
+
+def test_info_shows_the_model(vitwire: Callable[..., Result]) -> None:
+    done = vitwire("info", "--json")
+    assert done.exit_code == 0, done.output
+    assert "sdpa" in done.stdout
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["model_type"] == "qwen3_vl"
+    assert document["image_preprocessor"]["patch_size"] == 4
+    assert document["budgets"] == [{"tokens": 64, "items": 4, "segments": 4, "segment_patches": 256}]
+
+
+def test_health_is_the_exit_code(running: Running, vitwire: Callable[..., Result]) -> None:
+    done = vitwire("health")
+    assert (done.exit_code, done.stdout) == (0, "SERVING\n")
+    running.health.set("liveness", health_pb2.HealthCheckResponse.NOT_SERVING)
+    done = vitwire("health", "liveness")
+    assert (done.exit_code, done.stdout) == (1, "NOT_SERVING\n")
+
+
+def test_tls_needs_its_files_to_go_together(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["health", "--cert", str(tmp_path / "x")])
+    assert done.exit_code == 1
+    assert "go together" in done.stderr
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout.startswith("vitwire ")
+
+
+def test_names_are_made_unique() -> None:
+    assert unique_names(["a.b", "a.b", "a-2.b", "a.b"]) == ["a.b", "a-3.b", "a-2.b", "a-4.b"]
+
+
+def process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    environment = os.environ | environment
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+
+
+MAIN = "from vitwire.cli import main; main()"
+
+
+def test_as_a_process(running: Running) -> None:
+    done = process(MAIN, "info", "--json", VITWIRE_TARGET=running.target)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["model_id"] == "tiny"
+    done = process(MAIN, "info", "--target", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_extras_are_named(missing: str) -> None:
+    done = process(f"import sys; sys.modules['{missing}'] = None\n" + MAIN, "info")
+    assert done.returncode == 1
+    assert done.stderr == f"vitwire: {missing} is not installed: pip install 'vitwire[cli]'\n"

@@ -1,0 +1,210 @@
+"""An encoder service by the contract, in plain protobuf, for the tests of the client. No tests in here."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from vitwire import Item
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.v1 import encoder_pb2_grpc
+
+SERVICE = "vitwire.v1.EncoderService"
+WIDTH, LEVELS, MERGE = 12, 2, 2
+WIRE = {
+    pb.DATA_TYPE_FLOAT32: np.float32,
+    pb.DATA_TYPE_FLOAT16: np.float16,
+    pb.DATA_TYPE_BFLOAT16: np.uint16,
+    pb.DATA_TYPE_UINT8: np.uint8,
+}
+
+
+def item(tokens: int = 4, value: float = 1.0, **kwargs: Any) -> Item:
+    """An item of `tokens` tokens whose first pixel is `value`."""
+    pixels = np.full((4 * tokens, 6), value, np.float32)
+    return Item(pixels, (1, 2 * tokens, 2), **kwargs)
+
+
+def expected(tokens: int, value: float) -> np.ndarray:
+    """What the fake service answers for `item(tokens, value)`."""
+    return (value + np.arange(tokens)[:, None] + np.arange(WIDTH) * 0.5).astype(np.float32)
+
+
+def model_message() -> pb.GetModelResponse:
+    settings = pb.Preprocessor(
+        min_pixels=16 * 16,
+        max_pixels=64 * 64,
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+        rescale_factor=1 / 255,
+        resample=3,
+    )
+    return pb.GetModelResponse(
+        model_id="tiny",
+        model_type="qwen3_vl",
+        weights_fingerprint="ab",
+        data_type=pb.DATA_TYPE_BFLOAT16,
+        embedding_width=WIDTH,
+        deepstack_levels=LEVELS,
+        patch_size=4,
+        merge_size=MERGE,
+        temporal_patch_size=2,
+        channels=3,
+        image_preprocessor=settings,
+        video_preprocessor=settings,
+        budgets=[pb.Budget(tokens=64, items=4, segments=4, segment_patches=256)],
+        limits=pb.Limits(items_per_request=16),
+        graphs="off",
+        attention_backend="sdpa",
+        device="cpu",
+        server_version="0",
+    )
+
+
+def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any]:
+    output = output or pb.DATA_TYPE_BFLOAT16
+    if sent.content_id.startswith("error:"):
+        code = grpc.StatusCode[sent.content_id.removeprefix("error:")].value[0]
+        status = Status(code=code, message="as asked")
+        bad = BadRequest(field_violations=[{"field": f"items[{number}].pixels", "description": "bad"}])
+        status.details.add().Pack(bad)
+        yield kind(item=number, error=status)
+        return
+    grid = sent.grid
+    tokens = grid.t * grid.h * grid.w // MERGE**2
+    pixels = np.frombuffer(sent.pixels.data, WIRE[sent.pixels.data_type])
+    assert pixels.size == np.prod(sent.pixels.shape), "the bytes match the shape"
+    rows = expected(tokens, float(pixels[0]))
+    if output == pb.DATA_TYPE_BFLOAT16:
+        rows = (rows.view(np.uint32) >> 16).astype(np.uint16)
+    rows = rows.astype(WIRE[output])
+    report = pb.ItemReport(
+        path=pb.PATH_GRAPH,
+        budget_tokens=64,
+        tokens=tokens,
+        queued=Duration(nanos=1000),
+        encoded=Duration(seconds=1),
+    )
+    half = tokens // 2
+    for row, part in ((0, rows[:half]), (half, rows[half:])):
+        last = row + len(part) == tokens
+        chunk = pb.EmbeddingChunk(data_type=output, shape=rows.shape, row=row, last=last, data=part.tobytes())
+        yield kind(item=number, chunk=chunk, report=report if last else None)
+
+
+@dataclass
+class Fake(encoder_pb2_grpc.EncoderServiceServicer):
+    """Encodes by the contract; `before` may abort, `bend` may change the responses of an RPC."""
+
+    before: Callable[[grpc.ServicerContext], None] = lambda context: None
+    bend: Callable[[Iterator[Any]], Iterator[Any]] = lambda responses: responses
+    methods: list[str] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def _enter(self, method: str, context: grpc.ServicerContext) -> None:
+        self.methods.append(method)
+        self.metadata = {key: str(value) for key, value in context.invocation_metadata()}
+        self.before(context)
+
+    def _answer(self, responses: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """The bent responses; tells when the RPC ended before they did."""
+        finished = threading.Event()
+        context.add_callback(lambda: None if finished.is_set() else self.cancelled.set())
+        yield from self.bend(responses)
+        finished.set()
+
+    def Encode(self, request, context):  # noqa: N802, ANN001, ANN201
+        self._enter("Encode", context)
+
+        def responses() -> Iterator[Any]:
+            for number in reversed(range(len(request.items))):
+                yield from _encode(number, request.items[number], request.output_type, pb.EncodeResponse)
+
+        yield from self._answer(responses(), context)
+
+    def EncodeStream(self, request_iterator, context):  # noqa: N802, ANN001, ANN201
+        self._enter("EncodeStream", context)
+
+        def responses() -> Iterator[Any]:
+            output, headers, received = 0, {}, {}
+            for request in request_iterator:
+                kind = request.WhichOneof("message")
+                if kind == "options":
+                    output = request.options.output_type
+                elif kind == "header":
+                    headers[request.header.item] = request.header.header
+                    received[request.header.item] = b""
+                else:
+                    assert len(request.chunk.data) <= 1 << 20
+                    received[request.chunk.item] += request.chunk.data
+            for number, header in headers.items():
+                header.pixels.data = received[number]
+                yield from _encode(number, header, output, pb.EncodeStreamResponse)
+
+        yield from self._answer(responses(), context)
+
+    def GetModel(self, request, context):  # noqa: N802, ANN001, ANN201
+        self._enter("GetModel", context)
+        return model_message()
+
+
+def abort(context: grpc.ServicerContext, code: grpc.StatusCode, *details: Any, **trailing: str) -> None:
+    """End the RPC with a status and its details."""
+    status = Status(code=code.value[0], message="as asked")
+    for detail in details:
+        status.details.add().Pack(detail)
+    raw: list[Any] = [("grpc-status-details-bin", status.SerializeToString())]
+    context.set_trailing_metadata(raw + [(key.replace("_", "-"), value) for key, value in trailing.items()])
+    context.abort(code, "as asked")
+
+
+def bad_request(name: str) -> BadRequest:
+    return BadRequest(field_violations=[{"field": name, "description": "bad"}])
+
+
+def retry_info(seconds: int, nanos: int) -> RetryInfo:
+    return RetryInfo(retry_delay=Duration(seconds=seconds, nanos=nanos))
+
+
+@dataclass
+class Running:
+    fake: Fake
+    target: str
+    health: health.HealthServicer
+    server: grpc.Server
+
+
+@contextmanager
+def serving(fake: Fake) -> Iterator[Running]:
+    """The service on a free loopback port, healthy."""
+    pool = ThreadPoolExecutor(8)
+    server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
+    checks = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
+    for name in ("", SERVICE):
+        checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    encoder_pb2_grpc.add_EncoderServiceServicer_to_server(fake, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield Running(fake, f"127.0.0.1:{port}", checks, server)
+    finally:
+        server.stop(0).wait()
+        pool.shutdown()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    with serving(Fake()) as running:
+        yield running

@@ -1,0 +1,194 @@
+"""The protocol without I/O: packing, streaming, putting together, and servers that do not keep to it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unit.test_client_fakes import bad_request, expected, item
+from vitwire import EncodeFailed, InvalidItem, Item, NotCached
+from vitwire._embedding import Embedding
+from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Assembler, Options, Part, split
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.wire import Frame, Malformed, write_chunk, write_request
+
+OPTIONS = Options.of("float16", "batch")
+MIB = 1 << 20
+
+
+def sized(size: int, **kwargs: Any) -> Item:
+    return Item(np.zeros((1, size), np.uint8), (1, 1, 1), **kwargs)
+
+
+def only(items: list[Item]) -> Part:
+    (part,) = split(items, OPTIONS, 1)
+    return part
+
+
+def test_a_request_is_what_protobuf_would_write() -> None:
+    items = [item(2, 3.0), item(1, 4.0, content_id="x")]
+    message = pb.EncodeRequest.FromString(write_request(only(items).request()))
+    assert (message.output_type, message.priority) == (pb.DATA_TYPE_FLOAT16, pb.PRIORITY_BATCH)
+    assert [each.content_id for each in message.items] == ["", "x"]
+    assert [each.pixels.data for each in message.items] == [each.pixels.tobytes() for each in items]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "one"),
+    [
+        ([10], True),
+        ([ONE_MESSAGE_BYTES], False),
+        ([ONE_MESSAGE_BYTES - 100], True),
+        ([ONE_MESSAGE_BYTES // 2] * 2, False),
+        ([1] * 1000, True),
+    ],
+)
+def test_one_message_stays_within_its_bound(sizes: list[int], one: bool) -> None:
+    part = only([sized(size) for size in sizes])
+    assert part.one_message is one
+    if one:
+        assert len(write_request(part.request())) <= ONE_MESSAGE_BYTES
+
+
+def test_long_names_count_as_well() -> None:
+    part = only([sized(10, content_id="x" * ONE_MESSAGE_BYTES)])
+    assert not part.one_message
+
+
+def test_an_upload_sends_options_then_headers_and_chunks() -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (1, 2 * MIB + 5), np.uint8)
+    crops = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    part = only([Item(pixels, (1, 1, 1), crops=crops), sized(3)])
+    raw = [pb.EncodeStreamRequest.FromString(write_chunk(frame)) for frame in part.uploads()]
+    kinds = [message.WhichOneof("message") for message in raw]
+    assert kinds == ["options", "header", "chunk", "chunk", "chunk", "chunk", "header", "chunk"]
+    assert raw[0].options.output_type == pb.DATA_TYPE_FLOAT16
+    assert raw[1].header.header.pixels.shape == [1, 2 * MIB + 5]
+    assert not raw[1].header.header.pixels.data
+    assert [message.chunk.item for message in raw if message.HasField("chunk")] == [0, 0, 0, 0, 1]
+    sent = b"".join(message.chunk.data for message in raw[2:6])
+    assert sent == pixels.tobytes() + crops.tobytes()
+    assert max(len(message.chunk.data) for message in raw) == CHUNK_BYTES
+
+
+def test_upload_chunks_are_views() -> None:
+    pixels = np.zeros((1, 2 * MIB), np.uint8)
+    chunks = [frame.data for frame in only([Item(pixels, (1, 1, 1))]).uploads()]
+    assert all(np.shares_memory(np.frombuffer(chunk, np.uint8), pixels) for chunk in chunks if len(chunk))
+
+
+def test_parts_are_balanced_and_none_is_empty() -> None:
+    parts = split([sized(size) for size in (100, 1, 1, 60, 40, 1)], OPTIONS, 2)
+    assert sorted(index for part in parts for index in part.indices) == list(range(6))
+    loads = [sum(each.size for each in part.items) for part in parts]
+    assert max(loads) - min(loads) <= 3
+    for part in parts:
+        assert part.indices == tuple(sorted(part.indices))
+    assert [part.indices for part in split([sized(1)], OPTIONS, 4)] == [(0,)]
+    assert split([], OPTIONS, 4) == []
+
+
+def test_options_refuse_unknown_names() -> None:
+    with pytest.raises(ValueError, match="output_type"):
+        Options.of("uint8", "batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="priority"):
+        Options.of(None, "soon")  # type: ignore[arg-type]
+
+
+# -- putting together --------------------------------------------------------------------------------
+
+F32 = pb.DATA_TYPE_FLOAT32
+
+
+def chunk(
+    data: bytes, *, number: int = 0, row: int = 0, last: bool = False, shape: Any = (4, 12), kind: Any = F32
+) -> Frame[pb.EncodeResponse]:
+    body = pb.EmbeddingChunk(data_type=kind, shape=shape, row=row, last=last)
+    return Frame(pb.EncodeResponse(item=number, chunk=body), memoryview(data))
+
+
+ROWS = expected(4, 1.0)
+
+
+def test_chunks_of_several_items_may_be_interleaved() -> None:
+    assembler = Assembler((5, 9), 2)
+    assert assembler.feed(chunk(ROWS[:1].tobytes())) is None
+    assert assembler.feed(chunk(ROWS[:3].tobytes(), number=1)) is None
+    first = assembler.feed(chunk(ROWS[3:].tobytes(), number=1, row=3, last=True))
+    assert assembler.feed(chunk(b"", row=1)) is None
+    second = assembler.feed(chunk(ROWS[1:].tobytes(), row=1, last=True))
+    assembler.finish()
+    for result, index in ((first, 9), (second, 5)):
+        assert result is not None
+        assert result[0] == index
+        assert isinstance(result[1], Embedding)
+        np.testing.assert_array_equal(result[1].numpy(), ROWS)
+        assert result[1].levels == 2
+
+
+def test_an_empty_embedding_is_one() -> None:
+    result = Assembler((0,), 0).feed(chunk(b"", shape=(0, 12), last=True))
+    assert result is not None
+    assert isinstance(result[1], Embedding)
+    assert result[1].shape == (0, 12)
+
+
+def test_violations_name_the_callers_position() -> None:
+    message = pb.EncodeResponse(item=1)
+    message.error.code = 3
+    message.error.details.add().Pack(bad_request("items[1].pixels"))
+    result = Assembler((3, 8), 0).feed(Frame(message))
+    assert result is not None
+    assert isinstance(result[1], InvalidItem)
+    assert (result[1].item, result[1].violations[0].field) == (8, "items[8].pixels")
+
+
+def test_an_error_ends_its_item_only() -> None:
+    assembler = Assembler((3, 4), 0)
+    assembler.feed(chunk(ROWS[:1].tobytes()))
+    message = pb.EncodeResponse(item=0)
+    message.error.code = 5
+    result = assembler.feed(Frame(message))
+    assert result is not None
+    assert isinstance(result[1], NotCached)
+    assert (result[0], result[1].item) == (3, 3)
+    with pytest.raises(EncodeFailed, match=r"\[4\]") as raised:
+        assembler.finish()
+    assert raised.value.item == 4
+
+
+FULL = ROWS.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([Malformed("why")], "why"),
+        ([Frame(pb.EncodeResponse(item=0))], "neither"),
+        ([chunk(FULL, number=7)], "item 7"),
+        ([chunk(FULL, last=True), chunk(FULL, last=True)], "not open"),
+        ([chunk(FULL, row=1)], "row 1"),
+        ([chunk(FULL[:48]), chunk(FULL[:48])], "row 0 where row 1"),
+        ([chunk(FULL[:48]), chunk(FULL, row=1)], "bytes"),
+        ([chunk(FULL + FULL)], "bytes"),
+        ([chunk(FULL[:50])], "50 bytes"),
+        ([chunk(FULL[:48], last=True)], "1 of 4"),
+        ([chunk(FULL[:48]), chunk(FULL[:48], row=1, shape=(5, 12))], "changed"),
+        ([chunk(FULL[:48]), chunk(FULL[:48], row=1, kind=pb.DATA_TYPE_FLOAT16)], "changed"),
+        ([chunk(FULL, kind=pb.DATA_TYPE_UINT8)], "type"),
+        ([chunk(FULL, kind=99)], "type"),
+        ([chunk(FULL, shape=())], "shape"),
+        ([chunk(FULL, shape=(4,))], "shape"),
+        ([chunk(FULL, shape=(4, 0))], "shape"),
+        ([chunk(FULL, shape=(4, 13))], "shape"),
+        ([chunk(FULL, shape=(4, 1, 1, 1, 12))], "shape"),
+        ([chunk(b"", shape=(2**20, 1200))], "announced"),
+        ([chunk(b"", shape=(2**63, 2**63, 12))], "announced"),
+    ],
+)
+def test_a_server_that_breaks_the_contract_is_not_believed(frames: list[Any], reason: str) -> None:
+    assembler = Assembler((0,), 2)
+    for frame in frames[:-1]:
+        assembler.feed(frame)
+    with pytest.raises(EncodeFailed, match=reason):
+        assembler.feed(frames[-1])

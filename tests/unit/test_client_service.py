@@ -1,0 +1,422 @@
+"""Both clients against a service on a loopback socket."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+
+from unit.test_client_fakes import (
+    SERVICE,
+    Fake,
+    Running,
+    abort,
+    bad_request,
+    expected,
+    item,
+    retry_info,
+    running,
+    serving,
+)
+from vitwire import (
+    AsyncClient,
+    Client,
+    DeadlineExceeded,
+    EncodeFailed,
+    InvalidItem,
+    Item,
+    NotCached,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
+from vitwire.v1 import encoder_pb2 as pb
+
+__all__ = ["running"]  # the fixture
+
+Call = Callable[..., Any]
+
+
+class InThread:
+    """`Client`, its calls made awaitable, so that one test can judge both clients."""
+
+    def __init__(self, target: str, **kwargs: Any) -> None:
+        self.client = Client(target, **kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        return lambda *args, **kwargs: asyncio.to_thread(getattr(self.client, name), *args, **kwargs)
+
+    async def iter_encode(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        results = self.client.iter_encode(*args, **kwargs)
+        try:
+            while (result := await asyncio.to_thread(next, results, None)) is not None:
+                yield result
+        finally:
+            results.close()
+
+    async def __aenter__(self) -> "InThread":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.client.close()
+
+
+both = pytest.mark.parametrize("make", [InThread, AsyncClient])
+
+
+def large(value: float = 3.0) -> Item:
+    """6 MiB, too much for one message."""
+    return Item(np.full((16, 3 << 15), value, np.float32), (1, 8, 2))
+
+
+@both
+async def test_embeddings_come_in_the_order_of_the_items(make: Call, running: Running) -> None:
+    async with make(running.target, timeout=20) as client:
+        embeddings = await client.encode([item(3, 5.0), item(7, 9.0)], output_type="float32")
+        assert [each.dtype for each in embeddings] == ["float32"] * 2
+        np.testing.assert_array_equal(embeddings[0].numpy(), expected(3, 5.0))
+        np.testing.assert_array_equal(embeddings[1].numpy(), expected(7, 9.0))
+        report = embeddings[1].report
+        assert (report.path, report.budget_tokens, report.tokens, report.encoded) == ("graph", 64, 7, 1.0)
+        assert running.fake.methods == ["GetModel", "Encode"]
+        assert await client.encode([]) == []
+
+
+@both
+async def test_large_requests_are_streamed(make: Call, running: Running) -> None:
+    async with make(running.target, timeout=20) as client:
+        embeddings = await client.encode([item(2), large(), item(4, 8.0)])
+    assert running.fake.methods == ["GetModel", "EncodeStream"]
+    assert [each.dtype for each in embeddings] == ["bfloat16"] * 3
+    for got, (tokens, value) in zip(embeddings, [(2, 1.0), (4, 3.0), (4, 8.0)], strict=True):
+        np.testing.assert_array_equal(got.numpy(), expected(tokens, value))
+
+
+@both
+@pytest.mark.parametrize("spread", [2, 3, 8])
+async def test_a_request_may_be_spread_over_several_calls(make: Call, running: Running, spread: int) -> None:
+    async with make(running.target, timeout=20, spread=spread) as client:
+        embeddings = await client.encode([item(2, float(value)) for value in range(5)])
+    assert running.fake.methods.count("Encode") == min(spread, 5)
+    for value, got in enumerate(embeddings):
+        np.testing.assert_array_equal(got.numpy(), expected(2, float(value)))
+
+
+@both
+@pytest.mark.parametrize("spread", [1, 2])
+async def test_a_failed_item_does_not_stop_the_others(make: Call, running: Running, spread: int) -> None:
+    items = [item(), item(content_id="error:NOT_FOUND"), item(), item(content_id="error:INTERNAL")]
+    async with make(running.target, timeout=20, spread=spread) as client:
+        seen = []
+        with pytest.raises(NotCached) as raised:  # noqa: PT012  # what came before the error counts
+            async for index, _ in client.iter_encode(items):
+                seen.append(index)
+        assert sorted(seen) == [0, 2]
+        assert raised.value.item == 1
+        results = dict([each async for each in client.iter_encode(items, return_exceptions=True)])
+        assert isinstance(results[1], NotCached)
+        assert isinstance(results[3], EncodeFailed)
+        assert results[3].item == 3
+        with pytest.raises(NotCached):
+            await client.encode(items)
+
+
+@both
+async def test_metadata_carries_the_token_and_an_id(make: Call, running: Running) -> None:
+    async with make(running.target, token="secret", timeout=20) as client:
+        await client.encode([item()])
+        first = running.fake.metadata
+        await client.encode([item()])
+    assert first["authorization"] == "Bearer secret"
+    assert len(first["x-request-id"]) == 32
+    assert first["x-request-id"] != running.fake.metadata["x-request-id"]
+
+
+@both
+async def test_the_model_is_asked_for_once(make: Call, running: Running) -> None:
+    async with make(running.target, timeout=20) as client:
+        model = await client.model()
+        assert await client.model() is model
+    assert running.fake.methods == ["GetModel"]
+    assert (model.model_type, model.dtype, model.deepstack_levels) == ("qwen3_vl", "bfloat16", 2)
+    assert model.image_preprocessor.max_pixels == 64 * 64
+    assert model.budgets[0].segment_patches == 256
+    assert model.limits.items_per_request == 16
+
+
+@both
+async def test_images_and_clips_are_prepared(make: Call, running: Running) -> None:
+    image = np.random.default_rng(0).integers(0, 255, (32, 40, 3), np.uint8)
+    async with make(running.target, timeout=20) as client:
+        one, two = await client.encode_images([image, image[:16, :24]], timeout=10)
+        assert (one.shape, two.shape) == ((20, 12), (6, 12))
+        (clip,) = await client.encode_clips([np.stack([image] * 3)])
+        assert clip.shape == (40, 12)
+        with pytest.raises(InvalidItem) as raised:
+            await client.encode_images([image, image.astype(np.float32)])
+        assert raised.value.item == 1
+
+
+@both
+async def test_health_is_seen_even_when_bad(make: Call, running: Running) -> None:
+    async with make(running.target, timeout=20) as client:
+        assert await client.health() == "SERVING"
+        running.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert await client.health() == "NOT_SERVING"
+        assert await client.health("nonsense") == "SERVICE_UNKNOWN"
+
+
+@both
+async def test_a_service_that_is_not_serving_is_unavailable(make: Call, running: Running) -> None:
+    running.health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+    async with make(running.target, timeout=20) as client:
+        with pytest.raises(Unavailable):
+            await client.model()
+
+
+@both
+async def test_nobody_answering_is_unavailable(make: Call) -> None:
+    async with make("127.0.0.1:1", timeout=20) as client:
+        with pytest.raises(Unavailable) as raised:
+            await client.encode([item()])
+        assert raised.value.code == "UNAVAILABLE"
+        with pytest.raises(Unavailable):
+            await client.health()
+
+
+@both
+async def test_statuses_of_the_request_are_translated(make: Call) -> None:
+    steps: list[Callable[[grpc.ServicerContext], None]] = [
+        lambda context: abort(context, grpc.StatusCode.UNAUTHENTICATED),
+        lambda context: abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(1, 0)),
+        lambda context: abort(context, grpc.StatusCode.INVALID_ARGUMENT, bad_request("items[1].grid")),
+    ]
+    fake = Fake()
+    with serving(fake) as running:
+        async with make(running.target, timeout=20) as client:
+            await client.model()
+            fake.before = steps.pop(0)
+            with pytest.raises(Unauthenticated):
+                await client.encode([item()])
+            fake.before = steps.pop(0)
+            with pytest.raises(Overloaded) as overloaded:
+                await client.encode([item()])
+            assert overloaded.value.retry_after == 1.0
+            fake.before = steps.pop(0)
+            with pytest.raises(InvalidItem) as invalid:
+                await client.encode([item(), item()])
+            assert invalid.value.violations[0].field == "items[1].grid"
+            assert invalid.value.item == 1
+
+
+@both
+@pytest.mark.parametrize("size", ["small", "large"])
+async def test_unavailable_is_tried_again(make: Call, size: str) -> None:
+    refusals = [grpc.StatusCode.UNAVAILABLE] * 2
+
+    def refuse(context: grpc.ServicerContext) -> None:
+        if refusals:
+            abort(context, refusals.pop())
+
+    fake = Fake()
+    with serving(fake) as running:
+        async with make(running.target, timeout=20) as client:
+            await client.model()
+            fake.before = refuse
+            (embedding,) = await client.encode([large() if size == "large" else item(4, 3.0)])
+    np.testing.assert_array_equal(embedding.numpy(), expected(4, 3.0))
+    assert len(fake.methods) == 4
+
+
+@both
+async def test_a_refusal_in_the_middle_of_an_upload_keeps_its_status(make: Call) -> None:
+    fake = Fake()
+    with serving(fake) as running:
+        async with make(running.target, timeout=20) as client:
+            await client.model()
+            fake.before = lambda context: abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(2, 0))
+            for _ in range(20):
+                with pytest.raises(Overloaded) as raised:
+                    await client.encode([large()])
+                assert raised.value.retry_after == 2.0
+
+
+@both
+async def test_repeated_uploads_arrive_whole(make: Call) -> None:
+    seen: list[int] = []
+
+    def refuse(context: grpc.ServicerContext) -> None:
+        seen.append(0)
+        if len(seen) % 2:
+            abort(context, grpc.StatusCode.UNAVAILABLE)
+
+    fake = Fake()
+    with serving(fake) as running:
+        async with make(running.target, timeout=60) as client:
+            await client.model()
+            fake.before = refuse
+            for value in range(10):  # the service checks the number of bytes
+                (embedding,) = await client.encode([large(float(value))])
+                np.testing.assert_array_equal(embedding.numpy(), expected(4, float(value)))
+
+
+@both
+async def test_the_timeout_is_a_deadline(make: Call) -> None:
+    def slow(responses: Iterator[Any]) -> Iterator[Any]:
+        time.sleep(1)
+        yield from responses
+
+    with serving(Fake(bend=slow)) as running:
+        async with make(running.target) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.encode([item()], timeout=0.3)
+            with pytest.raises(DeadlineExceeded):
+                await client.encode([item()], timeout=0)
+
+
+def lose_last(responses: Iterator[Any]) -> Iterator[Any]:
+    yield next(responses)
+
+
+def garble(responses: Iterator[Any]) -> Iterator[Any]:
+    for response in responses:
+        response.chunk.row += 1
+        yield response
+
+
+@both
+@pytest.mark.parametrize("bend", [lose_last, garble])
+async def test_answers_that_break_the_contract_fail(make: Call, bend: Any) -> None:
+    with serving(Fake(bend=bend)) as running:
+        async with make(running.target, timeout=20) as client:
+            with pytest.raises(EncodeFailed):
+                await client.encode([item(), item()])
+
+
+@both
+async def test_a_server_that_goes_away_midway_is_unavailable(make: Call) -> None:
+    started = threading.Event()
+
+    def hang(responses: Iterator[Any]) -> Iterator[Any]:
+        yield next(responses)
+        started.set()
+        time.sleep(3)
+
+    with serving(Fake(bend=hang)) as running:
+        async with make(running.target) as client:
+            call = asyncio.create_task(client.encode([item()]))
+            await asyncio.to_thread(started.wait, 10)
+            running.server.stop(0)
+            begun = time.monotonic()
+            with pytest.raises((Unavailable, EncodeFailed)):
+                await asyncio.wait_for(call, 10)
+            assert time.monotonic() - begun < 2
+
+
+def trickle(fake: Fake) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    def responses(source: Iterator[Any]) -> Iterator[Any]:
+        for response in source:
+            yield response
+            if response.chunk.last:
+                fake.cancelled.wait(10)
+
+    return responses
+
+
+@both
+@pytest.mark.parametrize("spread", [1, 2])
+@pytest.mark.parametrize("make_item", [item, large])
+async def test_leaving_the_loop_cancels_the_call(make: Call, spread: int, make_item: Any) -> None:
+    fake = Fake()
+    fake.bend = trickle(fake)
+    with serving(fake) as running:
+        async with make(running.target, spread=spread) as client:
+            async with aclosing(client.iter_encode([make_item() for _ in range(4)])) as results:
+                async for _ in results:
+                    break
+            assert await asyncio.to_thread(fake.cancelled.wait, 5)
+
+
+@pytest.mark.parametrize("make_item", [item, large])
+async def test_cancelling_the_task_cancels_the_call(make_item: Any) -> None:
+    fake = Fake()
+    fake.bend = trickle(fake)
+    with serving(fake) as running:
+        async with AsyncClient(running.target) as client:
+            await client.model()
+            task = asyncio.create_task(client.encode([make_item(), make_item()]))
+            await asyncio.sleep(0.5)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(fake.cancelled.wait, 5)
+
+
+@both
+async def test_a_closed_client_refuses(make: Call, running: Running) -> None:
+    client = make(running.target)
+    async with client:
+        await client.model()
+    for call in (client.encode([item()]), client.health()):
+        with pytest.raises(RuntimeError, match="closed"):
+            await call
+
+
+@both
+async def test_closing_ends_the_calls_in_flight(make: Call) -> None:
+    fake = Fake()
+    fake.bend = trickle(fake)
+    with serving(fake) as running:
+        client = make(running.target)
+        async with client:
+            await client.model()
+            task = asyncio.create_task(client.encode([item(), item()]))
+            await asyncio.sleep(0.5)
+        with pytest.raises(EncodeFailed) as raised:
+            await asyncio.wait_for(task, 5)
+    assert raised.value.code == "CANCELLED"
+
+
+def test_one_client_serves_many_threads(running: Running) -> None:
+    wrong: list[int] = []
+    with Client(running.target, timeout=30) as client:
+
+        def work(value: int) -> None:
+            for _ in range(10):
+                (got,) = client.encode([item(3, float(value))])
+                if not np.array_equal(got.numpy(), expected(3, float(value))):
+                    wrong.append(value)
+
+        threads = [threading.Thread(target=work, args=(value,)) for value in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert running.fake.methods.count("Encode") == 60
+
+
+def test_spread_is_at_least_one() -> None:
+    for make in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="spread"):
+            make("x", spread=0)
+
+
+class Contradictory(Fake):
+    def GetModel(self, request: pb.GetModelRequest, context: grpc.ServicerContext) -> pb.GetModelResponse:  # noqa: N802
+        return pb.GetModelResponse(image_preprocessor=pb.Preprocessor())
+
+
+def test_a_model_that_contradicts_itself_is_refused() -> None:
+    with (
+        serving(Contradictory()) as running,
+        Client(running.target, timeout=20) as client,
+        pytest.raises(EncodeFailed, match="patch_size"),
+    ):
+        client.model()

@@ -1,0 +1,68 @@
+"""What the package shows, and what it does not do behind its users' backs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vitwire
+from vitwire import allocator
+
+SURFACE = [
+    "AsyncClient",
+    "Client",
+    "DeadlineExceeded",
+    "Embedding",
+    "EncodeFailed",
+    "InvalidItem",
+    "Item",
+    "Model",
+    "NotCached",
+    "Overloaded",
+    "Unauthenticated",
+    "Unavailable",
+    "VitwireError",
+]
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_surface_is_what_it_is_promised_to_be() -> None:
+    assert vitwire.__all__ == SURFACE
+    shown = {name for name in vars(vitwire) if name[0] != "_" and name[0].isupper()}
+    assert shown - {"PackageNotFoundError"} == set(SURFACE)
+    assert vitwire.__version__
+
+
+def test_every_error_is_a_vitwire_error() -> None:
+    errors = [vars(vitwire)[name] for name in SURFACE]
+    errors = [each for each in errors if isinstance(each, type) and issubclass(each, Exception)]
+    assert len(errors) == 8
+    assert all(issubclass(each, vitwire.VitwireError) for each in errors)
+
+
+def test_importing_it_is_light() -> None:
+    heavy = "torch transformers PIL typer rich safetensors vitwire_server"
+    code = f"import sys, vitwire; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    assert run(code) == "[]"
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(vitwire.__file__).parent / "py.typed").exists()
+
+
+def test_the_allocator_is_tuned_in_the_process_that_asks() -> None:
+    if "glibc" not in run("import platform; print(platform.libc_ver()[0])"):
+        pytest.skip("tuning is for glibc")
+    code = "import ctypes; from vitwire import allocator as a; x = a.tune(); a.trim(); print(x)"
+    assert run(code) == "True"
+
+
+def test_another_libc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
+    assert not allocator.tune()
+    assert not allocator.trim()

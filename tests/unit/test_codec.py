@@ -1,0 +1,195 @@
+"""What a client may send, and what is said of the rest."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitwire import wire
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.errors import InvalidRequest, NotCached
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import DType, Item, Modality
+from vitwire_server.core.models import Geometry, Limits, ModelCard
+from vitwire_server.rpc.codec import Codec, raise_if_malformed
+
+GEOMETRY = Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0)
+SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)
+CARD = ModelCard(
+    model_id="tiny",
+    model_type="qwen2_vl",
+    fingerprint="",
+    dtype=DType.BFLOAT16,
+    geometry=GEOMETRY,
+    preprocessing={},
+    ladder=Ladder(),
+    limits=Limits(1 << 20, items_per_request=3, patches_per_item=64, queued_items=9, queued_bytes=1 << 20),
+    graphs="off",
+    attention="sdpa",
+    device="cpu",
+    version="0",
+)
+CODEC = Codec(CARD, lambda grid: Footprint(grid.patches, grid.patches // 4, grid.t, grid.frame_patches))
+
+
+def message(**changes: object) -> pb.Item:
+    """A correct image of 4 x 2 patches, with some fields changed."""
+    item = pb.Item(
+        modality=pb.MODALITY_IMAGE,
+        grid=pb.Grid(t=1, h=4, w=2),
+        pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[8, SINGLE]),
+    )
+    for path, value in changes.items():
+        target, _, name = path.rpartition("__")
+        owner = getattr(item, target) if target else item
+        if name == "shape":
+            del owner.shape[:]
+            owner.shape.extend(value)
+        elif value is None:
+            owner.ClearField(name)
+        elif isinstance(value, pb.Tensor):
+            getattr(owner, name).CopyFrom(value)
+        else:
+            setattr(owner, name, value)
+    return item
+
+
+def request(*items: pb.Item, data: bytes = bytes(8 * SINGLE), **options: int) -> wire.Request:
+    return wire.Request(pb.EncodeRequest(items=items, **options), [wire.ItemTensors(data)] * len(items))
+
+
+def violated(sent: wire.Request) -> set[str]:
+    with pytest.raises(InvalidRequest) as wrong:
+        CODEC.items(sent)
+    return {violation.field for violation in wrong.value.violations}
+
+
+def test_a_correct_item_is_viewed_and_not_copied() -> None:
+    data = bytes(range(8 * SINGLE))
+    (item,) = CODEC.items(request(message(), data=data))
+    assert isinstance(item, Item)
+    assert item.pixels.data is data
+    assert (item.modality, item.grid, item.output) == (Modality.IMAGE, Grid(1, 4, 2), DType.BFLOAT16)
+    assert item.footprint == Footprint(8, 2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"modality": pb.MODALITY_UNSPECIFIED}, "modality"),
+        ({"modality": 77}, "modality"),
+        ({"grid__t": 0}, "grid.t"),
+        ({"grid__h": 0}, "grid.h"),
+        ({"grid__w": 0}, "grid.w"),
+        ({"grid": None}, "grid.t"),
+        ({"grid__h": 3}, "grid.h"),
+        ({"grid__w": 5}, "grid.w"),
+        ({"grid__t": 2}, "grid.t"),
+        ({"grid__h": 4294967294, "grid__w": 4294967294}, "grid"),
+        ({"grid__h": 66, "grid__w": 2}, "grid"),
+        ({"pixels": None}, "pixels.data_type"),
+        ({"pixels__data_type": 0}, "pixels.data_type"),
+        ({"pixels__data_type": 99}, "pixels.data_type"),
+        ({"pixels__data_type": pb.DATA_TYPE_FLOAT32}, "pixels.data"),
+        ({"pixels__shape": [8, SINGLE + 1]}, "pixels.shape"),
+        ({"pixels__shape": [9, SINGLE]}, "pixels.shape"),
+        ({"pixels__shape": [8 * SINGLE]}, "pixels.shape"),
+        ({"pixels__shape": [1 << 63] * 9}, "pixels.shape"),
+        ({"pixels__shape": []}, "pixels.shape"),
+        ({"modality": pb.MODALITY_VIDEO}, "pixels.shape"),
+        ({"crops": pb.Tensor(data_type=pb.DATA_TYPE_UINT8)}, "crops"),
+        ({"keep_ratio": 0.5}, "keep_ratio"),
+        ({"keep_ratio": float("nan")}, "keep_ratio"),
+        ({"content_id": "x" * 513}, "content_id"),
+    ],
+)
+def test_each_wrong_field_is_named(changes: dict[str, object], field: str) -> None:
+    assert f"items[1].{field}" in violated(request(message(), message(**changes)))
+
+
+def test_wrong_options_and_counts_are_named() -> None:
+    assert violated(request()) == {"items"}
+    assert violated(request(*[message()] * 4)) == {"items"}
+    assert violated(request(message(), output_type=pb.DATA_TYPE_UINT8)) == {"output_type"}
+    assert violated(request(message(), output_type=55)) == {"output_type"}
+    assert violated(request(message(), priority=7)) == {"priority"}
+    assert violated(request(message(), data=bytes(5))) == {"items[0].pixels.data"}
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    wrong = request(message(grid__h=3), message(modality=9), priority=9)
+    assert violated(wrong) == {"items[0].grid.h", "items[1].modality", "priority"}
+
+
+def test_a_cached_embedding_is_asked_for_without_pixels() -> None:
+    sent = wire.Request(pb.EncodeRequest(items=[pb.Item(content_id="cat")]), [wire.ItemTensors()])
+    (item,) = CODEC.items(sent)
+    assert isinstance(item, NotCached)
+    with pytest.raises(NotCached):
+        CODEC.header("items[0]", pb.Item(content_id="cat"))
+
+
+def test_a_header_must_leave_its_bytes_out() -> None:
+    header = CODEC.header("items[4]", message())
+    assert header.nbytes == 8 * SINGLE
+    with pytest.raises(InvalidRequest, match=r"items\[4\]\.pixels\.data"):
+        CODEC.header("items[4]", message(pixels__data=b"123"))
+
+
+def _messages() -> st.SearchStrategy[pb.Item]:
+    numbers = st.sampled_from([0, 1, 2, 3, 4, 8, 64, 1 << 16, (1 << 32) - 1])
+    tensors = st.builds(
+        pb.Tensor,
+        data_type=st.integers(0, 9),
+        shape=st.lists(st.sampled_from([0, 1, 8, SINGLE, FULL, (1 << 64) - 1]), max_size=4),
+    )
+    return st.builds(
+        pb.Item,
+        modality=st.integers(0, 5),
+        grid=st.builds(pb.Grid, t=numbers, h=numbers, w=numbers),
+        content_id=st.text(max_size=3),
+        keep_ratio=st.floats(width=32),
+        crops=st.none() | tensors,
+        pixels=st.none() | tensors,
+    )
+
+
+@given(st.lists(_messages(), max_size=4), st.binary(max_size=200), st.integers(0, 9), st.integers(0, 9))
+def test_whatever_is_accepted_has_the_bytes_it_promises(
+    items: list[pb.Item], data: bytes, output: int, priority: int
+) -> None:
+    sent = request(*items, data=data, output_type=output, priority=priority)
+    try:
+        accepted = CODEC.items(sent)
+    except InvalidRequest as wrong:
+        assert wrong.violations
+        return
+    for item in accepted:
+        if isinstance(item, Item):
+            assert item.pixels.nbytes == len(item.pixels.data) > 0
+            assert item.grid.patches <= CARD.limits.patches_per_item
+
+
+def _mutate(draw: st.DrawFn, raw: bytes) -> bytes:
+    changed = bytearray(raw)
+    for _ in range(draw(st.integers(1, 4))):
+        if changed:
+            changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
+    return bytes(changed[: draw(st.integers(0, len(changed)))])
+
+
+@given(st.data(), st.sampled_from([wire.read_request, lambda raw: wire.read_chunk(pb.EncodeStreamRequest, raw)]))
+def test_no_bytes_get_past_the_codec_but_as_an_error_it_names(
+    data: st.DataObject, read: Callable[[bytes], wire.Request | wire.Frame[pb.EncodeStreamRequest] | wire.Malformed]
+) -> None:
+    whole = wire.write_request(request(message(), message(content_id="cat")))
+    raw = _mutate(data.draw, whole) if data.draw(st.booleans()) else data.draw(st.binary(max_size=60))
+    parsed = read(raw)
+    try:
+        raise_if_malformed(parsed)
+        if isinstance(parsed, wire.Request):
+            CODEC.items(parsed)
+    except InvalidRequest as wrong:
+        assert all(violation.field for violation in wrong.violations)

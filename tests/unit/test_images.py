@@ -1,0 +1,579 @@
+"""Preprocessing on the client against the stock Hugging Face processors."""
+
+import ast
+import builtins
+import math
+import os
+import struct
+import subprocess
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as tuned
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from PIL import Image, ImageCms
+from transformers.image_utils import load_image
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchEmbed
+
+from vitwire import _images
+from vitwire._images import Preprocessor, clip_patches, image_patches, smart_resize
+
+QUICK = tuned(max_examples=60, deadline=None)
+MANY = tuned(max_examples=400, deadline=None)
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def package(name: str) -> Path:
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+PHOTOGRAPHS = [package("matplotlib") / "mpl-data/sample_data/grace_hopper.jpg"] + [
+    package("skimage") / "data" / name for name in ("astronaut.png", "coffee.png", "chelsea.png", "camera.png")
+]
+
+
+def preprocessor(patch: int = 14, merge: int = 2, **changes: Any) -> Preprocessor:
+    side = patch * merge
+    defaults: dict[str, Any] = {
+        "temporal_patch_size": 2, "min_pixels": 4 * side**2, "max_pixels": 150 * side**2,
+        "mean": MEAN, "std": STD, "rescale_factor": 1 / 255, "resample": 3,
+    }  # fmt: skip
+    return Preprocessor(patch_size=patch, merge_size=merge, **defaults | changes)
+
+
+def loose(**changes: Any) -> Preprocessor:
+    """Settings of small sides, under which small random pictures are both enlarged and shrunk."""
+    return preprocessor(4, 2, **{"min_pixels": 256, "max_pixels": 2000, **changes})
+
+
+def stock(settings: Preprocessor, family: Callable[..., Any] = Qwen2VLImageProcessorPil) -> Any:
+    return family(
+        patch_size=settings.patch_size,
+        merge_size=settings.merge_size,
+        temporal_patch_size=settings.temporal_patch_size,
+        size={"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
+        image_mean=list(settings.mean),
+        image_std=list(settings.std),
+        rescale_factor=settings.rescale_factor,
+        resample=settings.resample,
+    )
+
+
+def duplicated(rows: np.ndarray, settings: Preprocessor) -> np.ndarray:
+    """Rows of an image with the frame axis that the processor adds."""
+    side = settings.patch_size
+    frames = rows.reshape(-1, 3, 1, side, side)
+    return frames.repeat(settings.temporal_patch_size, axis=2).reshape(len(rows), -1)
+
+
+def normalised(rows: np.ndarray, settings: Preprocessor) -> np.ndarray:
+    """Patch rows as the server rescales and normalises them."""
+    values = rows.reshape(len(rows), 3, -1) * settings.rescale_factor
+    mean, std = (np.asarray(value)[None, :, None] for value in (settings.mean, settings.std))
+    result: np.ndarray = ((values - mean) / std).reshape(len(rows), -1)
+    return result
+
+
+def assert_as_stock(ours: Any, theirs: Any, settings: Preprocessor, family: Any = Qwen2VLImageProcessorPil) -> None:
+    rows, grid = image_patches(ours, settings)
+    expected = stock(settings, family)(theirs, return_tensors="np")
+    assert [list(grid)] == expected["image_grid_thw"].tolist()
+    assert rows.dtype == np.uint8
+    assert rows.flags.c_contiguous
+    assert rows.shape == (math.prod(grid), 3 * settings.patch_size**2)
+    full = duplicated(rows, settings)
+    np.testing.assert_allclose(expected["pixel_values"], normalised(full, settings), rtol=0, atol=2e-6)
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PHOTOGRAPHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(preprocessor(14), id="qwen2_vl"),
+        pytest.param(preprocessor(16, mean=(0.5,) * 3, std=(0.5,) * 3), id="qwen3_vl"),
+        pytest.param(preprocessor(16, min_pixels=800**2, max_pixels=1200**2), id="enlarged"),
+        pytest.param(preprocessor(14, 1, temporal_patch_size=1, resample=2), id="unmerged-bilinear"),
+    ],
+)
+def test_photographs(path: Path, settings: Preprocessor) -> None:
+    assert_as_stock(path, load_image(str(path)), settings)
+    assert_as_stock(str(path), str(path), settings)
+
+
+@pytest.mark.parametrize("patch", [14, 16])
+def test_bounds_over_both_frames_of_an_image(patch: int) -> None:
+    settings = preprocessor(patch, bounds_span_frames=True)
+    for path in PHOTOGRAPHS:
+        assert_as_stock(path, load_image(str(path)), settings, Glm4vImageProcessorPil)
+
+
+sides = st.integers(5, 70)
+
+
+@given(data=st.data(), height=sides, width=sides, channels=st.sampled_from([1, 3, 4]), first=st.booleans())
+@QUICK
+def test_arrays(data: st.DataObject, height: int, width: int, channels: int, first: bool) -> None:
+    shape = (channels, height, width) if first else (height, width, channels)
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    image = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    assert_as_stock(image, image, loose())
+
+
+@given(image=arrays(np.uint8, st.tuples(sides, sides, st.just(4))))
+@QUICK
+def test_arrays_on_white(image: np.ndarray) -> None:
+    assert_as_stock(image, image, loose())
+
+
+def test_every_alpha_on_white() -> None:
+    alpha, value = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
+    image = np.stack([value, value, value, alpha], axis=-1)
+    assert_as_stock(image, image, loose(max_pixels=2**20))
+
+
+@given(height=sides, width=sides)
+@QUICK
+def test_gray_arrays_and_views(height: int, width: int) -> None:
+    gray = np.random.default_rng(height).integers(0, 256, (height, width), np.uint8)
+    assert_as_stock(gray, Image.fromarray(gray), loose())
+    assert_as_stock(gray[::-1, ::2], gray[::-1, ::2, None].copy(), loose())
+
+
+def test_an_array_with_channels_first_where_both_would_do() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (4, 40, 3), np.uint8)
+    assert_as_stock(image, image, loose(min_pixels=1))
+
+
+def test_arrays_are_left_as_they_are() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 4), np.uint8)
+    image.flags.writeable = False
+    for settings in (loose(), loose(max_pixels=10**5)):
+        image_patches(image, settings)
+
+
+def noise(mode: str) -> Image.Image:
+    values = np.random.default_rng(1).integers(0, 256, (50, 37, 4), np.uint8)
+    if mode in {"I;16", "I", "F"}:
+        wide = values[..., :2].copy().view(np.uint16)[..., 0]
+        return Image.fromarray(wide.astype({"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]))
+    if mode == "LAB":
+        profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+        lab = ImageCms.profileToProfile(Image.fromarray(values[..., :3]), *profiles, outputMode="LAB")
+        assert lab is not None
+        return lab
+    return Image.fromarray(values).convert("RGB" if mode in {"HSV", "YCbCr", "CMYK"} else "RGBA").convert(mode)
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "I;16", "F"]
+)
+def test_modes_of_pillow(mode: str) -> None:
+    try:
+        image = noise(mode)
+        image.convert("RGB")
+    except ValueError:
+        with pytest.raises(ValueError, match="cannot be read"):
+            image_patches(image, loose())
+    else:
+        assert_as_stock(image, image.copy(), loose())
+
+
+def first_colour(image: Image.Image) -> Any:
+    return image.getpixel((0, 0))
+
+
+@pytest.mark.parametrize("mode", ["P", "L", "RGB"])
+def test_a_transparent_colour(mode: str) -> None:
+    image = noise(mode)
+    image.info["transparency"] = first_colour(image)
+    assert_as_stock(image, image.copy(), loose())
+
+
+def test_a_transparent_palette() -> None:
+    image = noise("P")
+    image.info["transparency"] = bytes(range(256))
+    assert_as_stock(image, image.copy(), loose())
+
+
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rgba.png": ("RGBA", {}),
+    "gray.png": ("L", {}),
+    "gray-alpha.png": ("LA", {}),
+    "bilevel.png": ("1", {}),
+    "deep.png": ("I;16", {}),
+    "palette.png": ("P", {"transparency": bytes(range(256))}),
+    "keyed-palette.png": ("P", {"transparency": first_colour}),
+    "keyed.gif": ("P", {"transparency": first_colour}),
+    "keyed-gray.png": ("L", {"transparency": first_colour}),
+    "keyed.png": ("RGB", {"transparency": first_colour}),
+    "cmyk.jpg": ("CMYK", {}),
+    "gray.jpg": ("L", {}),
+    "float.tiff": ("F", {}),
+    "photo.webp": ("RGB", {}),
+    "photo.bmp": ("RGB", {}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(name: str, tmp_path: Path) -> None:
+    mode, options = FILES[name]
+    image = noise(mode)
+    image.save(tmp_path / name, **{key: value(image) if callable(value) else value for key, value in options.items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transparency that `load_image` drops, and a file that it leaves open
+        theirs = load_image(str(tmp_path / name))
+    assert_as_stock(tmp_path / name, theirs, loose())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_files_are_turned_upright_but_images_are_not(orientation: int, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"turned.{suffix}"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    noise("RGB").save(path, exif=exif)
+    assert_as_stock(path, str(path), loose())
+    with Image.open(path) as image:
+        assert_as_stock(image, image, loose())
+        rows, grid = image_patches(image, loose())
+    upright, turned = image_patches(path, loose())
+    assert (turned == (1, grid[2], grid[1])) is (orientation > 4)
+    assert (upright.shape == rows.shape and bool((upright == rows).all())) is (orientation == 1)
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def stock_function(source: str, *names: str) -> Callable[..., Any]:
+    """A function (or a method, by class and name) of a source file that cannot be imported here."""
+    tree: ast.AST = ast.parse((package("transformers") / "models" / source).read_text("utf-8"))
+    for name in names:
+        tree = next(node for node in ast.iter_child_nodes(tree) if getattr(node, "name", None) == name)
+    assert isinstance(tree, ast.FunctionDef)
+    scope: dict[str, Any] = {"math": math, "torch": torch}
+    exec(compile(ast.Module([tree], []), source, "exec"), scope)
+    return scope[names[-1]]  # type: ignore[no-any-return]
+
+
+QWEN2, QWEN3 = "qwen2_vl/video_processing_qwen2_vl.py", "qwen3_vl/video_processing_qwen3_vl.py"
+resize_qwen2 = stock_function(QWEN2, "smart_resize")
+resize_qwen3 = stock_function(QWEN3, "smart_resize")
+lengths = st.one_of(st.integers(1, 64), st.integers(1, 6000))
+patches = st.sampled_from([(14, 2), (16, 2), (16, 1), (14, 4)])
+areas = st.tuples(st.integers(1, 10**6), st.integers(1, 10**7))
+
+
+def outcome(call: Callable[[], tuple[int, int]]) -> tuple[int, int] | type[Exception]:
+    try:
+        return call()
+    except ValueError:
+        return ValueError
+
+
+@given(lengths, lengths, patches, areas)
+@MANY
+def test_smart_resize(height: int, width: int, patch: tuple[int, int], area: tuple[int, int]) -> None:
+    settings = preprocessor(*patch, min_pixels=area[0], max_pixels=area[1])
+    bounds = {"factor": settings.factor, "min_pixels": area[0], "max_pixels": area[1]}
+    ours = outcome(lambda: smart_resize(height, width, settings, frames=7))
+    assert ours == outcome(lambda: resize_qwen2(height, width, **bounds))
+
+
+@given(st.tuples(st.integers(1, 40), lengths, lengths), st.integers(1, 4), patches, areas)
+@MANY
+def test_smart_resize_over_all_frames(
+    clip: tuple[int, int, int], group: int, patch: tuple[int, int], area: tuple[int, int]
+) -> None:
+    frames, height, width = clip
+    limits = {"min_pixels": area[0], "max_pixels": area[1]}
+    settings = preprocessor(*patch, temporal_patch_size=group, bounds_span_frames=True, **limits)
+    ours = outcome(lambda: smart_resize(height, width, settings, frames))
+    bounds = {"temporal_factor": group, "factor": settings.factor, **limits}
+    assert ours == outcome(lambda: resize_qwen3(frames, height, width, **bounds))
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_the_longest_picture(spans: bool) -> None:
+    settings = preprocessor(bounds_span_frames=spans)
+    smart_resize(6000, 30, settings, frames=2)
+    with pytest.raises(ValueError, match=r"6001x30 is too long: sides may differ 200-fold"):
+        smart_resize(6001, 30, settings, frames=2)
+
+
+# -- clips -----------------------------------------------------------------------------------------
+
+
+def film(frames: int, height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(frames).integers(0, 256, (frames, height, width, 3), np.uint8)
+
+
+@pytest.mark.parametrize("source", [(QWEN2, "Qwen2VLVideoProcessor"), (QWEN3, "Qwen3VLVideoProcessor")])
+@pytest.mark.parametrize(("patch", "merge", "group", "frames"), [
+    (14, 2, 2, 6), (16, 2, 2, 5), (16, 2, 2, 1), (16, 1, 3, 7), (14, 3, 4, 9), (14, 2, 1, 3),
+])  # fmt: skip
+def test_rows_of_a_clip(source: tuple[str, str], patch: int, merge: int, group: int, frames: int) -> None:
+    side = patch * merge
+    clip = film(frames, 2 * side, 3 * side)
+    settings = preprocessor(patch, merge, temporal_patch_size=group, min_pixels=1)
+    rows, grid = clip_patches(clip, settings)
+    video = torch.from_numpy(clip).permute(0, 3, 1, 2)[None]
+    expected, *size = stock_function(*source, "patchify")(None, video, patch, merge, group)
+    assert list(grid) == size == [-(-frames // group), 2 * merge, 3 * merge]
+    assert rows.flags.c_contiguous
+    np.testing.assert_array_equal(rows, expected[0].numpy())
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([(4, 2), (5, 3)]),
+)
+@QUICK
+def test_rows_of_a_clip_by_definition(frames: int, high: int, wide: int, group: int, patch: tuple[int, int]) -> None:
+    side, merge = patch
+    settings = preprocessor(side, merge, temporal_patch_size=group, min_pixels=1, max_pixels=10**6)
+    clip = film(frames, high * side * merge, wide * side * merge)
+    rows, (t, h, w) = clip_patches(clip, settings)
+    full = torch.from_numpy(np.concatenate([clip, *[clip[-1:]] * (-frames % group)]))
+    axes = full.reshape(t, group, h // merge, merge, side, w // merge, merge, side, 3)
+    expected = axes.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, -1)
+    assert torch.equal(torch.from_numpy(rows), expected)
+
+
+@pytest.mark.parametrize("patch", [14, 16])
+def test_rows_are_what_the_stock_convolution_reads(patch: int) -> None:
+    embed = PatchEmbed(patch_size=patch, temporal_patch_size=2, in_channels=3, embed_dim=8).double()
+    clip = film(4, patch * 4, patch * 6)
+    rows, (t, h, w) = clip_patches(clip, preprocessor(patch, min_pixels=1))
+    with torch.no_grad():
+        by_rows = embed(torch.from_numpy(rows).double())
+        whole = embed.proj(torch.from_numpy(clip).double().permute(3, 0, 1, 2)[None])[0]  # (E, t, h, w)
+    by_merge = whole.reshape(8, t, h // 2, 2, w // 2, 2).permute(1, 2, 4, 3, 5, 0)
+    torch.testing.assert_close(by_rows, by_merge.reshape(t * h * w, 8))
+
+
+@pytest.mark.parametrize("patch", [14, 16])
+@pytest.mark.parametrize("path", PHOTOGRAPHS[:3], ids=lambda path: path.stem)
+def test_a_still_clip_is_its_image_twice(patch: int, path: Path) -> None:
+    settings = preprocessor(patch)
+    image, grid = image_patches(path, settings)
+    clip, clip_grid = clip_patches([path, path], settings)
+    assert grid == clip_grid
+    np.testing.assert_array_equal(clip, duplicated(image, settings))
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_frames_are_resized_as_images_are(spans: bool) -> None:
+    settings = loose(bounds_span_frames=spans, max_pixels=9000)
+    clip = film(5, 70, 90)
+    rows, (t, h, w) = clip_patches(clip, settings)
+    assert (t, h * 4, w * 4) == (3, *smart_resize(70, 90, settings, 5))
+    assert (h * w * 16 * 4 <= 9000) is spans
+    exact = loose(min_pixels=h * w * 16, max_pixels=h * w * 16)
+    by_frame = rows.reshape(t, h * w, 3, 2, 4, 4)
+    for index in range(6):
+        frame = Image.fromarray(clip[min(index, 4)]).resize((w * 4, h * 4), Image.Resampling.BICUBIC)
+        alone, _ = image_patches(frame, exact)
+        np.testing.assert_array_equal(by_frame[index // 2, :, :, index % 2].reshape(h * w, -1), alone)
+
+
+def test_sequences_of_frames() -> None:
+    clip = film(3, 40, 56)
+    expected, grid = clip_patches(clip, loose())
+    images = [Image.fromarray(frame) for frame in clip]
+    for frames in (list(clip), tuple(images), [clip[0], images[1], clip[2].transpose(2, 0, 1)]):
+        rows, same = clip_patches(frames, loose())
+        assert same == grid
+        np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(clip_patches(clip.transpose(0, 3, 1, 2), loose())[0], expected)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (np.zeros((8, 8, 3), np.float32), "expected an array of uint8, values 0 to 255, got float32"),
+        (np.zeros((8, 8), np.bool_), "got bool"),
+        (np.zeros((0, 8, 3), np.uint8), r"got \(0, 8, 3\)"),
+        (np.zeros((8, 0), np.uint8), r"got \(8, 0\)"),
+        (
+            np.zeros((8, 8, 2), np.uint8),
+            r"expected an image \(H, W\).* of 1, 3 or 4 channels, got \(8, 8, 2\)",
+        ),
+        (np.zeros(8, np.uint8), r"got \(8,\)"),
+        (np.zeros((2, 8, 8, 3), np.uint8), r"got \(2, 8, 8, 3\)"),
+        (np.zeros((300, 1, 3), np.uint8), "300x1 is too long: sides may differ 200-fold at most"),
+        (Image.new("RGB", (1, 201)), "201x1 is too long"),
+        (Image.new("RGB", (0, 5)), "at least one pixel"),
+    ],
+)
+def test_bad_images(image: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        image_patches(image, preprocessor())
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        (np.zeros((8, 8, 3), np.uint8), r"expected frames of shape \(F, H, W, 3\), got \(8, 8, 3\)"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "at least one frame"),
+        ([], "at least one frame"),
+        (np.zeros((2, 8, 8, 3)), "uint8"),
+        (
+            [np.zeros((8, 8), np.uint8), np.zeros((8, 9), np.uint8)],
+            r"one size, got \(8, 8\) and, at 1, \(8, 9\)",
+        ),
+        (np.zeros((1, 8, 8, 3), np.uint8), "at least 2 frames, got 1"),
+    ],
+)
+def test_bad_clips(frames: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        clip_patches(frames, preprocessor(bounds_span_frames=True))
+
+
+def test_other_types() -> None:
+    with pytest.raises(TypeError, match="expected a path, a Pillow image or a uint8 array, got list"):
+        image_patches([[0]], preprocessor())  # type: ignore[arg-type]
+    for frames in ("clip.mp4", Path("clip.mp4"), Image.new("RGB", (8, 8))):
+        with pytest.raises(TypeError, match="expected an array or a sequence of frames"):
+            clip_patches(frames, preprocessor())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"])
+def test_settings_are_checked(name: str) -> None:
+    sizes = {"patch": 14, "merge": 2, "min_pixels": 1, "max_pixels": 1}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+        preprocessor(**sizes | {name.removesuffix("_size") if name in {"patch_size", "merge_size"} else name: 0})
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9])
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "tiff", "webp", "avif", "bmp", "jp2"])
+def test_truncated_files(suffix: str, share: float, tmp_path: Path) -> None:
+    path = tmp_path / f"cut.{suffix}"
+    noise("RGB").save(path)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(len(raw) * share)])
+    with pytest.raises(ValueError, match=rf"cut\.{suffix} cannot be read as an image: "):
+        image_patches(path, loose())
+
+
+@pytest.mark.filterwarnings("ignore")
+@given(data=st.data())
+@tuned(max_examples=150, deadline=None)
+def test_damaged_files(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    suffix = data.draw(st.sampled_from(["jpg", "png", "gif", "webp", "avif", "bmp"]))
+    path = tmp_path_factory.getbasetemp() / f"damaged.{suffix}"
+    noise("L").save(path)
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 8))):
+        raw[data.draw(st.integers(0, min(len(raw), 400) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    with suppress(ValueError):  # the only exception; damage may also go unseen
+        image_patches(path, loose())
+
+
+def test_files_that_are_no_images(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"test_images\.py cannot be read as an image"):
+        image_patches(__file__, loose())
+    with pytest.raises(FileNotFoundError, match="missing"):
+        image_patches(tmp_path / "missing.png", loose())
+    with pytest.raises(IsADirectoryError):
+        image_patches(tmp_path, loose())
+
+
+def test_truncated_images_opened_by_the_caller(tmp_path: Path) -> None:
+    path = tmp_path / "cut.png"
+    noise("RGB").save(path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with Image.open(path) as image, pytest.raises(ValueError, match="the image cannot be read"):
+        image_patches(image, loose())
+
+
+def bomb(path: Path, side: int) -> Path:
+    """A PNG that claims to be a square of `side` and holds nothing."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    body = b"IDAT" + zlib.compress(b"")
+    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, body)]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    return path
+
+
+@pytest.mark.parametrize("action", ["error", "ignore"])
+@pytest.mark.parametrize("side", [9_500, 20_000])
+def test_decompression_bombs(side: int, action: Any, tmp_path: Path) -> None:
+    path = bomb(tmp_path / "bomb.png", side)
+    with warnings.catch_warnings():
+        warnings.simplefilter(action, Image.DecompressionBombWarning)
+        with pytest.raises(ValueError, match=r"bomb\.png cannot be read .* limit of \d+ pixels"):
+            image_patches(path, loose())
+
+
+def test_the_limit_holds_where_pillow_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    path = bomb(tmp_path / "bomb.png", 9_500)
+    message = f"9500x9500 exceeds the limit of {_images.MAX_DECODED_PIXELS} pixels"
+    with pytest.raises(ValueError, match=message):
+        image_patches(path, loose())
+    with Image.open(path) as image, pytest.raises(ValueError, match=message):
+        image_patches(image, loose())
+
+
+# -- what is imported ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_pillow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "PIL":
+            raise ModuleNotFoundError(name=name)
+        return plain(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", refuse)
+        yield
+
+
+@pytest.mark.usefixtures("without_pillow")
+def test_without_pillow() -> None:
+    rows, grid = image_patches(np.zeros((28, 56, 3), np.uint8), preprocessor(min_pixels=1))
+    assert (rows.shape, grid) == ((8, 588), (1, 2, 4))
+    for image in (PHOTOGRAPHS[0], np.zeros((30, 60, 3), np.uint8), object()):
+        with pytest.raises(ImportError, match=r"needs Pillow: pip install 'vitwire\[images\]'"):
+            image_patches(image, preprocessor(min_pixels=1))  # type: ignore[arg-type]
+
+
+def test_nothing_heavy_is_imported() -> None:
+    script = "import sys, vitwire._images; print(*{name.partition('.')[0] for name in sys.modules})"
+    paths = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        check=True,
+    )
+    assert not {"PIL", "torch", "transformers"} & set(done.stdout.decode().split())

@@ -1,0 +1,65 @@
+"""The accounting identity, and an exposition that Prometheus accepts."""
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vitwire_server.core.budgets import budget
+from vitwire_server.core.errors import EncodeFailed, NonFinite
+from vitwire_server.core.items import DType, Embedding, Modality
+from vitwire_server.core.plans import Fallback
+from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Outcome, Path
+from vitwire_server.core.runner import Timings
+from vitwire_server.observe.metrics import Metrics
+
+NAMES = """
+    requests_total items_total graph_hits_total graph_replays_total eager_fallbacks_total tokens_total batch_items
+    batch_fill_ratio stage_seconds request_seconds queue_items queue_bytes inflight_requests rejected_total
+    cancelled_total cache_hits_total cache_misses_total cache_evictions_total cache_bytes graphs_captured
+    graph_capture_seconds graph_pool_bytes nonfinite_total engine_heartbeat_timestamp_seconds model_info
+""".split()  # noqa: SIM905 - a list of the contract's names reads best as words
+
+
+def encoded() -> Outcome:
+    report = ItemReport(Path.EAGER, None, 0, 1, 0.0, 0.0)
+    return Encoded(Embedding(memoryview(b""), DType.FLOAT32, (1, 0)), report)
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    text = generate_latest(metrics.registry).decode()
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    made = Metrics()
+    timings = Timings(0.1, 0.2, 0.3)
+    captured = budget(64, merge=2, max_items=8, max_frames=8)
+    image, video = Modality.IMAGE, Modality.VIDEO
+    ran = [(image, encoded()), (video, encoded()), (image, NonFinite("nan"))]
+    made.batch_ran(BatchReport(ran, 2, captured, None, 40, timings))
+    made.batch_ran(BatchReport([(video, EncodeFailed("x"))], 1, None, Fallback.OVERSIZE, 500, timings))
+    return made
+
+
+def test_items_are_hits_plus_fallbacks_plus_cache_hits(metrics: Metrics) -> None:
+    hits = value(metrics, "vitwire_graph_hits_total")
+    fallbacks = value(metrics, "vitwire_eager_fallbacks_total")
+    cached = value(metrics, "vitwire_cache_hits_total")
+    assert (hits, fallbacks, cached) == (3, 1, 0)
+    assert value(metrics, "vitwire_items_total") == hits + fallbacks + cached
+    assert value(metrics, "vitwire_items_total", path="graph", modality="image") == 2
+
+
+def test_padding_is_what_the_budget_has_beyond_the_items(metrics: Metrics) -> None:
+    assert value(metrics, "vitwire_tokens_total", kind="real") == 540
+    assert value(metrics, "vitwire_tokens_total", kind="padding") == 24
+    assert value(metrics, "vitwire_graph_replays_total", budget="64") == 1
+    assert value(metrics, "vitwire_nonfinite_total") == 1
+
+
+def test_names_of_the_contract_are_exposed(metrics: Metrics) -> None:
+    text = generate_latest(metrics.registry).decode()
+    for name in NAMES:
+        assert f"# TYPE vitwire_{name} " in text, name

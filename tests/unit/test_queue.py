@@ -1,0 +1,81 @@
+"""The queue's turns, and admission's accounts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitwire_server.core.errors import Overloaded
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.scheduling.admission import Admission
+from vitwire_server.scheduling.queue import Queue
+from vitwire_server.scheduling.tickets import Entry, Ticket
+
+
+def entry(ticket: Ticket, index: int, nbytes: int = 3) -> Entry:
+    pixels = Pixels(bytes(nbytes), DType.UINT8, (1, nbytes))
+    item = Item(Modality.IMAGE, Grid(1, 2, 2), pixels, Footprint(4, 1, 1, 4), DType.FLOAT32)
+    return Entry(ticket, index, item, 0.0)
+
+
+def ticket() -> Ticket:
+    return Ticket(lambda *_: None)
+
+
+def test_a_large_request_does_not_starve_a_small_one() -> None:
+    queue, large, small = Queue(), ticket(), ticket()
+    for index in range(200):
+        queue.push(entry(large, index))
+    queue.push(entry(small, 0))
+    assert [e.ticket for e in queue.take(3)] == [large, small, large]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=60), st.integers(1, 70))
+def test_every_entry_is_taken_once_in_the_order_of_its_request(pushes: list[tuple[int, int]], step: int) -> None:
+    queue, tickets = Queue(), [ticket() for _ in range(5)]
+    pushed = [entry(tickets[who], index, size) for index, (who, size) in enumerate(pushes)]
+    for one in pushed:
+        queue.push(one)
+    assert len(queue) == len(pushed)
+    assert queue.nbytes == sum(size for _, size in pushes)
+    taken: list[Entry] = []
+    while len(queue):
+        taken += queue.take(step)
+    assert queue.nbytes == 0
+    for one in tickets:
+        assert [e for e in taken if e.ticket is one] == [e for e in pushed if e.ticket is one]
+
+
+def test_remove_takes_one_request_out() -> None:
+    queue, first, second = Queue(), ticket(), ticket()
+    for index in range(3):
+        queue.push(entry(first, index))
+    queue.push(entry(second, 0))
+    assert [e.index for e in queue.remove(first)] == [0, 1, 2]
+    assert queue.remove(first) == []
+    assert [e.ticket for e in queue.take(9)] == [second]
+    assert queue.nbytes == 0
+
+
+class TestAdmission:
+    def test_refuses_beyond_items_and_beyond_bytes(self) -> None:
+        admission = Admission(max_items=2, max_bytes=100)
+        first = admission.admit(1, 60)
+        with pytest.raises(Overloaded) as full:
+            admission.admit(1, 60)
+        assert full.value.reason == "bytes"
+        assert 0.1 <= full.value.retry_seconds <= 1
+        admission.admit(1, 10)
+        with pytest.raises(Overloaded) as full:
+            admission.admit(1, 0)
+        assert full.value.reason == "items"
+        first.release()
+        assert admission.held == (1, 10)
+
+    def test_what_is_larger_than_everything_is_let_in_alone(self) -> None:
+        admission = Admission(max_items=2, max_bytes=100)
+        permit = admission.admit(5, 1000)
+        assert admission.held == (5, 1000)
+        permit.release()
+        permit.release()
+        assert admission.held == (0, 0)

@@ -1,0 +1,201 @@
+"""The scheduler with a runner that records what it is given, and a clock that is turned by hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Event, Thread
+
+import pytest
+
+from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, Unavailable
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
+from vitwire_server.core.plans import Fallback
+from vitwire_server.core.reports import BatchReport, Encoded, Outcome
+from vitwire_server.core.runner import Collected, Running, Timings
+from vitwire_server.scheduling.planner import Limits, Planner
+from vitwire_server.scheduling.scheduler import Scheduler
+from vitwire_server.scheduling.tickets import Entry, Ticket
+
+
+@dataclass
+class Batch:
+    """What was launched; collected in the order of launch."""
+
+    runner: "Recorder"
+    items: Sequence[Item]
+
+    def collect(self) -> Collected:
+        self.runner.events.append(("collect", len(self.items)))
+        results = [Embedding(memoryview(b""), item.output, (item.footprint.tokens, 0)) for item in self.items]
+        return Collected(results, Timings(0.0, 0.0, 0.0))
+
+
+@dataclass
+class Recorder:
+    """A runner that writes down what it is asked, and does what `on_launch` does."""
+
+    depth: int = 1
+    events: list[tuple[str, int]] = field(default_factory=list)
+    on_launch: Callable[[Sequence[Item]], None] = lambda _: None
+
+    def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
+        self.events.append(("launch", len(items)))
+        self.on_launch(items)
+        return Batch(self, items)
+
+
+@dataclass
+class Notes:
+    """A monitor that keeps what it is told."""
+
+    batches: list[BatchReport] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    queued: tuple[int, int] = (0, 0)
+
+    def batch_ran(self, report: BatchReport) -> None:
+        self.batches.append(report)
+
+    def item_waited(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def item_dropped(self, stage: str, reason: str) -> None:
+        self.dropped.append((stage, reason))
+
+    def queue_changed(self, items: int, nbytes: int) -> None:
+        self.queued = (items, nbytes)
+
+    def heartbeat(self) -> None:
+        pass
+
+
+class Rig:
+    """A scheduler over a recorder, run to its end on demand."""
+
+    def __init__(self, runner: Recorder, tokens: int = 100) -> None:
+        self.now = 0.0
+        self.runner, self.notes = runner, Notes()
+        planner = Planner(Ladder(), Limits(tokens, 64, 64), without_graph=Fallback.GRAPHS_OFF)
+        self.scheduler = Scheduler(runner, planner, self.notes, clock=lambda: self.now)
+        self.outcomes: list[tuple[int, int, Outcome]] = []
+
+    def ticket(self, deadline: float | None = None) -> Ticket:
+        ticket = Ticket(lambda index, outcome: self.outcomes.append((ticket.number, index, outcome)), deadline)
+        return ticket
+
+    def submit(self, ticket: Ticket, *sizes: int) -> None:
+        self.scheduler.submit(Entry(ticket, index, item(size), self.now) for index, size in enumerate(sizes))
+
+    def finish(self) -> None:
+        self.scheduler.close()
+        self.scheduler.run()
+
+
+def item(tokens: int) -> Item:
+    pixels = Pixels(b"abcd", DType.UINT8, (4, 1))
+    return Item(
+        Modality.IMAGE,
+        Grid(1, 2, 2 * tokens),
+        pixels,
+        Footprint(4 * tokens, tokens, 1, 4 * tokens),
+        DType.FLOAT32,
+    )
+
+
+def test_items_of_several_requests_share_a_batch_and_each_gets_its_own_rows() -> None:
+    rig = Rig(Recorder())
+    first, second = rig.ticket(), rig.ticket()
+    rig.submit(first, 10, 20)
+    rig.submit(second, 30)
+    rig.finish()
+    assert rig.runner.events == [("launch", 3), ("collect", 3)]
+    tokens = {(n, i): o.embedding.shape[0] for n, i, o in rig.outcomes if isinstance(o, Encoded)}
+    assert tokens == {(first.number, 0): 10, (first.number, 1): 20, (second.number, 0): 30}
+    assert rig.notes.batches[0].requests == 2
+    assert rig.notes.queued == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("depth", "order"),
+    [(1, ["launch", "collect", "launch", "collect"]), (2, ["launch", "launch", "collect", "collect"])],
+)
+def test_the_next_batch_is_staged_while_one_runs_where_the_device_allows(depth: int, order: list[str]) -> None:
+    rig = Rig(Recorder(depth=depth))
+    rig.submit(rig.ticket(), 80, 80)
+    rig.finish()
+    assert [event for event, _ in rig.runner.events] == order
+
+
+def test_expired_items_are_answered_before_they_cost_device_time() -> None:
+    rig = Rig(Recorder())
+    rig.submit(rig.ticket(deadline=5.0), 10)
+    rig.submit(rig.ticket(deadline=50.0), 10)
+    rig.now = 6.0
+    rig.finish()
+    assert rig.runner.events[0] == ("launch", 1)
+    assert isinstance(rig.outcomes[0][2], DeadlineExceeded)
+    assert isinstance(rig.outcomes[1][2], Encoded)
+    assert rig.notes.dropped == [("queue", "deadline")]
+
+
+def test_cancelled_items_leave_the_queue_and_are_never_delivered() -> None:
+    rig = Rig(Recorder())
+    cancelled, kept = rig.ticket(), rig.ticket()
+    rig.submit(cancelled, 10, 10)
+    rig.submit(kept, 10)
+    rig.scheduler.cancel(cancelled)
+    assert rig.notes.queued == (1, 4)
+    rig.finish()
+    assert {number for number, _, _ in rig.outcomes} == {kept.number}
+    assert rig.notes.dropped == [("queue", "cancelled")] * 2
+
+
+def test_work_on_the_device_of_a_cancelled_request_finishes_unseen() -> None:
+    runner = Recorder()
+    rig = Rig(runner)
+    ticket = rig.ticket()
+    runner.on_launch = lambda _: rig.scheduler.cancel(ticket)
+    rig.submit(ticket, 10)
+    rig.finish()
+    assert rig.outcomes == []
+    assert rig.notes.dropped == [("encoded", "cancelled")]
+
+
+def test_a_failed_batch_fails_its_own_items_only() -> None:
+    def fail_large(items: Sequence[Item]) -> None:
+        if any(i.footprint.tokens > 50 for i in items):
+            raise EncodeFailed("the device failed")
+
+    rig = Rig(Recorder(on_launch=fail_large))
+    rig.submit(rig.ticket(), 80, 40)
+    rig.finish()
+    outcomes = {index: outcome for _, index, outcome in rig.outcomes}
+    assert isinstance(outcomes[0], EncodeFailed)
+    assert isinstance(outcomes[1], Encoded)
+    assert len(rig.notes.batches) == 2, "failed items are counted as well"
+
+
+def test_a_bug_in_the_engine_answers_everything_and_ends_the_run() -> None:
+    def break_down(_: Sequence[Item]) -> None:
+        raise ZeroDivisionError
+
+    rig = Rig(Recorder(depth=2, on_launch=break_down))
+    rig.submit(rig.ticket(), 80, 80, 80)
+    with pytest.raises(ZeroDivisionError):
+        rig.scheduler.run()
+    assert sorted(index for _, index, _ in rig.outcomes) == [0, 1, 2]
+    assert all(isinstance(outcome, EncodeFailed) for _, _, outcome in rig.outcomes)
+    with pytest.raises(Unavailable):
+        rig.submit(rig.ticket(), 1)
+
+
+def test_an_idle_scheduler_takes_work_at_once() -> None:
+    rig = Rig(Recorder())
+    thread = Thread(target=rig.scheduler.run)
+    thread.start()
+    done = Event()
+    rig.scheduler.submit([Entry(Ticket(lambda *_: done.set()), 0, item(5), 0.0)])
+    assert done.wait(10)
+    rig.scheduler.close()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,54 @@
+"""Where a setting comes from, and what is said of a wrong one."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from vitwire_server.settings import ServeSettings, UsageError, resolve
+
+
+def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    toml = tmp_path / "vitwire.toml"
+    toml.write_text('model = "m"\nport = 1\nmax_queued_items = 1\nlame_duck_seconds = 1\nbudgets = [64, 32]\n')
+    monkeypatch.setenv("VITWIRE_PORT", "2")
+    monkeypatch.setenv("VITWIRE_MAX_QUEUED_ITEMS", "2")
+    settings = resolve(["--config", str(toml), "--port", "3"])
+    assert (settings.port, settings.max_queued_items, settings.lame_duck_seconds) == (3, 2, 1.0)
+    assert settings.budget_sizes == [32, 64]
+    assert settings.drain_seconds == 30.0
+    monkeypatch.setenv("VITWIRE_CONFIG", str(toml))
+    assert resolve([]).port == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "--model: Field required"),
+        (["--model", "m", "--port", "99999"], "--port: .*65535.*'99999'"),
+        (["--model", "m", "--device", "tpu"], "--device: .*'tpu'"),
+        (["--model", "m", "--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
+        (["--model", "m", "--budgets", "0"], "--budgets: .*at least 1"),
+        (["--model", "m", "--budgets", "64,9999"], "budgets: 9999 is more than max_budget_tokens 4096"),
+        (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
+    ],
+)
+def test_a_wrong_setting_is_named(flags: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        resolve(flags)
+
+
+@pytest.mark.parametrize("content", ["port = \n", "colour = 3\n"])
+def test_a_wrong_file_is_named(content: str, tmp_path: Path) -> None:
+    toml = tmp_path / "vitwire.toml"
+    toml.write_text(content)
+    with pytest.raises(UsageError, match=r"vitwire\.toml|colour"):
+        resolve(["--model", "m", "--config", str(toml)])
+
+
+def test_settings_are_frozen_and_every_flag_explains_itself() -> None:
+    settings = resolve(["--model", "m", "--no-reflection"])
+    assert settings.reflection is False
+    with pytest.raises(ValidationError):
+        settings.port = 1
+    assert all(field.description for field in ServeSettings.model_fields.values())

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# The proto toolchain. Stubs come from the oldest tools that vLLM's pins allow
+# (grpcio >= 1.71.2, protobuf >= 5.29.6), in an environment of their own.
+#
+#   tools/proto.sh generate   write client/vitwire/v1
+#   tools/proto.sh check      lint, breaking changes, stubs current
+#   tools/proto.sh freeze     make today's contract the one that must not break
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tools=.tools
+python=$tools/proto/bin/python
+workspace=$tools/buf-workspace
+baseline=tools/encoder.v1.binpb
+
+install() {
+    if [ ! -e "$tools/proto/.installed" ]; then
+        "${PYTHON:-python3}" -m venv "$tools/proto"
+        "$python" -m pip install -q grpcio-tools==1.71.2 mypy-protobuf==3.7.0 \
+            grpcio==1.71.2 protobuf==5.29.6 setuptools==80.9.0 googleapis-common-protos==1.70.0
+        touch "$tools/proto/.installed"
+    fi
+    if [ ! -x "$tools/node_modules/.bin/buf" ]; then
+        npm install --silent --no-fund --no-audit --prefix "$tools" @bufbuild/buf@1.75.0
+    fi
+}
+
+site() { "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+generate() { # generate OUT
+    mkdir -p "$1"
+    PATH="$PWD/$tools/proto/bin:$PATH" "$python" -m grpc_tools.protoc -I proto -I "$(site)" \
+        --python_out="$1" --grpc_python_out="$1" --mypy_out=quiet:"$1" --mypy_grpc_out=quiet:"$1" \
+        proto/vitwire/v1/encoder.proto
+}
+
+buf() { "$PWD/$tools/node_modules/.bin/buf" "$@"; }
+
+# buf sees the contract and google/rpc/status.proto side by side, without its registry.
+assemble() {
+    rm -rf "$workspace"
+    mkdir -p "$workspace/google/rpc"
+    cp -r proto/buf.yaml proto/vitwire "$workspace"
+    cp "$(site)/google/rpc/status.proto" "$workspace/google/rpc"
+}
+
+check() {
+    buf lint "$workspace"
+    buf breaking "$workspace" --against "$baseline"
+    rm -rf "$tools/stubs"
+    generate "$tools/stubs"
+    for stub in "$tools"/stubs/vitwire/v1/*; do
+        cmp "$stub" "client/vitwire/v1/$(basename "$stub")" ||
+            { echo "stubs are stale: run tools/proto.sh generate" >&2; exit 1; }
+    done
+}
+
+install
+case "${1:-}" in
+    generate) generate client ;;
+    check) assemble; check ;;
+    freeze) assemble; buf build "$workspace" -o "$baseline" ;;
+    *) echo "usage: tools/proto.sh generate|check|freeze" >&2; exit 2 ;;
+esac
