@@ -70,19 +70,21 @@ class ServerProcess:
         return self.process.wait(_STOP_SECONDS)
 
 
-def spawn(flags: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start `vitwire-server` with its output in a file."""
+def spawn(program: Sequence[str], flags: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a Python program with its output in a file."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "vitwire_server", *flags]
+    command = [sys.executable, *program, *flags]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 @contextmanager
-def serving(model: Path, *flags: str, wait: bool = True) -> Iterator[ServerProcess]:
+def serving(
+    model: Path, *flags: str, wait: bool = True, program: Sequence[str] = ("-m", "vitwire_server")
+) -> Iterator[ServerProcess]:
     """A server of `model` on free ports, ready; it ends with the block, by force if need be."""
     defaults = ["--port", "0", "--metrics-port", "0", "--lame-duck-seconds", "0", "--drain-seconds", "10"]
     with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
-        process = spawn(["serve", "--model", str(model), *defaults, *flags], log.file)
+        process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file)
         server = ServerProcess(process, Path(log.name))
         try:
             ports = server.wait_for(r"listening on [\d.]+:(\d+), metrics on [\d.]+:(\d+)")

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conftest import Checkpoints
 from servers import ServerProcess, serving
-from vitwire import Client, Item
+from vitwire import Client, EncodeFailed, Item
 
 GRPCURL = Path(sys.executable).with_name("grpcurl")
 SERVICE = "vitwire.v1.EncoderService"
@@ -123,6 +123,22 @@ def test_second_signal_ends_at_once(checkpoints: Checkpoints) -> None:
         process.wait_for("draining")
         process.process.terminate()
         assert process.process.wait(5) != 0
+
+
+def test_a_dead_engine_ends_the_process(checkpoints: Checkpoints) -> None:
+    """What is in flight is answered, and the exit code tells the supervisor."""
+    broken = (
+        "from vitwire_server.runtime.engine import Engine\n"
+        "def fail(*_): raise ZeroDivisionError('injected')\n"
+        "Engine.launch = fail\n"
+        "from vitwire_server.__main__ import main; main()"
+    )
+    item = Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 8, 2))
+    with serving(checkpoints("qwen2_vl"), program=("-c", broken)) as process, Client(process.target) as client:
+        with pytest.raises(EncodeFailed, match="the engine stopped"):
+            client.encode([item])
+        assert process.process.wait(30) == 1
+        assert "ZeroDivisionError: injected" in process.log()
 
 
 def run(*words: str) -> tuple[int, str]:
