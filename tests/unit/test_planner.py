@@ -1,17 +1,22 @@
 """The planner's invariants, on random item sets."""
 
+from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitwire_server.core.budgets import Budget, Ladder, budget, default_tokens
+from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
-from vitwire_server.core.plans import Fallback
+from vitwire_server.core.plans import Fallback, Plan
+from vitwire_server.scheduling.ascending import plan_ascending
+from vitwire_server.scheduling.packing import Options, fill
 from vitwire_server.scheduling.planner import Limits, Planner
 
 MERGE = 2
+GRAPHS_WIN = Costs(replay_fixed=1.0, replay_token=0.01, eager_fixed=1e9, eager_token=1.0, eager_floor=1e9)
 
 
 @st.composite
@@ -47,7 +52,6 @@ def test_plan_holds_each_item_once_and_no_batch_overflows(
         if batch.budget:
             assert batch.budget in ladder.budgets
             assert batch.budget.fits(load, len(batch.items))
-            assert batch.budget == ladder.smallest_fitting(load, len(batch.items))
         if len(batch.items) > 1:
             assert load.tokens <= bounds.tokens
             assert len(batch.items) <= bounds.items
@@ -56,11 +60,12 @@ def test_plan_holds_each_item_once_and_no_batch_overflows(
 
 @given(st.lists(footprints(), max_size=30), ladders)
 def test_items_run_eagerly_only_for_the_reason_given(items: list[Footprint], ladder: Ladder) -> None:
-    planner = Planner(ladder, Limits(2000, 64, 100), without_graph=Fallback.GRAPHS_OFF)
+    planner = Planner(ladder, Limits(2000, 64, 100), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
     for batch in planner.plan(items).batches:
         for i in batch.items:
             fits = ladder.smallest_fitting(items[i], 1)
             assert (batch.budget is not None) == (fits is not None)
+            assert batch.fallback is not Fallback.CHEAPER_EAGER
             if batch.fallback is Fallback.GRAPHS_OFF:
                 assert not len(ladder)
             elif batch.fallback is Fallback.TOO_MANY_FRAMES:
@@ -79,7 +84,7 @@ def test_plan_is_deterministic(items: list[Footprint], ladder: Ladder, bounds: L
 def test_small_items_share_one_replay_at_the_smallest_budget_that_holds_them() -> None:
     sizes = (64, 128, 256)
     ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=8, max_frames=16) for n in sizes))
-    planner = Planner(ladder, Limits(256, 8, 16), without_graph=Fallback.GRAPHS_OFF)
+    planner = Planner(ladder, Limits(256, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
     items = [Footprint(160, 40, 1, 160), Footprint(80, 20, 1, 80), Footprint(160, 40, 1, 160)]
     (batch,) = planner.plan(items).batches
     assert batch.items == (0, 1, 2)
@@ -99,3 +104,90 @@ def test_default_ladder_ends_at_the_largest_and_bounds_padding(most: int) -> Non
     assert sizes[-1] == most
     for smaller, larger in pairwise(sizes):
         assert larger - smaller <= max(8, smaller * 0.25)
+
+
+costs = st.builds(
+    Costs,
+    replay_fixed=st.floats(0, 5e-3),
+    replay_token=st.floats(1e-7, 1e-4),
+    eager_fixed=st.floats(0, 1e-2),
+    eager_token=st.floats(1e-7, 1e-4),
+    eager_floor=st.floats(0, 1e-2),
+    measured=st.dictionaries(st.integers(1, 2000), st.floats(1e-5, 0.1), max_size=4),
+)
+
+
+def seconds(plan: Plan, planner: Planner, items: list[Footprint]) -> float:
+    return sum(planner.seconds(batch, items) for batch in plan.batches)
+
+
+class TestCosts:
+    """Whatever was measured, the plan is never beaten by the plain alternatives."""
+
+    @given(st.lists(footprints(), min_size=1, max_size=20), ladders, costs)
+    def test_replays_never_cost_more_than_one_eager_forward(
+        self, items: list[Footprint], ladder: Ladder, prices: Costs
+    ) -> None:
+        planner = Planner(ladder, Limits(10**9, 10**9, 10**9), without_graph=Fallback.GRAPHS_OFF, costs=prices)
+        plan = planner.plan(items)
+        for batch in plan.batches:
+            assert planner.seconds(batch, items) <= prices.eager(sum(items[i].tokens for i in batch.items)) + 1e-12
+        for batch in plan.batches:
+            for other in plan.batches:
+                if batch is other or Fallback.GRAPHS_OFF in (batch.fallback, other.fallback):
+                    continue
+                both = sum(items[i].tokens for i in batch.items + other.items)
+                if batch.budget and other.budget:
+                    apart = planner.seconds(batch, items) + planner.seconds(other, items)
+                    assert apart <= prices.eager(both) + 1e-12
+
+    def test_padding_that_costs_more_than_eager_is_not_computed(self) -> None:
+        """vLLM #52229: with budgets of 64 and 4096, 70 tokens were padded to 4096."""
+        ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=8, max_frames=16) for n in (64, 4096)))
+        planner = Planner(ladder, Limits(4096, 8, 16), without_graph=Fallback.GRAPHS_OFF)
+        (batch,) = planner.plan([Footprint(280, 70, 1, 280)]).batches
+        assert (batch.budget, batch.fallback) == (None, Fallback.CHEAPER_EAGER)
+        two = [Footprint(140, 35, 1, 140)] * 2
+        slow = replace(ASSUMED, eager_floor=9e-3)
+        planner = Planner(ladder, Limits(4096, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=slow)
+        assert [batch.budget for batch in planner.plan(two).batches] == [ladder.budgets[0]] * 2
+
+    def test_a_larger_budget_that_was_measured_cheaper_is_taken(self) -> None:
+        ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=8, max_frames=16) for n in (64, 128)))
+        prices = Costs(1.0, 0.0, 9.0, 0.0, 9.0, measured={64: 0.5, 128: 0.2})
+        planner = Planner(ladder, Limits(128, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=prices)
+        (batch,) = planner.plan([Footprint(40, 10, 1, 40)]).batches
+        assert batch.budget == ladder.budgets[1]
+
+
+class TestFill:
+    """Subset sums: tokens meet budgets exactly wherever some subset of the items can."""
+
+    @given(
+        st.lists(st.integers(1, 600), min_size=1, max_size=24),
+        st.lists(st.integers(1, 1000), min_size=1, max_size=6, unique=True),
+    )
+    @settings(deadline=None)
+    def test_groups_partition_the_items_and_fit_the_largest_budget(self, sizes: list[int], rungs: list[int]) -> None:
+        ladder = sorted({*rungs, max(*sizes, *rungs)})
+        items = [Footprint(4 * n, n, 1, 4 * n) for n in sizes]
+        groups = fill(range(len(items)), items, Options(ladder, ASSUMED.replay))
+        assert sorted(i for group in groups for i in group) == list(range(len(items)))
+        for group in groups:
+            assert 0 < sum(sizes[i] for i in group) <= ladder[-1]
+
+    @given(st.lists(st.integers(1, 1280), min_size=1, max_size=64))
+    @settings(deadline=None)
+    def test_never_more_launches_than_the_reference(self, sizes: list[int]) -> None:
+        items = [Footprint(4 * n, n, 1, 4 * n) for n in sizes]
+        doubling = [64 << i for i in range(7)]
+        ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=64, max_frames=512) for n in doubling))
+        planner = Planner(ladder, Limits(4096, 64, 512), without_graph=Fallback.GRAPHS_OFF)
+        ours, theirs = planner.plan(items), plan_ascending(items, ladder, 64)
+        assert len(ours.batches) <= len(theirs.batches)
+
+    def test_two_budgets_are_met_exactly(self) -> None:
+        sizes = [700, 500, 300, 120, 80]
+        items = [Footprint(4 * n, n, 1, 4 * n) for n in sizes]
+        groups = fill(range(5), items, Options([820, 880, 1000], ASSUMED.replay))
+        assert sorted(sum(sizes[i] for i in group) for group in groups) == [820, 880]

@@ -1,13 +1,18 @@
-"""Packing of items into batches: pure, deterministic, no device."""
+"""Packing of items into batches: pure, deterministic, no device.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+Of all ways to run a set of items it looks for the one of least predicted time: one replay, several
+replays, or eager forwards at the exact shape.
+"""
 
-from vitwire_server.core.budgets import Ladder
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Batch, Fallback, Plan
+from vitwire_server.scheduling.packing import Options, best_fit, fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,41 +24,46 @@ class Limits:
     items: int
     frames: int
 
-
-@dataclass(slots=True)
-class _Bin:
-    items: list[int] = field(default_factory=list)
-    load: Footprint = field(default_factory=lambda: total(()))
-
-    def with_item(self, footprint: Footprint) -> Footprint:
-        return total((self.load, footprint))
+    def hold(self, load: Footprint, items: int) -> bool:
+        """Whether so many items of summed footprint `load` may share a forward."""
+        return load.tokens <= self.tokens and items <= self.items and load.segments <= self.frames
 
 
 class Planner:
-    """Packs items into the fewest batches that the ladder and the limits allow.
+    """Items + ladder + costs to the batches of least predicted time.
 
-    Best-fit decreasing (Johnson 1974: at most 11/9 of the optimal number of bins): items by
-    descending tokens, each into the fullest batch that still takes it. A batch then goes to the
-    smallest budget that holds it. Batches run in the order of the oldest item in them.
+    Items are packed by `fill`, which meets budgets exactly by subset sums but sees tokens only; where
+    that breaks a bound on items, frames or segments, by `best_fit`, which keeps them all. Then each
+    replay, and each pair of batches, makes way for one eager forward where that is predicted to be
+    cheaper. Batches run in the order of the oldest item in them.
     """
 
-    def __init__(self, ladder: Ladder, limits: Limits, *, without_graph: Fallback) -> None:
+    def __init__(self, ladder: Ladder, limits: Limits, *, without_graph: Fallback, costs: Costs = ASSUMED) -> None:
         """`without_graph` is the reason given when the ladder is empty."""
         self._ladder = ladder
         self._limits = limits
         self._without_graph = without_graph
+        self._costs = costs
+        self._options = Options([budget.tokens for budget in ladder], costs.replay)
 
     def plan(self, footprints: Sequence[Footprint]) -> Plan:
         """Batches that hold each of `footprints` exactly once, by position."""
-        captured: list[_Bin] = []
-        eager: dict[Fallback, list[_Bin]] = {}
-        for item in sorted(range(len(footprints)), key=lambda i: (-footprints[i].tokens, i)):
-            reason = self._fallback(footprints[item])
-            bins = captured if reason is None else eager.setdefault(reason, [])
-            self._place(item, footprints[item], bins, graph=reason is None)
-        batches = [self._batch(bin_, None) for bin_ in captured]
-        batches += [self._batch(bin_, reason) for reason, bins in eager.items() for bin_ in bins]
-        return Plan(tuple(sorted(batches, key=lambda batch: min(batch.items))))
+        captured: list[int] = []
+        eager: dict[Fallback, list[int]] = {}
+        for item, footprint in enumerate(footprints):
+            reason = self._fallback(footprint)
+            (captured if reason is None else eager.setdefault(reason, [])).append(item)
+        batches = self._replays(captured, footprints)
+        for reason, items in eager.items():
+            groups = best_fit(items, footprints, self._limits.hold)
+            batches += [Batch(tuple(sorted(group)), None, reason) for group in groups]
+        return Plan(tuple(sorted(batches, key=lambda batch: batch.items[0])))
+
+    def seconds(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
+        """Predicted time of a batch."""
+        if batch.budget is None:
+            return self._costs.eager(sum(footprints[item].tokens for item in batch.items))
+        return self._costs.replay(batch.budget.tokens)
 
     def _fallback(self, footprint: Footprint) -> Fallback | None:
         """Why no graph can take this item alone; None if one can."""
@@ -65,24 +75,59 @@ class Planner:
             return Fallback.TOO_MANY_FRAMES
         return Fallback.OVERSIZE
 
-    def _place(self, item: int, footprint: Footprint, bins: list[_Bin], *, graph: bool) -> None:
-        for bin_ in sorted(bins, key=attrgetter("load.tokens"), reverse=True):
-            if self._takes(bin_.with_item(footprint), len(bin_.items) + 1, graph=graph):
-                break
-        else:
-            bin_ = _Bin()
-            bins.append(bin_)
-        bin_.load = bin_.with_item(footprint)
-        bin_.items.append(item)
+    def _replays(self, items: list[int], footprints: Sequence[Footprint]) -> list[Batch]:
+        """The cheapest batches for items of which each fits some graph."""
+        if not items:
+            return []
+        batches = self._on_budgets(fill(items, footprints, self._options), footprints)
+        if batches is None:
+            batches = self._on_budgets(best_fit(items, footprints, self._fits), footprints)
+        assert batches is not None, "best fit keeps every bound"
+        return self._with_eager(batches, footprints)
 
-    def _takes(self, load: Footprint, items: int, *, graph: bool) -> bool:
-        if graph and self._ladder.smallest_fitting(load, items) is None:
-            return False
-        limits = self._limits
-        return load.tokens <= limits.tokens and items <= limits.items and load.segments <= limits.frames
+    def _fits(self, load: Footprint, items: int) -> bool:
+        return self._limits.hold(load, items) and self._ladder.smallest_fitting(load, items) is not None
 
-    def _batch(self, bin_: _Bin, reason: Fallback | None) -> Batch:
-        items = tuple(sorted(bin_.items))
-        if reason is not None:
-            return Batch(items, None, reason)
-        return Batch(items, self._ladder.smallest_fitting(bin_.load, len(items)))
+    def _on_budgets(self, groups: Iterable[Sequence[int]], footprints: Sequence[Footprint]) -> list[Batch] | None:
+        """Each group on its cheapest budget; None if a group breaks a bound."""
+        batches: list[Batch] = []
+        for group in groups:
+            load = total([footprints[item] for item in group])
+            budget = self._cheapest(load, len(group))
+            if budget is None or not (len(group) == 1 or self._limits.hold(load, len(group))):
+                return None
+            batches.append(Batch(tuple(sorted(group)), budget))
+        return batches
+
+    def _cheapest(self, load: Footprint, items: int) -> Budget | None:
+        """The budget of least predicted cost that holds the load: not always the smallest one."""
+        fitting = [budget for budget in self._ladder if budget.fits(load, items)]
+        return min(fitting, key=lambda budget: self._costs.replay(budget.tokens), default=None)
+
+    def _with_eager(self, batches: Iterable[Batch], footprints: Sequence[Footprint]) -> list[Batch]:
+        """Batches that one eager forward would beat, alone or two in one, run eagerly."""
+        done: list[Batch] = []
+        for batch in batches:
+            cheapest = self._cheaper((batch,), footprints)
+            joint = next(filter(None, (self._joint(cheapest, other, footprints) for other in done)), None)
+            if joint:
+                done = [other for other in done if not set(other.items) & set(joint.items)]
+            done.append(joint or cheapest)
+        return done
+
+    def _joint(self, batch: Batch, other: Batch, footprints: Sequence[Footprint]) -> Batch | None:
+        """Both batches as one eager forward, if bounds allow it and it is cheaper."""
+        items = batch.items + other.items
+        if sum(footprints[item].tokens for item in items) > self._limits.tokens:
+            return None
+        if not self._limits.hold(total([footprints[item] for item in items]), len(items)):
+            return None
+        joint = self._cheaper((batch, other), footprints)
+        return None if joint is batch else joint
+
+    def _cheaper(self, batches: Sequence[Batch], footprints: Sequence[Footprint]) -> Batch:
+        """All of `batches` in one eager forward if that is cheaper, else the first of them."""
+        items = tuple(sorted(item for batch in batches for item in batch.items))
+        eager = Batch(items, None, Fallback.CHEAPER_EAGER)
+        apart = sum(self.seconds(batch, footprints) for batch in batches)
+        return eager if self.seconds(eager, footprints) < apart else batches[0]

@@ -1,0 +1,114 @@
+"""Two ways to pack: subset sums that meet budgets exactly, and best-fit decreasing."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vitwire_server.core.grids import Footprint
+from vitwire_server.core.items import total
+
+
+class Options:
+    """Every single budget and every pair of budgets, cheapest first: how to run what is left.
+
+    A pair of capacity t can split a sum s <= t exactly if a subset of the items sums to something
+    in [s - larger, smaller]; all its padding is then t - s.
+    """
+
+    def __init__(self, sizes: Sequence[int], seconds: Callable[[int], float]) -> None:
+        """`sizes` ascend; `seconds` predicts a replay of a budget of so many tokens."""
+        self.largest = sizes[-1] if sizes else 0
+        cost = {size: seconds(size) for size in sizes}
+        options = [(cost[size], 1, size, 0) for size in sizes]
+        options += [(cost[a] + cost[b], 2, b, a) for i, b in enumerate(sizes) for a in sizes[: i + 1]]
+        # Of two options of equal cost, the one of fewer launches comes first.
+        self.ordered = [(larger, smaller) for _, _, larger, smaller in sorted(options)]
+
+    def split(self, tokens: int, reach: int) -> int | None:
+        """How many tokens the first of one or two batches takes; None if no option holds `tokens`.
+
+        Bit n of `reach` tells whether some subset of the items sums to n.
+        """
+        for larger, smaller in self.ordered:
+            if larger + smaller < tokens:
+                continue
+            if tokens <= larger:
+                return tokens
+            lowest = tokens - smaller
+            window = (reach >> lowest) & ((1 << (larger - lowest + 1)) - 1)
+            if window:
+                return lowest + window.bit_length() - 1
+        return None
+
+
+def fill(items: Sequence[int], footprints: Sequence[Footprint], options: Options) -> list[list[int]]:
+    """Groups whose tokens meet budgets as closely as subset sums allow; sees tokens only.
+
+    While more is left than two of the largest budgets hold, the largest is filled as far as a
+    subset of the items can; what is left then goes into the cheapest one or two budgets. Subset
+    sums are kept as the bits of an integer (Bellman 1957, in its bitset form): adding an item is a
+    shift and an or.
+    """
+    groups: list[list[int]] = []
+    left = [(footprints[item].tokens, item) for item in items]
+    left.sort(key=lambda sized: (-sized[0], sized[1]))
+    within = (1 << (options.largest + 1)) - 1
+    while left:
+        sums = [1]
+        for tokens, _ in left:
+            sums.append((sums[-1] | sums[-1] << tokens) & within)
+        target = options.split(sum(tokens for tokens, _ in left), sums[-1])
+        if target is None:
+            target = sums[-1].bit_length() - 1
+        group, left = _subset(left, sums, target)
+        groups.append(group)
+    return groups
+
+
+def _subset(
+    left: Sequence[tuple[int, int]], sums: Sequence[int], target: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Items that sum to `target`, which the last of `sums` says there are, and the others."""
+    group: list[int] = []
+    others: list[tuple[int, int]] = []
+    for position in range(len(left) - 1, -1, -1):
+        tokens, item = left[position]
+        if sums[position] >> target & 1:
+            others.append((tokens, item))
+        else:
+            group.append(item)
+            target -= tokens
+    others.reverse()
+    return group, others
+
+
+@dataclass(slots=True)
+class _Bin:
+    items: list[int] = field(default_factory=list)
+    load: Footprint = field(default_factory=lambda: total(()))
+
+
+def best_fit(
+    items: Sequence[int], footprints: Sequence[Footprint], holds: Callable[[Footprint, int], bool]
+) -> list[list[int]]:
+    """Groups of which `holds(load, items)` is true, if more than one item is in them.
+
+    Best-fit decreasing (Johnson 1974: at most 11/9 of the fewest bins there can be): items by
+    descending tokens, each into the fullest group that still takes it.
+    """
+    bins: list[_Bin] = []
+    for item in sorted(items, key=lambda item: (-footprints[item].tokens, item)):
+        footprint = footprints[item]
+        for position, bin_ in enumerate(bins):  # noqa: B007 - read after the loop
+            load = total((bin_.load, footprint))
+            if holds(load, len(bin_.items) + 1):
+                break
+        else:
+            bin_, load, position = _Bin(), footprint, len(bins)
+            bins.append(bin_)
+        bin_.items.append(item)
+        bin_.load = load
+        del bins[position]
+        fullest_first = bisect_left(bins, -load.tokens, key=lambda other: -other.load.tokens)
+        bins.insert(fullest_first, bin_)
+    return [bin_.items for bin_ in bins]

@@ -1,0 +1,52 @@
+"""Recorded item sizes: JSON lines, one request each; sizes only, never pixels."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitwire_server.core.grids import Footprint, Grid
+
+
+class TraceError(Exception):
+    """A line of a trace is wrong; the message names file and line."""
+
+
+def read_trace(path: Path, merge: int) -> list[Footprint]:
+    """Footprints of all items of a trace in their order of arrival, each frame a segment.
+
+    A line is `{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}`. Raises TraceError.
+    """
+    footprints: list[Footprint] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    footprints += _items(line, merge, f"{path}:{number}")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
+    if not footprints:
+        raise TraceError(f"{path} holds no items")
+    return footprints
+
+
+def _items(line: str, merge: int, where: str) -> Iterator[Footprint]:
+    try:
+        request: dict[str, Any] = json.loads(line)
+        for item in request["items"]:
+            t, h, w = item["grid"]
+            yield _footprint(Grid(int(t), int(h), int(w)), merge)
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(f'{where}: expected {{"items": [{{"grid": [t, h, w]}}]}}, got {error!r}') from error
+
+
+def _footprint(grid: Grid, merge: int) -> Footprint:
+    if min(grid) < 1 or grid.h % merge or grid.w % merge:
+        raise ValueError(f"a grid of positive multiples of the merge size {merge}, not {list(grid)}")
+    return Footprint(grid.patches, grid.patches // merge**2, grid.t, grid.frame_patches)
+
+
+def queues(footprints: Sequence[Footprint], depth: int) -> Iterator[Sequence[Footprint]]:
+    """The items in queues of `depth`, in their order of arrival; the last may be shorter."""
+    for start in range(0, len(footprints), depth):
+        yield footprints[start : start + depth]
