@@ -95,15 +95,20 @@ class AsyncClient:
         options = Options.of(output_type, priority)
         errors: list[VitwireError] = []
         if items:
-            levels = (await self._get_model(deadline)).deepstack_levels
-            parts = split(items, options, self._spread)
-            async with aclosing(self._transport.encode(parts, levels, deadline)) as stream:
-                async for index, result in stream:
-                    if isinstance(result, VitwireError) and not return_exceptions:
-                        errors.append(result)
-                    else:
-                        yield index, result
+            model = await self._get_model(deadline)
+            parts = split(items, options, self._spread, model.limits)
+            try:
+                async with aclosing(self._transport.encode(parts, model.deepstack_levels, deadline)) as stream:
+                    async for index, result in stream:
+                        if isinstance(result, VitwireError) and not return_exceptions:
+                            errors.append(result)
+                        else:
+                            yield index, result
+            except VitwireError:
+                self._model = None  # the server may hold another one by now
+                raise
         if errors:
+            self._model = None
             raise min(errors, key=lambda error: error.item or 0)
 
     async def encode_images(
@@ -131,7 +136,7 @@ class AsyncClient:
         return await self.encode(items, deadline.left(), output_type, priority)
 
     async def model(self) -> Model:
-        """The server's model and limits; asked for once and remembered for the life of the client."""
+        """The server's model and limits; asked for once and remembered until a request fails."""
         return await self._get_model(self._deadline(None))
 
     async def health(self, service: str = "") -> str:

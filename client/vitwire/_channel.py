@@ -1,6 +1,7 @@
 """What both clients tell gRPC: options, credentials, metadata, methods and health messages."""
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ _BALANCED: dict[str, object] = {
 _RETRIED = _BALANCED | {"methodConfig": [{"name": [{"service": SERVICE}], "retryPolicy": _RETRY}]}
 _RETRY_BUFFER_BYTES = 8 << 20
 """Holds the one message of any request that is not a stream; gRPC repeats no larger ones."""
+_LONGEST_SECONDS = 1e9
+"""gRPC overflows on longer deadlines; nobody waits that long."""
 _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -103,7 +106,7 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
 
 
 def metadata(token: str | None) -> Metadata:
-    """Metadata of one call; its request id appears in the server's log."""
+    """Metadata of one call; the server logs the request id with what goes wrong on its side."""
     request_id = ("x-request-id", uuid4().hex)
     return (request_id, ("authorization", f"Bearer {token}")) if token else (request_id,)
 
@@ -128,7 +131,10 @@ class Deadline:
     """The moment at which a whole call, however many RPCs it takes, has to be done."""
 
     def __init__(self, timeout: float | None) -> None:
-        self._at = None if timeout is None else time.monotonic() + timeout
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError("timeout is a number of seconds, not NaN")
+        endless = timeout is None or timeout > _LONGEST_SECONDS
+        self._at = None if timeout is None or endless else time.monotonic() + timeout
 
     def left(self) -> float | None:
         """Seconds that are left; None without a deadline. Raises DeadlineExceeded when there are none."""

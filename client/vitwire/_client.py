@@ -102,14 +102,19 @@ class Client:
         options = Options.of(output_type, priority)
         errors: list[VitwireError] = []
         if items:
-            levels = self._get_model(deadline).deepstack_levels
-            parts = split(items, options, self._spread)
-            for index, result in self._transport.encode(parts, levels, deadline):
-                if isinstance(result, VitwireError) and not return_exceptions:
-                    errors.append(result)
-                else:
-                    yield index, result
+            model = self._get_model(deadline)
+            parts = split(items, options, self._spread, model.limits)
+            try:
+                for index, result in self._transport.encode(parts, model.deepstack_levels, deadline):
+                    if isinstance(result, VitwireError) and not return_exceptions:
+                        errors.append(result)
+                    else:
+                        yield index, result
+            except VitwireError:
+                self._model = None  # the server may hold another one by now
+                raise
         if errors:
+            self._model = None
             raise min(errors, key=lambda error: error.item or 0)
 
     def encode_images(
@@ -144,7 +149,7 @@ class Client:
         return self.encode(items, deadline.left(), output_type, priority)
 
     def model(self) -> Model:
-        """The server's model and limits; asked for once and remembered for the life of the client."""
+        """The server's model and limits; asked for once and remembered until a request fails."""
         return self._get_model(self._deadline(None))
 
     def health(self, service: str = "") -> str:

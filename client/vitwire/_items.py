@@ -75,20 +75,32 @@ class Item:
         object.__setattr__(self, "grid", (t, h, w))
 
     def _violations(self) -> Iterator[Violation]:
-        if len(self.grid) != len(_GRID_SIDES):
-            yield Violation("grid", f"expected (t, h, w), got {tuple(self.grid)}")
-        for name, side in zip(_GRID_SIDES, self.grid, strict=False):
-            if int(side) != side or not 1 <= side <= _MAX_GRID_SIDE:
-                yield Violation(f"grid.{name}", f"expected a positive whole number, got {side}")
-        if self.modality not in MODALITIES:
+        yield from _grid_violations(self.grid)
+        if not isinstance(self.modality, str) or self.modality not in MODALITIES:
             yield Violation("modality", f"expected one of {', '.join(MODALITIES)}, got {self.modality!r}")
-        if not 0.0 <= self.keep_ratio < 1.0:
-            yield Violation("keep_ratio", f"expected a share in [0, 1), got {self.keep_ratio}")
+        if not isinstance(self.keep_ratio, int | float) or not 0.0 <= self.keep_ratio < 1.0:
+            yield Violation("keep_ratio", f"expected a share in [0, 1), got {self.keep_ratio!r}")
+        if not (self.content_id is None or isinstance(self.content_id, str)):
+            yield Violation("content_id", f"expected a string, got {type(self.content_id).__name__}")
         if self.pixels is None and not self.content_id:
             yield Violation("pixels", "an item without pixels needs a content_id")
         for name, tensor in (("pixels", self.pixels), ("crops", self.crops)):
             if tensor is not None and (problem := _problem(tensor)):
                 yield Violation(name, problem)
+
+
+def _grid_violations(grid: object) -> Iterator[Violation]:
+    try:
+        sides = [int(side) for side in grid]  # type: ignore[attr-defined]  # anything may be handed in
+        whole = sides == list(grid) and len(sides) == len(_GRID_SIDES)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        sides, whole = [], False
+    if not whole:
+        yield Violation("grid", f"expected (t, h, w) in whole patches, got {grid!r}")
+        return
+    for name, side in zip(_GRID_SIDES, sides, strict=True):
+        if not 1 <= side <= _MAX_GRID_SIDE:
+            yield Violation(f"grid.{name}", f"expected a positive whole number, got {side}")
 
 
 class WireItem(NamedTuple):

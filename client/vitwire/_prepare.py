@@ -28,13 +28,22 @@ _MAX_THREADS = 8
 def image_items(images: "Sequence[ImageLike]", model: Model) -> list[Item]:
     """One item per image, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
     settings = _settings(model.image_preprocessor, "images")
+    _check_list(images, "images", dimensions=3)
     return _items(images, lambda image: image_patches(image, settings), "image")
 
 
 def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
     """One item per clip, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
     settings = _settings(model.video_preprocessor, "clips")
+    _check_list(clips, "clips", dimensions=4)
     return _items(clips, lambda frames: clip_patches(frames, settings), "video")
+
+
+def _check_list(sources: object, what: str, *, dimensions: int) -> None:
+    """One image where a list is expected would be taken apart into rows or letters. Raises TypeError."""
+    alone = isinstance(sources, np.ndarray) and sources.ndim <= dimensions
+    if alone or isinstance(sources, str | os.PathLike) or hasattr(sources, "getbands"):
+        raise TypeError(f"expected a list of {what}, got a single {type(sources).__name__}")
 
 
 def _settings(settings: Preprocessor | None, what: str) -> Preprocessor:
@@ -47,7 +56,7 @@ def _items(sources: Sequence[S], patches: Callable[[S], Patches], modality: Moda
     def item(index: int, source: S) -> Item:
         try:
             pixels, grid = patches(source)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise InvalidItem(str(error), item=index) from error
         return Item(pixels, grid, modality)
 

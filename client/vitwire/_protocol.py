@@ -14,6 +14,7 @@ import numpy.typing as npt
 from vitwire._embedding import DTYPES, OUTPUT_TYPES, STORAGE, DType, Embedding, Report
 from vitwire._errors import EncodeFailed, VitwireError, from_status
 from vitwire._items import Item, WireItem, to_wire
+from vitwire._model import Limits
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Frame, Malformed, Request
 
@@ -61,12 +62,15 @@ class Part:
     indices: tuple[int, ...]
     items: tuple[WireItem, ...]
     options: Options
+    limits: Limits
 
     @property
     def one_message(self) -> bool:
         """Whether the items travel in one message rather than as a stream."""
+        most_items = self.limits.items_per_request or len(self.items)
+        most_bytes = min(ONE_MESSAGE_BYTES, self.limits.request_bytes or ONE_MESSAGE_BYTES)
         sizes = (item.size + item.message.ByteSize() + _FRAMING_BYTES for item in self.items)
-        return sum(sizes) <= ONE_MESSAGE_BYTES
+        return len(self.items) <= most_items and sum(sizes) <= most_bytes
 
     def request(self) -> Request:
         message = pb.EncodeRequest(
@@ -89,16 +93,20 @@ class Part:
                     yield Frame(chunk, memoryview(tensor)[start : start + CHUNK_BYTES])
 
 
-def split(items: Sequence[Item], options: Options, count: int) -> list[Part]:
-    """At most `count` parts of about the same number of bytes, none empty."""
+def split(items: Sequence[Item], options: Options, count: int, limits: Limits) -> list[Part]:
+    """At most `count` parts of about the same number of patches, none empty.
+
+    Longest processing time first (Graham 1969): items by descending size, each to the lightest part.
+    """
     wire = [to_wire(item) for item in items]
     shares: list[list[int]] = [[] for _ in range(min(count, len(wire)))]
     loads = [0] * len(shares)
-    for index in sorted(range(len(wire)), key=lambda index: -wire[index].size):
+    patches = [item.grid[0] * item.grid[1] * item.grid[2] for item in items]
+    for index in sorted(range(len(wire)), key=lambda index: -patches[index]):
         lightest = loads.index(min(loads))
         shares[lightest].append(index)
-        loads[lightest] += wire[index].size + 1
-    return [Part(tuple(sorted(share)), tuple(wire[index] for index in sorted(share)), options) for share in shares]
+        loads[lightest] += patches[index]
+    return [Part(tuple(own), tuple(wire[index] for index in own), options, limits) for own in map(sorted, shares)]
 
 
 class Assembler:

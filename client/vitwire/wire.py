@@ -23,6 +23,9 @@ DATA = PIXELS = CHUNK = 15
 _ITEMS = 1
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
+_MAX_FIELDS = 1 << 14
+"""Fields of one message at most: reading one takes microseconds in Python, so a megabyte of tiny ones would
+hold up everybody else for seconds."""
 _NOTHING = memoryview(b"")
 
 
@@ -136,6 +139,14 @@ def read_request(raw: bytes) -> Request | Malformed:
         return Malformed(str(error))
 
 
+def read_plain(kind: type[M], raw: bytes) -> M | Malformed:
+    """Parse a message without tensors."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        return Malformed(str(error))
+
+
 def read_chunk(kind: type[M], raw: bytes) -> Frame[M] | Malformed:
     """Parse a message of `kind`; the data of its chunk comes back as a view of `raw`."""
     try:
@@ -177,9 +188,12 @@ def _cut(view: memoryview, data: memoryview) -> tuple[bytes, memoryview]:
 
 def _fields(view: memoryview) -> Iterator[tuple[int, memoryview, memoryview | None]]:
     """The fields of a message: number, the whole field, and the value if it is length-delimited."""
-    position, size = 0, len(view)
+    position, size, count = 0, len(view), 0
     while position < size:
         start = position
+        count += 1
+        if count > _MAX_FIELDS:
+            raise DecodeError(f"a message has more than {_MAX_FIELDS} fields")
         key, position = _read_varint(view, position)
         value = None
         kind = key & 7

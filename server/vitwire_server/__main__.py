@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the entry point of `vitwire-server`. Exits with its code."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # PID 1 has no handler of its own, and imports take seconds
+        signal.signal(number, lambda *_: os._exit(0))
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words.pop(0) if words and (words[0] == "--version" or not words[0].startswith("-")) else "serve"
     if words[:1] in (["-h"], ["--help"]) and command == "serve":
@@ -85,6 +88,8 @@ def _demo_checkpoint(words: list[str]) -> int:
         write_demo_checkpoint(options.model_type, options.out, seed=options.seed)
     except ValueError as error:
         return _fail(error, 2)
+    except OSError as error:
+        return _fail(error, 1)
     sys.stdout.write(f"{options.out}\n")
     return 0
 

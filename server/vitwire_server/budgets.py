@@ -14,7 +14,7 @@ from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback, Plan
 from vitwire_server.scheduling.ascending import plan_ascending
 from vitwire_server.scheduling.ladders import expected_seconds, loads, optimal_ladder, powers_of_two
-from vitwire_server.scheduling.planner import Limits, Planner
+from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.traces import TraceError, queues, read_trace
 
 _FRAMES = 512
@@ -92,7 +92,7 @@ def _judge(trace: Sequence[Footprint], sizes: Sequence[int], options: argparse.N
     """Our planner on `sizes` and the reference on powers of two, over queues of the depth asked for."""
     ladder = _ladder(sizes, options)
     doubling = _ladder(powers_of_two(options.max_budget_tokens), options)
-    limits = Limits(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
+    limits = Bounds(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
     planner = Planner(ladder, limits, without_graph=Fallback.GRAPHS_OFF)
     ours, theirs = Score(), Score()
     plans = options.plans.open("w", encoding="utf-8") if options.plans else None

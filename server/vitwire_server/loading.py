@@ -8,26 +8,31 @@ from importlib.metadata import version
 import torch
 
 from vitwire_server.core.budgets import Ladder, budget, default_tokens
+from vitwire_server.core.costs import ASSUMED, Costs
+from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType
 from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
-from vitwire_server.runtime.attention import Backend, choose
+from vitwire_server.runtime.attention import Choice, choose
+from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import GraphSet
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
+from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.scheduling.planner import Limits as BatchLimits
-from vitwire_server.scheduling.planner import Planner
-from vitwire_server.settings import ServeSettings, UsageError
-from vitwire_server.towers.checkpoint import Checkpoint, load_tower, open_checkpoint
+from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
+from vitwire_server.towers.checkpoint import Checkpoint, CheckpointError, load_tower, open_checkpoint
 from vitwire_server.towers.packed import PackedTower
 from vitwire_server.towers.preprocessing import read_preprocessing
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
+_POOL_BYTES_PER_VALUE = 20
+"""Bytes of a graph's intermediates per patch and hidden column: 20-25 KB a patch at 1152 columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +46,21 @@ class Assembly:
 
 
 def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
-    """Load the tower and capture its graphs. Raises CheckpointError or UsageError."""
+    """Load the tower, capture its graphs and time them. Raises CheckpointError or UsageError."""
     device = _device(settings.device)
+    mode = _mode(settings.graphs, device)
     checkpoint = open_checkpoint(settings.model)
-    preprocessing = read_preprocessing(checkpoint.folder, checkpoint.family)
+    preprocessing = read_preprocessing(checkpoint.folder, checkpoint.family, checkpoint.vision_config.in_channels)
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    backend = _attention(settings.attention_backend, device)
     _log.info("loading %s", checkpoint.folder)
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress)
     tower = loaded.tower
-    tower.use_attention(backend.implementation)
-    ladder = _ladder(settings, tower)
-    graphs = _capture(tower, ladder, metrics)
+    attention = _attention(settings, tower, captured=mode == "cuda")
+    lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
+    graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, lanes), metrics)
+    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes)
+    _warm_up(engine, tower)
+    costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else ASSUMED
     card = ModelCard(
         model_id=checkpoint.model_id,
         model_type=checkpoint.family.model_type,
@@ -60,19 +68,18 @@ def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
         dtype=DType.of(str(dtype).removeprefix("torch.")),
         geometry=tower.geometry,
         preprocessing=preprocessing,
-        ladder=ladder,
+        ladder=graphs.ladder,
+        dropped={budget.tokens: reason for budget, reason in graphs.dropped.items()},
         limits=_limits(settings, tower),
-        graphs="simulated" if len(ladder) else "off",
-        attention=backend.name,
+        graphs=mode,
+        attention=attention.backend.name,
         device=str(device),
         version=version("vitwire"),
     )
     _announce(checkpoint, card, metrics)
-    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device))
-    batch = BatchLimits(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
-    planner = Planner(ladder, batch, without_graph=Fallback.GRAPHS_OFF)
-    _warm_up(tower)
-    return Assembly(engine, planner, card, tower)
+    bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
+    reason = Fallback.NOT_CAPTURED if graphs.dropped else Fallback.GRAPHS_OFF
+    return Assembly(engine, Planner(graphs.ladder, bounds, without_graph=reason, costs=costs), card, tower)
 
 
 def _device(name: str) -> torch.device:
@@ -84,28 +91,71 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _attention(name: str, device: torch.device) -> Backend:
+def _mode(graphs: str, device: torch.device) -> str:
+    """cuda, simulated or off."""
+    if graphs == "cuda" and device.type != "cuda":
+        raise UsageError(f"--graphs cuda: {device} has no CUDA graphs; simulated ones run anywhere")
+    if graphs == "auto":
+        return "cuda" if device.type == "cuda" else "off"
+    return graphs
+
+
+def _attention(settings: ServeSettings, tower: PackedTower, *, captured: bool) -> Choice:
     try:
-        return choose(name, device)
+        choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
+    tower.use_attention(choice.backend.implementation)
+    return choice
 
 
-def _ladder(settings: ServeSettings, tower: PackedTower) -> Ladder:
-    if settings.graphs != "simulated":
+def _ladder(settings: ServeSettings, tower: PackedTower, mode: str) -> Ladder:
+    """The budgets asked for, or inferred ones as far as `--graph-memory` goes."""
+    if mode == "off":
         return Ladder()
-    sizes = settings.budget_sizes or default_tokens(settings.max_budget_tokens)
+    sizes = settings.budget_sizes
+    if sizes is None:
+        most = min(settings.max_budget_tokens, settings.graph_memory // _bytes_per_token(tower))
+        sizes = default_tokens(most) if most else []
     bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
     return Ladder(tuple(budget(size, merge=tower.geometry.merge, **bounds) for size in sizes))
 
 
-def _capture(tower: PackedTower, ladder: Ladder, metrics: Metrics) -> GraphSet:
-    start = time.perf_counter()
+def _bytes_per_token(tower: PackedTower) -> int:
+    """Estimated memory of the largest budget per token: static buffers, and the shared pool."""
+    geometry = tower.geometry
+    heads, head_dim = tower.heads
+    patch = geometry.columns(frames=geometry.temporal) * tower.dtype.itemsize + heads * head_dim * _POOL_BYTES_PER_VALUE
+    return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
+
+
+def _recorder(mode: str, lanes: Lanes) -> Recorder:
+    return CudaRecorder(lanes.compute) if mode == "cuda" and isinstance(lanes, CudaLanes) else Simulated()
+
+
+def _capture(tower: PackedTower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
     if len(ladder):
-        _log.info("capturing %d budgets", len(ladder))
-    graphs = GraphSet(tower, ladder, lambda budgets: progress(budgets, "capturing", len(ladder)))
-    metrics.graphs_captured(ladder, time.perf_counter() - start, graphs.nbytes)
+        _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
+    start = time.perf_counter()
+    before = torch.cuda.memory_reserved() if tower.device.type == "cuda" else 0
+    graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
+    reserved = torch.cuda.memory_reserved() - before if tower.device.type == "cuda" else graphs.nbytes
+    metrics.graphs_captured(graphs.ladder, len(graphs.dropped), time.perf_counter() - start, reserved)
     return graphs
+
+
+def _costs(settings: ServeSettings, engine: Engine, tower: PackedTower, graphs: GraphSet) -> Costs:
+    start = time.perf_counter()
+    costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
+    _log.info(
+        "timed %d budgets in %.1f s; eager costs %.2f ms + %.2f us a token, at least %.2f ms",
+        len(costs.measured),
+        time.perf_counter() - start,
+        1e3 * costs.eager_fixed,
+        1e6 * costs.eager_token,
+        1e3 * costs.eager_floor,
+    )
+    return costs
 
 
 def _limits(settings: ServeSettings, tower: PackedTower) -> Limits:
@@ -113,7 +163,7 @@ def _limits(settings: ServeSettings, tower: PackedTower) -> Limits:
     columns = tower.geometry.columns(frames=tower.geometry.temporal)
     largest = settings.max_patches_per_item * columns * _FLOAT32_BYTES + _MIB
     return Limits(
-        request_bytes=settings.max_request_bytes or largest,
+        request_bytes=settings.max_request_bytes or min(largest, MAX_MESSAGE_BYTES),
         items_per_request=settings.max_items_per_request,
         patches_per_item=settings.max_patches_per_item,
         queued_items=settings.max_queued_items,
@@ -121,22 +171,16 @@ def _limits(settings: ServeSettings, tower: PackedTower) -> Limits:
     )
 
 
-@torch.inference_mode()
-def _warm_up(tower: PackedTower) -> None:
-    """One eager forward, so that the first request does not pay for lazy set-up; and a check.
+def _warm_up(engine: Engine, tower: PackedTower) -> None:
+    """One eager forward, so that no request pays for lazy set-up; and a check of what it returns.
 
-    Raises UsageError if the tower's embedding is not what its configuration promises.
+    Raises CheckpointError if the rows are not what the configuration promises.
     """
     merge = tower.geometry.merge
-    grids = [Grid(1, 4 * merge, 4 * merge)]
-    metadata = tower.reserve(tower.exact(grids))
-    tower.prepare(grids, metadata)
-    columns = tower.geometry.columns(frames=tower.geometry.temporal)
-    pixels = torch.zeros(metadata.capacity.patches, columns, dtype=tower.dtype, device=tower.device)
-    rows = tower.forward(pixels, metadata)
-    expected = (metadata.capacity.tokens, tower.geometry.width)
-    if tuple(rows.shape) != expected or not bool(rows.isfinite().all()):
-        raise UsageError(f"the warm-up forward gave {tuple(rows.shape)} rows, expected {expected}, all finite")
+    (item,) = sample_items(tower, [Grid(1, 4 * merge, 4 * merge)])
+    (result,) = engine.launch([item], None).collect().results
+    if isinstance(result, EncodeFailed):
+        raise CheckpointError(f"the warm-up forward failed: {result}")
 
 
 def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None:
@@ -148,11 +192,5 @@ def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None
         graphs=card.graphs,
         attention=card.attention,
     )
-    _log.info(
-        "loaded %s (%s) in %s on %s, %d graphs",
-        checkpoint.folder,
-        card.model_type,
-        card.dtype.label,
-        card.device,
-        len(card.ladder),
-    )
+    loaded = (checkpoint.folder, card.model_type, card.dtype.label, card.device, len(card.ladder))
+    _log.info("loaded %s (%s) in %s on %s, %d graphs", *loaded)

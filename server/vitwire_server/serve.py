@@ -9,21 +9,25 @@ from contextlib import suppress
 from threading import Thread
 from typing import TypeVar
 
+from vitwire.allocator import trim
 from vitwire_server.loading import assemble
 from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.rpc.codec import Codec
-from vitwire_server.rpc.server import Listen, RpcServer
-from vitwire_server.rpc.service import Backend, EncoderService
+from vitwire_server.rpc.server import Listen, RpcServer, bracketed
+from vitwire_server.rpc.service import EncoderService, Serving
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.scheduler import Scheduler
-from vitwire_server.settings import ServeSettings
+from vitwire_server.settings import ServeSettings, UsageError
+from vitwire_server.towers.checkpoint import CheckpointError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_MIB = 1 << 20
-_COLUMNS_AT_MOST = 3 * 2 * 16 * 16 * 4
-"""Bytes of the widest pixel row of any family, in float32."""
+_STALL_SECONDS = 120.0
+"""The engine's thread comes by at least twice a second, or after each batch."""
+_IDLE_SECONDS = 10.0
+_EXIT_SECONDS = 10.0
+_WATCH_SECONDS = 1.0
 
 
 class EngineThread(Thread):
@@ -34,16 +38,18 @@ class EngineThread(Thread):
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
-        self.failed = False
+        self.failed = True
 
     def run(self) -> None:
         """Called by Thread.start."""
         try:
             self._scheduler.run()
+            self.failed = False
         except Exception:  # noqa: BLE001 - the engine's loop: whatever it was, the process must end
-            self.failed = True
             _log.exception("the engine stopped")
-        self._loop.call_soon_threadsafe(self.ended.set)
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: the process is about to exit
+                self._loop.call_soon_threadsafe(self.ended.set)
 
 
 async def serve(settings: ServeSettings) -> int:
@@ -56,18 +62,19 @@ async def serve(settings: ServeSettings) -> int:
     service = EncoderService(metrics, Admission(settings.max_queued_items, settings.max_queued_bytes))
     pages = MetricsServer(
         metrics.registry,
-        lambda: service.backend is not None and not stopping.is_set(),
+        lambda: service.serving is not None and not stopping.is_set(),
         settings.metrics_host,
         settings.metrics_port,
     )
     rpc = RpcServer(
         service,
-        max_message_bytes=settings.max_request_bytes or settings.max_patches_per_item * _COLUMNS_AT_MOST + _MIB,
+        max_message_bytes=settings.message_bytes,
         with_reflection=settings.reflection,
     )
     port = await rpc.start(Listen(settings.host, settings.port, settings.unix_socket))
     pages.start()
-    print(f"listening on {settings.host}:{port}, metrics on {settings.metrics_host}:{pages.port}", flush=True)
+    host, metrics_host = bracketed(settings.host), bracketed(settings.metrics_host)
+    print(f"listening on {host}:{port}, metrics on {metrics_host}:{pages.port}", flush=True)
     try:
         return await _until_stopped(settings, metrics, service, rpc, stopping)
     finally:
@@ -86,24 +93,48 @@ async def _until_stopped(
     await _first(loading, stopping.wait())
     if loading.cancelled():
         return 0
-    assembly = loading.result()
+    try:
+        assembly = loading.result()
+    except (CheckpointError, UsageError):
+        raise
+    except Exception as error:  # a file that is broken in a way nobody thought of
+        _log.debug("loading failed", exc_info=True)
+        raise CheckpointError(f"{settings.model} cannot be served: {error!r}") from error
     scheduler = Scheduler(assembly.engine, assembly.planner, metrics)
     engine = EngineThread(scheduler)
     engine.start()
-    service.backend = Backend(assembly.card, Codec(assembly.card, assembly.tower.footprint), scheduler)
+    service.serving = Serving(assembly.card, Codec(assembly.card, assembly.tower.footprint), scheduler)
     await rpc.set_ready(ready=True)
     print(f"ready: {assembly.card.model_type} {assembly.card.model_id} on {assembly.card.device}", flush=True)
+    watching = asyncio.create_task(_watch(scheduler, rpc))
     await _first(stopping.wait(), engine.ended.wait())
     await rpc.set_ready(ready=False)
-    if not engine.failed:
+    if not engine.ended.is_set():
         _log.info("draining: not ready from now on, %g s of lame duck", settings.lame_duck_seconds)
         await _first(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
-    if engine.failed:
+    watching.cancel()
+    if engine.ended.is_set():
         await rpc.set_alive(alive=False)
-    await rpc.stop(settings.drain_seconds)
+    await service.drain(settings.drain_seconds)
+    await rpc.stop(0)
     scheduler.close()
-    await engine.ended.wait()
+    await _first(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
     return int(engine.failed)
+
+
+async def _watch(scheduler: Scheduler, rpc: RpcServer) -> None:
+    """Liveness follows the engine's heartbeat; freed memory goes back to the system when idle."""
+    alive, trimmed_at = True, 0.0
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        now = scheduler.now()
+        if alive is not (now - scheduler.last_beat < _STALL_SECONDS):
+            alive = not alive
+            _log.error("the engine %s", "came by again" if alive else f"did not come by for {_STALL_SECONDS:g} s")
+            await rpc.set_alive(alive=alive)
+        if trimmed_at <= scheduler.last_launch < now - _IDLE_SECONDS:
+            trimmed_at = now
+            trim()
 
 
 def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:

@@ -4,6 +4,7 @@ A flag beats its environment variable (`--max-queued-items`, `VITWIRE_MAX_QUEUED
 beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the default.
 """
 
+import json
 import os
 import tomllib
 from collections.abc import Sequence
@@ -22,7 +23,13 @@ from pydantic_settings import (
 )
 
 PREFIX = "VITWIRE_"
+MAX_MESSAGE_BYTES = (1 << 31) - 1
+"""gRPC counts a message's bytes in a C int."""
+MAX_ITEMS = 8192
+"""Items of one message at most, so that reading one never holds up the others for long."""
 _MIB = 1 << 20
+_WIDEST_ROW_BYTES = 3 * 2 * 16 * 16 * 4
+"""The widest pixel row of any family, in float32."""
 
 
 class UsageError(Exception):
@@ -40,6 +47,7 @@ class ServeSettings(BaseSettings):
         env_prefix=PREFIX,
         frozen=True,
         extra="forbid",
+        env_ignore_empty=True,
         cli_prog_name="vitwire-server serve",
         cli_kebab_case=True,
         cli_avoid_json=True,
@@ -59,28 +67,47 @@ class ServeSettings(BaseSettings):
     metrics_port: int = Field(
         default=9464, ge=0, le=65535, description="port of /metrics and /healthz; 0 takes a free one"
     )
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:N"
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="what the tower computes in; auto is the checkpoint's own"
     )
-    graphs: Literal["auto", "simulated", "off"] = Field(
-        default="auto", description="budget graphs; simulated ones run anywhere, for tests; auto is off"
+    graphs: Literal["auto", "cuda", "simulated", "off"] = Field(
+        default="auto", description="budget graphs; auto is cuda on CUDA, else off; simulated ones run anywhere"
     )
-    budgets: str = Field(default="auto", description="auto, or tokens of each budget: 64,256,1024")
+    budgets: str = Field(
+        default="auto", description="auto, tokens of each budget (64,256,1024), or a file of vitwire-server budgets"
+    )
+    graph_memory: int = Field(
+        default=4096 * _MIB, ge=0, description="bytes that inferred budgets may take, by estimate"
+    )
     max_budget_tokens: int = Field(default=4096, ge=1, description="tokens of the largest budget and of an eager batch")
     max_items_per_batch: int = Field(default=64, ge=1, description="items that share one forward")
     max_frames_per_batch: int = Field(default=512, ge=1, description="attention segments that share one forward")
-    attention_backend: str = Field(default="auto", description="auto, sdpa (CPU) or varlen (CUDA)")
-    max_queued_items: int = Field(default=4096, ge=1, description="items admitted at once")
-    max_queued_bytes: int = Field(default=2048 * _MIB, ge=1, description="bytes of pixels admitted at once")
-    max_request_bytes: int | None = Field(
-        default=None, ge=1, description="bytes of one message; the largest admissible item unless set"
+    attention_backend: str = Field(
+        default="auto", description="auto (the fastest that is right), sdpa, varlen, fa3, fa4 or cudnn"
     )
-    max_items_per_request: int = Field(default=256, ge=1, description="items of one request")
+    max_queued_items: int = Field(default=4096, ge=1, description="items admitted at once")
+    max_queued_bytes: int = Field(
+        default=4096 * _MIB, ge=1, description="bytes of pixels and of the rows they become, admitted at once"
+    )
+    max_request_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_MESSAGE_BYTES,
+        description="bytes of one message; the largest admissible item unless set",
+    )
+    max_items_per_request: int = Field(default=256, ge=1, le=MAX_ITEMS, description="items of one request")
     max_patches_per_item: int = Field(default=65536, ge=4, description="patches of one item")
-    drain_seconds: float = Field(default=30.0, ge=0, description="how long requests in flight may take at shutdown")
+    drain_seconds: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="how long requests in flight may take at shutdown"
+    )
     lame_duck_seconds: float = Field(
-        default=5.0, ge=0, description="how long to keep serving after readiness went off at shutdown"
+        default=5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long to keep serving after readiness went off at shutdown",
     )
     reflection: CliImplicitFlag[bool] = Field(default=True, description="gRPC server reflection")
     log_format: Literal["text", "json"] = Field(default="text", description="format of log lines on stderr")
@@ -110,6 +137,11 @@ class ServeSettings(BaseSettings):
         """Tokens of each budget, ascending; None where they are to be inferred."""
         return None if self.budgets == "auto" else _sizes(self.budgets)
 
+    @property
+    def message_bytes(self) -> int:
+        """Bound of a message's bytes that holds for every family, before the model is known."""
+        return self.max_request_bytes or min(self.max_patches_per_item * _WIDEST_ROW_BYTES + _MIB, MAX_MESSAGE_BYTES)
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -133,7 +165,7 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
         return CliApp.run(source, cli_args=flags)
     except ValidationError as error:
         raise UsageError("; ".join(map(_told, error.errors()))) from error
-    except (SettingsError, tomllib.TOMLDecodeError) as error:
+    except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{config or 'settings'}: {error}") from error
 
 
@@ -147,7 +179,7 @@ def _config(arguments: list[str]) -> tuple[list[str], Path | None]:
             named = flag.partition("=")[2] or next(flags, "")
         else:
             rest.append(flag)
-    if named is None:
+    if not named:
         return rest, None
     if not Path(named).is_file():
         raise UsageError(f"--config {named}: no such file")
@@ -162,6 +194,11 @@ def _told(error: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, a Typed
 
 
 def _sizes(text: str) -> list[int]:
+    if Path(text).is_file():
+        try:
+            text = ",".join(map(str, json.loads(Path(text).read_text(encoding="utf-8"))["budgets"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"the file holds no ladder: {error!r}") from None
     try:
         sizes = sorted({int(size) for size in text.strip("[]").split(",")})
     except ValueError:

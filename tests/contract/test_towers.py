@@ -20,9 +20,10 @@ from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.plans import Fallback
 from vitwire_server.runtime.attention import choose
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import GraphSet
+from vitwire_server.runtime.graphs import GraphSet, Simulated
+from vitwire_server.runtime.lanes import HostLanes
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.scheduling.planner import Limits, Planner
+from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.checkpoint import CheckpointError, load_tower, open_checkpoint
 from vitwire_server.towers.packed import PackedTower
 from vitwire_server.towers.preprocessing import read_preprocessing
@@ -45,13 +46,13 @@ class Rig:
     def of(cls, folder: Path, dtype: torch.dtype, *, graphs: bool) -> "Rig":
         checkpoint = open_checkpoint(str(folder))
         tower = load_tower(checkpoint, dtype=dtype, device=CPU, track=lambda shards, *_: shards).tower
-        tower.use_attention(choose("auto", CPU).implementation)
+        attend(tower)
         sizes = BUDGETS if graphs else ()
         ladder = Ladder(tuple(budget(n, merge=tower.geometry.merge, max_items=8, max_frames=24) for n in sizes))
-        captured = GraphSet(tower, ladder, lambda budgets: budgets)
+        captured = GraphSet(tower, ladder, Simulated())
         stager = Stager(tower.geometry, read_preprocessing(folder, checkpoint.family), CPU)
-        planner = Planner(ladder, Limits(320, 8, 24), without_graph=Fallback.GRAPHS_OFF)
-        return cls(tower, Engine(tower, captured, stager), captured, planner)
+        planner = Planner(ladder, Bounds(320, 8, 24), without_graph=Fallback.GRAPHS_OFF)
+        return cls(tower, Engine(tower, captured, stager, HostLanes()), captured, planner)
 
     def item(self, grid: Grid, pixels: Tensor) -> Item:
         modality = Modality.IMAGE if grid.t == 1 else Modality.VIDEO
@@ -172,7 +173,7 @@ class TestGraphs:
         loaded = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards)
         loaded.tower.model.to("meta")
         tower = loaded.tower
-        tower.use_attention(choose("auto", torch.device("meta")).implementation)
+        attend(tower)
         capacity = tower.capacity(budget(64, merge=tower.geometry.merge, max_items=8, max_frames=16))
         columns = tower.geometry.columns(frames=tower.geometry.temporal)
         pixels = torch.empty(capacity.patches, columns, dtype=torch.bfloat16, device="meta")
@@ -277,6 +278,11 @@ class TestLoading:
             assert rows.shape == (rig.tower.footprint(grid).tokens, rig.tower.geometry.width)
 
 
+def attend(tower: PackedTower) -> None:
+    choice = choose("auto", tower.device, tower.dtype, *tower.heads, captured=True)
+    tower.use_attention(choice.backend.implementation)
+
+
 @torch.inference_mode()
 def poison(rig: Rig) -> None:
     """NaN in the static buffers, padding included, and nonsense in whatever is always laid out anew."""
@@ -284,7 +290,7 @@ def poison(rig: Rig) -> None:
     rig.graphs.arena.pixels.fill_(torch.nan)
     rig.graphs.arena.rows.fill_(torch.nan)
     for size in rig.planner._ladder:
-        tensors = rig.graphs[size]._metadata.tensors
+        tensors = rig.graphs[size].metadata.tensors
         for key in tensors.keys() & {"cu_seqlens", "cu_window_seqlens", "window_index"}:
             tensors[key].fill_(-1)
 

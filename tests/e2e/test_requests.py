@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -154,6 +155,16 @@ class TestEncodeStream:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert fields(refused.value) == [field]
 
+    def test_the_number_of_a_refused_item_is_taken_until_it_was_answered(self, stub: EncoderServiceStub) -> None:
+        (bad, _), (right, data) = header(1, wrong(grid__h=3)), header(1, good())
+        for _ in range(20):
+            try:
+                answers = list(stub.EncodeStream(iter([bad, right, chunk(1, data)])))
+            except grpc.RpcError as refused:
+                assert fields(refused) == ["header.item"]
+            else:
+                assert [answer.WhichOneof("result") for answer in answers] == ["error", "chunk"]
+
     def test_more_items_than_a_request_may_hold_flow_through_one_stream(self, stub: EncoderServiceStub) -> None:
         def messages() -> Iterator[pb.EncodeStreamRequest]:
             for number in range(600):
@@ -217,9 +228,38 @@ class TestClientErrors:
 
 def test_a_full_queue_says_when_to_come_back(checkpoints: Checkpoints) -> None:
     with serving(checkpoints("qwen3_vl"), "--max-queued-items", "2") as process, Client(process.target) as client:
-        items = [Item(np.zeros((16, COLUMNS), np.float32), (1, 8, 2))] * 3
-        with pytest.raises(Overloaded) as refused:
-            client.encode(items)
-        assert 0 < refused.value.retry_after <= 1
-        assert client.encode(items[:2])[0].shape == (4, 192)
+        large = Item(np.zeros((4096, COLUMNS), np.uint8), (1, 64, 64), "video")
+        small = Item(np.zeros((16, COLUMNS), np.float32), (1, 8, 2))
+        with ThreadPoolExecutor() as pool:
+            held = pool.submit(client.encode, [large] * 3)
+            while not process.metric("vitwire_queue_items"):
+                time.sleep(0.01)
+            with pytest.raises(Overloaded) as refused:
+                client.encode([small])
+            assert refused.value.retry_after is not None
+            assert 0 < refused.value.retry_after <= 1
+            assert len(held.result()) == 3, "a request larger than the queue is served when it is empty"
+        assert client.encode([small] * 2)[0].shape == (4, 192)
         assert process.metric("vitwire_rejected_total", reason="items") >= 1
+
+
+def test_requests_larger_than_the_queue_are_served(checkpoints: Checkpoints) -> None:
+    flags = ("--max-queued-items", "2", "--max-queued-bytes", "100000")
+    with serving(checkpoints("qwen3_vl"), *flags) as process, Client(process.target) as client:
+        small = [Item(np.zeros((16, COLUMNS), np.float32), (1, 8, 2))] * 20
+        assert len(client.encode(small)) == 20
+        large = [Item(np.zeros((1024, COLUMNS), np.float32), (1, 32, 32))] * 4
+        assert len(client.encode(large)) == 4, "a stream waits for what it holds itself"
+
+
+def test_a_flood_of_tiny_fields_is_refused_at_once(server: ServerProcess, stub: EncoderServiceStub) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        call = channel.unary_stream("/vitwire.v1.EncoderService/Encode")
+        for flood in (b"\x0a\x00" * 400_000, b"\x78\x01" * 400_000):
+            with pytest.raises(grpc.RpcError) as refused:
+                list(call(flood, timeout=5))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    many = pb.EncodeRequest(items=[pb.Item()] * 200)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Encode(many))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "the details fit into the trailers"

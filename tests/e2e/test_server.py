@@ -82,8 +82,13 @@ def test_metrics_port(server: ServerProcess) -> None:
 
 def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -> None:
     """The port is open before the model is there, and health tells the two states apart."""
-    budgets = "--budgets=" + ",".join(map(str, range(8, 2048, 8)))
-    with serving(checkpoints("qwen2_vl"), "--graphs", "simulated", budgets, wait=False) as process:
+    slow = (
+        "import time, vitwire_server.towers.checkpoint as c\n"
+        "load = c.load_tower\n"
+        "c.load_tower = lambda *a, **k: (time.sleep(60), load(*a, **k))[1]\n"
+        "from vitwire_server.__main__ import main; main()"
+    )
+    with serving(checkpoints("qwen2_vl"), wait=False, program=("-c", slow)) as process:
         with grpc.insecure_channel(process.target) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             ready = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -128,9 +133,9 @@ def test_second_signal_ends_at_once(checkpoints: Checkpoints) -> None:
 def test_a_dead_engine_ends_the_process(checkpoints: Checkpoints) -> None:
     """What is in flight is answered, and the exit code tells the supervisor."""
     broken = (
-        "from vitwire_server.runtime.engine import Engine\n"
+        "from vitwire_server.scheduling.scheduler import Scheduler\n"
         "def fail(*_): raise ZeroDivisionError('injected')\n"
-        "Engine.launch = fail\n"
+        "Scheduler._execute = fail\n"
         "from vitwire_server.__main__ import main; main()"
     )
     item = Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 8, 2))

@@ -1,5 +1,6 @@
 """The protocol without I/O: packing, streaming, putting together, and servers that do not keep to it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 from unit.test_client_fakes import bad_request, expected, item
 from vitwire import EncodeFailed, InvalidItem, Item, NotCached
 from vitwire._embedding import Embedding
+from vitwire._model import Limits
 from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Assembler, Options, Part, split
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, write_chunk, write_request
 
 OPTIONS = Options.of("float16", "batch")
 MIB = 1 << 20
+LIMITS = Limits(request_bytes=0, items_per_request=0, patches_per_item=0, queued_items=0, queued_bytes=0)
 
 
 def sized(size: int, **kwargs: Any) -> Item:
@@ -21,7 +24,7 @@ def sized(size: int, **kwargs: Any) -> Item:
 
 
 def only(items: list[Item]) -> Part:
-    (part,) = split(items, OPTIONS, 1)
+    (part,) = split(items, OPTIONS, 1, LIMITS)
     return part
 
 
@@ -78,14 +81,23 @@ def test_upload_chunks_are_views() -> None:
 
 
 def test_parts_are_balanced_and_none_is_empty() -> None:
-    parts = split([sized(size) for size in (100, 1, 1, 60, 40, 1)], OPTIONS, 2)
+    sizes = (100, 1, 1, 60, 40, 1)
+    parts = split([Item(np.zeros((size, 1), np.uint8), (1, 1, size)) for size in sizes], OPTIONS, 2, LIMITS)
     assert sorted(index for part in parts for index in part.indices) == list(range(6))
     loads = [sum(each.size for each in part.items) for part in parts]
     assert max(loads) - min(loads) <= 3
     for part in parts:
         assert part.indices == tuple(sorted(part.indices))
-    assert [part.indices for part in split([sized(1)], OPTIONS, 4)] == [(0,)]
-    assert split([], OPTIONS, 4) == []
+    assert [part.indices for part in split([sized(1)], OPTIONS, 4, LIMITS)] == [(0,)]
+    assert split([], OPTIONS, 4, LIMITS) == []
+
+
+def test_what_the_server_takes_in_no_message_goes_as_a_stream() -> None:
+    few = replace(LIMITS, items_per_request=2)
+    small = replace(LIMITS, request_bytes=1000)
+    for limits, count in ((few, 3), (small, 1)):
+        (part,) = split([sized(2000)] * count, OPTIONS, 1, limits)
+        assert not part.one_message
 
 
 def test_options_refuse_unknown_names() -> None:

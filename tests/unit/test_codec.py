@@ -25,6 +25,7 @@ CARD = ModelCard(
     geometry=GEOMETRY,
     preprocessing={},
     ladder=Ladder(),
+    dropped={},
     limits=Limits(1 << 20, items_per_request=3, patches_per_item=64, queued_items=9, queued_bytes=1 << 20),
     graphs="off",
     attention="sdpa",
@@ -119,8 +120,8 @@ def test_wrong_options_and_counts_are_named() -> None:
 
 
 def test_every_wrong_field_is_named_at_once() -> None:
-    wrong = request(message(grid__h=3), message(modality=9), priority=9)
-    assert violated(wrong) == {"items[0].grid.h", "items[1].modality", "priority"}
+    wrong = request(message(grid__h=3), message(modality=9, grid__w=0))
+    assert violated(wrong) == {"items[0].grid.h", "items[1].modality", "items[1].grid.w"}
 
 
 def test_a_cached_embedding_is_asked_for_without_pixels() -> None:

@@ -13,7 +13,7 @@ from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback, Plan
 from vitwire_server.scheduling.ascending import plan_ascending
 from vitwire_server.scheduling.packing import Options, fill
-from vitwire_server.scheduling.planner import Limits, Planner
+from vitwire_server.scheduling.planner import Bounds, Planner
 
 MERGE = 2
 GRAPHS_WIN = Costs(replay_fixed=1.0, replay_token=0.01, eager_fixed=1e9, eager_token=1.0, eager_floor=1e9)
@@ -38,12 +38,12 @@ ladders = st.lists(
     max_size=6,
     unique_by=lambda b: b.tokens,
 ).map(lambda budgets: Ladder(tuple(sorted(budgets))))
-limits = st.builds(Limits, tokens=st.integers(1, 2000), items=st.integers(1, 64), frames=st.integers(1, 100))
+limits = st.builds(Bounds, tokens=st.integers(1, 2000), items=st.integers(1, 64), frames=st.integers(1, 100))
 
 
 @given(st.lists(footprints(), max_size=40), ladders, limits)
 def test_plan_holds_each_item_once_and_no_batch_overflows(
-    items: list[Footprint], ladder: Ladder, bounds: Limits
+    items: list[Footprint], ladder: Ladder, bounds: Bounds
 ) -> None:
     plan = Planner(ladder, bounds, without_graph=Fallback.GRAPHS_OFF).plan(items)
     assert sorted(i for batch in plan.batches for i in batch.items) == list(range(len(items)))
@@ -60,7 +60,7 @@ def test_plan_holds_each_item_once_and_no_batch_overflows(
 
 @given(st.lists(footprints(), max_size=30), ladders)
 def test_items_run_eagerly_only_for_the_reason_given(items: list[Footprint], ladder: Ladder) -> None:
-    planner = Planner(ladder, Limits(2000, 64, 100), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
+    planner = Planner(ladder, Bounds(2000, 64, 100), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
     for batch in planner.plan(items).batches:
         for i in batch.items:
             fits = ladder.smallest_fitting(items[i], 1)
@@ -76,7 +76,7 @@ def test_items_run_eagerly_only_for_the_reason_given(items: list[Footprint], lad
 
 
 @given(st.lists(footprints(), max_size=30), ladders, limits)
-def test_plan_is_deterministic(items: list[Footprint], ladder: Ladder, bounds: Limits) -> None:
+def test_plan_is_deterministic(items: list[Footprint], ladder: Ladder, bounds: Bounds) -> None:
     planner = Planner(ladder, bounds, without_graph=Fallback.GRAPHS_OFF)
     assert planner.plan(items) == planner.plan(list(items))
 
@@ -84,7 +84,7 @@ def test_plan_is_deterministic(items: list[Footprint], ladder: Ladder, bounds: L
 def test_small_items_share_one_replay_at_the_smallest_budget_that_holds_them() -> None:
     sizes = (64, 128, 256)
     ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=8, max_frames=16) for n in sizes))
-    planner = Planner(ladder, Limits(256, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
+    planner = Planner(ladder, Bounds(256, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
     items = [Footprint(160, 40, 1, 160), Footprint(80, 20, 1, 80), Footprint(160, 40, 1, 160)]
     (batch,) = planner.plan(items).batches
     assert batch.items == (0, 1, 2)
@@ -92,7 +92,7 @@ def test_small_items_share_one_replay_at_the_smallest_budget_that_holds_them() -
 
 
 def test_batch_with_the_oldest_item_runs_first() -> None:
-    planner = Planner(Ladder(), Limits(100, 8, 16), without_graph=Fallback.GRAPHS_OFF)
+    planner = Planner(Ladder(), Bounds(100, 8, 16), without_graph=Fallback.GRAPHS_OFF)
     items = [Footprint(4 * n, n, 1, 4 * n) for n in (30, 90, 40)]
     assert [batch.items for batch in planner.plan(items).batches] == [(0, 2), (1,)]
 
@@ -128,7 +128,7 @@ class TestCosts:
     def test_replays_never_cost_more_than_one_eager_forward(
         self, items: list[Footprint], ladder: Ladder, prices: Costs
     ) -> None:
-        planner = Planner(ladder, Limits(10**9, 10**9, 10**9), without_graph=Fallback.GRAPHS_OFF, costs=prices)
+        planner = Planner(ladder, Bounds(10**9, 10**9, 10**9), without_graph=Fallback.GRAPHS_OFF, costs=prices)
         plan = planner.plan(items)
         for batch in plan.batches:
             assert planner.seconds(batch, items) <= prices.eager(sum(items[i].tokens for i in batch.items)) + 1e-12
@@ -144,18 +144,18 @@ class TestCosts:
     def test_padding_that_costs_more_than_eager_is_not_computed(self) -> None:
         """vLLM #52229: with budgets of 64 and 4096, 70 tokens were padded to 4096."""
         ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=8, max_frames=16) for n in (64, 4096)))
-        planner = Planner(ladder, Limits(4096, 8, 16), without_graph=Fallback.GRAPHS_OFF)
+        planner = Planner(ladder, Bounds(4096, 8, 16), without_graph=Fallback.GRAPHS_OFF)
         (batch,) = planner.plan([Footprint(280, 70, 1, 280)]).batches
         assert (batch.budget, batch.fallback) == (None, Fallback.CHEAPER_EAGER)
         two = [Footprint(140, 35, 1, 140)] * 2
         slow = replace(ASSUMED, eager_floor=9e-3)
-        planner = Planner(ladder, Limits(4096, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=slow)
+        planner = Planner(ladder, Bounds(4096, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=slow)
         assert [batch.budget for batch in planner.plan(two).batches] == [ladder.budgets[0]] * 2
 
     def test_a_larger_budget_that_was_measured_cheaper_is_taken(self) -> None:
         ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=8, max_frames=16) for n in (64, 128)))
         prices = Costs(1.0, 0.0, 9.0, 0.0, 9.0, measured={64: 0.5, 128: 0.2})
-        planner = Planner(ladder, Limits(128, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=prices)
+        planner = Planner(ladder, Bounds(128, 8, 16), without_graph=Fallback.GRAPHS_OFF, costs=prices)
         (batch,) = planner.plan([Footprint(40, 10, 1, 40)]).batches
         assert batch.budget == ladder.budgets[1]
 
@@ -182,7 +182,7 @@ class TestFill:
         items = [Footprint(4 * n, n, 1, 4 * n) for n in sizes]
         doubling = [64 << i for i in range(7)]
         ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=64, max_frames=512) for n in doubling))
-        planner = Planner(ladder, Limits(4096, 64, 512), without_graph=Fallback.GRAPHS_OFF)
+        planner = Planner(ladder, Bounds(4096, 64, 512), without_graph=Fallback.GRAPHS_OFF)
         ours, theirs = planner.plan(items), plan_ascending(items, ladder, 64)
         assert len(ours.batches) <= len(theirs.batches)
 

@@ -9,7 +9,7 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.queue import Queue
-from vitwire_server.scheduling.tickets import Entry, Ticket
+from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 
 
 def entry(ticket: Ticket, index: int, nbytes: int = 3) -> Entry:
@@ -27,7 +27,10 @@ def test_a_large_request_does_not_starve_a_small_one() -> None:
     for index in range(200):
         queue.push(entry(large, index))
     queue.push(entry(small, 0))
-    assert [e.ticket for e in queue.take(3)] == [large, small, large]
+    first = queue.peek(3)
+    assert [e.ticket for e in first] == [large, small, large]
+    queue.take(first[:1])
+    assert [e.ticket for e in queue.peek(2)] == [small, large], "who was served goes to the end of the line"
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=60), st.integers(1, 70))
@@ -40,7 +43,10 @@ def test_every_entry_is_taken_once_in_the_order_of_its_request(pushes: list[tupl
     assert queue.nbytes == sum(size for _, size in pushes)
     taken: list[Entry] = []
     while len(queue):
-        taken += queue.take(step)
+        turn = queue.peek(step)
+        assert turn, "what waits is seen"
+        queue.take(turn)
+        taken += turn
     assert queue.nbytes == 0
     for one in tickets:
         assert [e for e in taken if e.ticket is one] == [e for e in pushed if e.ticket is one]
@@ -53,8 +59,18 @@ def test_remove_takes_one_request_out() -> None:
     queue.push(entry(second, 0))
     assert [e.index for e in queue.remove(first)] == [0, 1, 2]
     assert queue.remove(first) == []
-    assert [e.ticket for e in queue.take(9)] == [second]
-    assert queue.nbytes == 0
+    assert [e.ticket for e in queue.peek(9)] == [second]
+    assert queue.nbytes == 3
+
+
+def test_interactive_requests_go_before_batch_ones() -> None:
+    queue, batch, interactive = Queue(), ticket(), ticket()
+    batch.priority = Priority.BATCH
+    queue.push(entry(batch, 0))
+    queue.push(entry(interactive, 0))
+    queue.push(entry(interactive, 1))
+    assert [e.ticket for e in queue.peek(9)] == [interactive, interactive, batch]
+    assert [e.ticket for e in queue.peek(1)] == [interactive]
 
 
 class TestAdmission:

@@ -13,7 +13,7 @@ from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, Outcome
 from vitwire_server.core.runner import Collected, Running, Timings
-from vitwire_server.scheduling.planner import Limits, Planner
+from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.tickets import Entry, Ticket
 
@@ -24,10 +24,15 @@ class Batch:
 
     runner: "Recorder"
     items: Sequence[Item]
+    failure: EncodeFailed | None
 
     def collect(self) -> Collected:
         self.runner.events.append(("collect", len(self.items)))
-        results = [Embedding(memoryview(b""), item.output, (item.footprint.tokens, 0)) for item in self.items]
+        if self.failure:
+            return Collected([self.failure] * len(self.items), None)
+        results: list[Embedding | EncodeFailed] = [
+            Embedding(memoryview(b""), item.output, (item.footprint.tokens, 0)) for item in self.items
+        ]
         return Collected(results, Timings(0.0, 0.0, 0.0))
 
 
@@ -37,12 +42,11 @@ class Recorder:
 
     depth: int = 1
     events: list[tuple[str, int]] = field(default_factory=list)
-    on_launch: Callable[[Sequence[Item]], None] = lambda _: None
+    on_launch: Callable[[Sequence[Item]], EncodeFailed | None] = lambda _: None
 
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
         self.events.append(("launch", len(items)))
-        self.on_launch(items)
-        return Batch(self, items)
+        return Batch(self, items, self.on_launch(items))
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Rig:
     def __init__(self, runner: Recorder, tokens: int = 100) -> None:
         self.now = 0.0
         self.runner, self.notes = runner, Notes()
-        planner = Planner(Ladder(), Limits(tokens, 64, 64), without_graph=Fallback.GRAPHS_OFF)
+        planner = Planner(Ladder(), Bounds(tokens, 64, 64), without_graph=Fallback.GRAPHS_OFF)
         self.scheduler = Scheduler(runner, planner, self.notes, clock=lambda: self.now)
         self.outcomes: list[tuple[int, int, Outcome]] = []
 
@@ -132,7 +136,7 @@ def test_expired_items_are_answered_before_they_cost_device_time() -> None:
     rig.submit(rig.ticket(deadline=50.0), 10)
     rig.now = 6.0
     rig.finish()
-    assert rig.runner.events[0] == ("launch", 1)
+    assert rig.runner.events == [("launch", 1), ("collect", 1)]
     assert isinstance(rig.outcomes[0][2], DeadlineExceeded)
     assert isinstance(rig.outcomes[1][2], Encoded)
     assert rig.notes.dropped == [("queue", "deadline")]
@@ -162,9 +166,8 @@ def test_work_on_the_device_of_a_cancelled_request_finishes_unseen() -> None:
 
 
 def test_a_failed_batch_fails_its_own_items_only() -> None:
-    def fail_large(items: Sequence[Item]) -> None:
-        if any(i.footprint.tokens > 50 for i in items):
-            raise EncodeFailed("the device failed")
+    def fail_large(items: Sequence[Item]) -> EncodeFailed | None:
+        return EncodeFailed("the forward failed") if any(i.footprint.tokens > 50 for i in items) else None
 
     rig = Rig(Recorder(on_launch=fail_large))
     rig.submit(rig.ticket(), 80, 40)
@@ -187,6 +190,40 @@ def test_a_bug_in_the_engine_answers_everything_and_ends_the_run() -> None:
     assert all(isinstance(outcome, EncodeFailed) for _, _, outcome in rig.outcomes)
     with pytest.raises(Unavailable):
         rig.submit(rig.ticket(), 1)
+
+
+def test_what_came_in_the_meantime_takes_its_turn() -> None:
+    """A single item behind a large request waits one batch, not the whole of it."""
+    runner = Recorder()
+    rig = Rig(runner, tokens=100)
+    single = rig.ticket()
+    order: list[int] = []
+
+    def watch(items: Sequence[Item]) -> None:
+        if not order:
+            rig.submit(single, 20)
+        order.append(items[0].footprint.tokens)
+        if len(order) == 21:
+            rig.scheduler.close()
+
+    runner.on_launch = watch
+    rig.submit(rig.ticket(), *[90] * 20)
+    rig.scheduler.run()
+    assert order.index(20) <= 2
+    assert len(order) == 21
+
+
+@pytest.mark.parametrize("where", ["plan", "batch_ran"])
+def test_a_bug_anywhere_in_the_loop_leaves_nobody_waiting(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    rig = Rig(Recorder())
+    monkeypatch.setattr(Planner if where == "plan" else Notes, where, fail)
+    rig.submit(rig.ticket(), 80, 80)
+    with pytest.raises(ZeroDivisionError):
+        rig.scheduler.run()
+    assert sorted(index for _, index, _ in rig.outcomes) == [0, 1]
 
 
 def test_an_idle_scheduler_takes_work_at_once() -> None:

@@ -401,7 +401,9 @@ class EncodeStreamHeader(google.protobuf.message.Message):
     ITEM_FIELD_NUMBER: builtins.int
     HEADER_FIELD_NUMBER: builtins.int
     item: builtins.int
-    """Number by which chunks and responses name the item, unique on the stream."""
+    """Number by which chunks and responses name the item, unique among those
+    that were not answered yet.
+    """
     @property
     def header(self) -> Global___Item:
         """The item with the data of its tensors left out: types and shapes tell how
@@ -503,6 +505,7 @@ class GetModelResponse(google.protobuf.message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     SERVER_VERSION_FIELD_NUMBER: builtins.int
+    DROPPED_BUDGETS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hub id or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -536,6 +539,10 @@ class GetModelResponse(google.protobuf.message.Message):
 
     @property
     def limits(self) -> Global___Limits: ...
+    @property
+    def dropped_budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DroppedBudget]:
+        """Budgets that were asked for and could not be captured."""
+
     def __init__(
         self,
         *,
@@ -557,11 +564,32 @@ class GetModelResponse(google.protobuf.message.Message):
         attention_backend: builtins.str = ...,
         device: builtins.str = ...,
         server_version: builtins.str = ...,
+        dropped_budgets: collections.abc.Iterable[Global___DroppedBudget] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "device", b"device", "embedding_width", b"embedding_width", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
+
+@typing.final
+class DroppedBudget(google.protobuf.message.Message):
+    """A budget without a graph, and why."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    tokens: builtins.int
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        tokens: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "tokens", b"tokens"]) -> None: ...
+
+Global___DroppedBudget: typing_extensions.TypeAlias = DroppedBudget
 
 @typing.final
 class Preprocessor(google.protobuf.message.Message):

@@ -9,6 +9,8 @@ EncoderError
 └── EncodeFailed       the server's failure on this item
     ├── NonFinite      the tower returned NaN or infinity
     └── OutOfMemory    the device could not hold the item, even alone
+
+DeviceLost is none of these: it ends the process, after what is in flight was answered.
 """
 
 from collections.abc import Sequence
@@ -65,3 +67,7 @@ class NonFinite(EncodeFailed):
 
 class OutOfMemory(EncodeFailed):
     """The device could not hold this item, even alone."""
+
+
+class DeviceLost(Exception):
+    """The device is in an error that only a new process can leave."""

@@ -62,6 +62,8 @@ class ModelCard:
     geometry: Geometry
     preprocessing: Mapping[Modality, Preprocessing]
     ladder: Ladder
+    dropped: Mapping[int, str]
+    """Why budgets of so many tokens have no graph."""
     limits: Limits
     graphs: str
     attention: str

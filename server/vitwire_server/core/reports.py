@@ -54,7 +54,8 @@ class BatchReport:
     fallback: Fallback | None
     tokens: int
     """Rows of real items; the budget's other rows are padding."""
-    timings: Timings
+    timings: Timings | None
+    """None if nothing ran."""
 
 
 class Monitor(Protocol):

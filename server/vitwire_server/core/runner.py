@@ -9,14 +9,6 @@ from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.items import Embedding, Item
 
 
-class Running(Protocol):
-    """A batch on the device."""
-
-    def collect(self) -> "Collected":
-        """Wait for the batch and bring its rows to the host. Raises EncodeFailed for all of it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Where a batch's time went, in seconds."""
@@ -31,7 +23,16 @@ class Collected:
     """Results of a batch: one embedding or failure per item, in the items' order."""
 
     results: Sequence[Embedding | EncodeFailed]
-    timings: Timings
+    timings: Timings | None
+    """None if nothing ran."""
+
+
+class Running(Protocol):
+    """A batch on the device."""
+
+    def collect(self) -> Collected:
+        """Wait for the batch and bring its rows to the host. Raises DeviceLost."""
+        ...
 
 
 class Runner(Protocol):
@@ -41,5 +42,8 @@ class Runner(Protocol):
     """Batches that may be on the device at once: 1 where execution is synchronous."""
 
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
-        """Stage `items` and start their forward; None runs eagerly. Raises EncodeFailed."""
+        """Stage `items` and start their forward; None runs eagerly.
+
+        What fails for these items alone is told by `collect`. Raises DeviceLost.
+        """
         ...

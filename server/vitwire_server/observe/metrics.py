@@ -47,6 +47,7 @@ class Metrics:
         counter("cache_evictions", "Embeddings that left the cache for others")
         gauge("cache_bytes", "Bytes of cached embeddings")
         self._captured = gauge("graphs_captured", "Budgets with a graph")
+        self._dropped = gauge("graphs_dropped", "Budgets whose capture failed")
         self._capture_seconds = gauge("graph_capture_seconds", "Time that capture took")
         self._pool_bytes = gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
         self._nonfinite = counter("nonfinite", "Embeddings withheld for not being finite")
@@ -69,8 +70,9 @@ class Metrics:
         self._tokens.labels("padding").inc(padding)
         self._batch_items.observe(len(report.items))
         self._batch_requests.observe(report.requests)
-        for stage in ("stage_in", "execute", "stage_out"):
-            self._stages.labels(stage).observe(getattr(report.timings, stage))
+        if report.timings:
+            for stage in ("stage_in", "execute", "stage_out"):
+                self._stages.labels(stage).observe(getattr(report.timings, stage))
         for modality, outcome in report.items:
             self._count_item(modality, report.budget, report.fallback)
             self._nonfinite.inc(isinstance(outcome, NonFinite))
@@ -101,9 +103,10 @@ class Metrics:
         """The rows of an item were written to the stream."""
         self._stages.labels("send").observe(seconds)
 
-    def graphs_captured(self, budgets: Iterable[Budget], seconds: float, nbytes: int) -> None:
+    def graphs_captured(self, budgets: Iterable[Budget], dropped: int, seconds: float, nbytes: int) -> None:
         """Capture is done; budgets show in the exposition before their first hit."""
         captured = list(budgets)
+        self._dropped.set(dropped)
         self._captured.set(len(captured))
         self._capture_seconds.set(seconds)
         self._pool_bytes.set(nbytes)

@@ -96,4 +96,5 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         attention_backend=card.attention,
         device=card.device,
         server_version=card.version,
+        dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
     )

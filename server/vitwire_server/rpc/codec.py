@@ -10,6 +10,7 @@ from vitwire_server.core.errors import InvalidRequest, NotCached, Violation
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard
+from vitwire_server.scheduling.tickets import Priority
 
 DTYPES = {
     pb.DATA_TYPE_FLOAT32: DType.FLOAT32,
@@ -49,12 +50,19 @@ class Codec:
         self._card = card
         self._footprint = footprint
 
+    def weight(self, item: Item | Header, output: DType) -> int:
+        """Bytes that an item holds on the host from admission to its answer: pixels, then rows."""
+        nbytes = item.nbytes if isinstance(item, Header) else item.pixels.nbytes
+        return nbytes + item.footprint.tokens * self._card.geometry.width * output.size
+
     def items(self, request: wire.Request) -> list[Item | NotCached]:
         """The items of an Encode request. Raises InvalidRequest with every wrong field."""
         violations: list[Violation] = []
         message = request.message
         output = self._options(message.output_type, message.priority, violations)
         self._check_count(len(message.items), violations)
+        if violations:
+            raise InvalidRequest(violations)
         items = [
             self._item(f"items[{i}]", item, tensors, output, violations)
             for i, (item, tensors) in enumerate(zip(message.items, request.tensors, strict=True))
@@ -63,13 +71,18 @@ class Codec:
             raise InvalidRequest(violations)
         return [item for item in items if item is not None]
 
-    def options(self, message: pb.EncodeStreamOptions) -> DType:
-        """Type of the rows to return on a stream. Raises InvalidRequest."""
+    def options(self, message: pb.EncodeStreamOptions) -> tuple[DType, Priority]:
+        """Type of the rows to return on a stream, and its priority. Raises InvalidRequest."""
         violations: list[Violation] = []
         output = self._options(message.output_type, message.priority, violations)
         if violations:
             raise InvalidRequest([Violation(f"options.{v.field}", v.reason) for v in violations])
-        return output
+        return output, self.priority(message.priority)
+
+    @staticmethod
+    def priority(number: int) -> Priority:
+        """The priority that a checked number stands for; unspecified means interactive."""
+        return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
 
     def header(self, field: str, item: pb.Item) -> Header:
         """The description of an item that is uploaded in chunks. Raises InvalidRequest or NotCached."""

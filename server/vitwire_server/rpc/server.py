@@ -17,6 +17,11 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+def bracketed(host: str) -> str:
+    """A host as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 @dataclass(frozen=True, slots=True)
 class Listen:
     """Where to listen."""
@@ -38,6 +43,10 @@ class RpcServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", -1),
+                # A half-open connection gives its permits back within a minute and a half.
+                ("grpc.keepalive_time_ms", 60_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             )
         )
         self._server.add_generic_rpc_handlers((handlers(service),))
@@ -51,11 +60,14 @@ class RpcServer:
         await self.set_ready(ready=False)
         await self.set_alive(alive=True)
         try:
-            port = self._server.add_insecure_port(f"{listen.host}:{listen.port}")
+            port = self._server.add_insecure_port(f"{bracketed(listen.host)}:{listen.port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
+        try:
             if listen.unix_socket:
                 self._server.add_insecure_port(f"unix:{listen.unix_socket}")
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
+            raise OSError(f"cannot listen on {listen.unix_socket}: {error}") from error
         await self._server.start()
         return port
 

@@ -18,16 +18,28 @@ _CODES: tuple[tuple[type[errors.EncoderError], StatusCode], ...] = (
     (errors.EncodeFailed, StatusCode.INTERNAL),
 )
 
+_MOST_CHARACTERS = 300
+_MOST_VIOLATIONS = 8
+
 
 def code_of(error: errors.EncoderError) -> StatusCode:
     """The status code of an error: the first row that it is an instance of."""
     return next(code for kind, code in _CODES if isinstance(error, kind))
 
 
+def message_of(error: errors.EncoderError) -> str:
+    """The error in a sentence or two."""
+    text = str(error)
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+
+
 def status_of(error: errors.EncoderError) -> Status:
-    """The error as google.rpc.Status, with details where the table of the contract asks for them."""
+    """The error as google.rpc.Status, with details where the table of the contract asks for them.
+
+    All of it has to fit into trailing metadata, which gRPC bounds at 8 KiB.
+    """
     number: int = code_of(error).value[0]
-    status = Status(code=number, message=str(error))
+    status = Status(code=number, message=message_of(error))
     detail = _detail(error)
     if detail is not None:
         status.details.add().Pack(detail)
@@ -45,8 +57,8 @@ def trailers_of(error: errors.EncoderError) -> tuple[tuple[str, str | bytes], ..
 def _detail(error: errors.EncoderError) -> Message | None:
     if isinstance(error, errors.InvalidRequest):
         violations = [
-            BadRequest.FieldViolation(field=violation.field, description=violation.reason)
-            for violation in error.violations
+            BadRequest.FieldViolation(field=violation.field, description=violation.reason[:_MOST_CHARACTERS])
+            for violation in error.violations[:_MOST_VIOLATIONS]
         ]
         bad: Message = BadRequest(field_violations=violations)
         return bad

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import EncoderError, InvalidRequest, Violation
@@ -13,7 +15,7 @@ from vitwire_server.rpc.codec import Codec, Header
 @dataclass(slots=True)
 class _Upload:
     header: Header
-    data: bytearray
+    data: memoryview
     filled: int = 0
 
 
@@ -30,19 +32,25 @@ class Uploads:
     output: DType
     most: int
     """Unfinished uploads that may be open at once."""
-    _open: dict[int, _Upload] = field(default_factory=dict)
+    _unfinished: dict[int, _Upload] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
     _started: bool = False
 
-    def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
+    @property
+    def waiting(self) -> bool:
+        """Whether bytes of some item are still to come."""
+        return bool(self._unfinished)
+
+    async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
         """Handle one message. Raises InvalidRequest where the stream cannot go on."""
         kind = message.WhichOneof("message")
         if kind == "options":
             if self._started:
                 raise _stream_error("options", "must come first, and once")
-            self.output = self.codec.options(message.options)
+            self.output, priority = self.codec.options(message.options)
+            self.call.set_priority(priority)
         elif kind == "header":
-            self._begin(message.header.item, message.header.header)
+            await self._begin(message.header.item, message.header.header)
         elif kind == "chunk":
             self._append(message.chunk.item, data)
         else:
@@ -51,28 +59,30 @@ class Uploads:
 
     def finish(self) -> None:
         """The client sends no more: what is not whole by now is wrong."""
-        for number, upload in list(self._open.items()):
+        for number, upload in list(self._unfinished.items()):
             reason = f"only {upload.filled} of {upload.header.nbytes} bytes arrived"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].pixels.data", reason)]))
 
-    def _begin(self, number: int, item: pb.Item) -> None:
-        if number in self._open or self.call.holds(number):
+    async def _begin(self, number: int, item: pb.Item) -> None:
+        if self.call.is_open(number):
             raise _stream_error("header.item", f"{number} is in flight already")
-        if len(self._open) >= self.most:
+        if len(self._unfinished) >= self.most:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
+        self.call.open([number])
         try:
             header = self.codec.header(f"items[{number}]", item)
-            self.call.admit(number, header.nbytes)
+            await self.call.admit_in_turn(number, self.codec.weight(header, self.output))
         except EncoderError as error:
             self._refuse(number, error)
             return
-        self._open[number] = _Upload(header, bytearray(header.nbytes))
+        # Not zeroed first: every byte is written before anybody reads it.
+        self._unfinished[number] = _Upload(header, np.empty(header.nbytes, np.uint8).data)
 
     def _append(self, number: int, data: wire.Buffer) -> None:
         if number in self._refused:
             return
-        upload = self._open.get(number)
+        upload = self._unfinished.get(number)
         if upload is None:
             raise _stream_error("chunk.item", f"{number} has no header, or is whole already")
         end = upload.filled + len(data)
@@ -83,11 +93,11 @@ class Uploads:
         upload.data[upload.filled : end] = data
         upload.filled = end
         if end == upload.header.nbytes:
-            del self._open[number]
+            del self._unfinished[number]
             self.call.submit([(number, upload.header.item(upload.data, self.output))])
 
     def _refuse(self, number: int, error: EncoderError) -> None:
-        self._open.pop(number, None)
+        self._unfinished.pop(number, None)
         self._refused.add(number)
         self.call.settle(number, error)
 

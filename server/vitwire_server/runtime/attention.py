@@ -1,20 +1,32 @@
 """Packed attention: one function per backend, registered with transformers under its name.
 
 transformers takes the packed branch, which has no host synchronisation, only for names that
-contain `flash`.
+contain `flash`. Backends are imported when they are tried, so importing this module needs none of
+them. `auto` checks each that can run on the device against float32 attention, times those that are
+right on the model's own shapes, and takes the fastest.
 """
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-Attention = Callable[..., tuple[Tensor, None]]
+_log = logging.getLogger(__name__)
+_REPEATS = 5
+_SEGMENTS = (1024, 256, 64, 256)
+"""Patches of the segments that backends are checked and timed on: images of several sizes."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+"""`q, k, v (rows, heads, head_dim)`, boundaries `(segments + 1,)` int32, longest, scale; rows like `q`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,84 +34,182 @@ class Backend:
     """A way to attend within packed segments."""
 
     name: str
-    attend: Attention
+    load: Callable[[], Attend]
+    """Imports what it needs. Raises ImportError, ValueError or RuntimeError where that is not there."""
     devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    syncs: bool = False
+    """Reads the boundaries on the host, so it cannot be captured on CUDA."""
 
     @property
     def implementation(self) -> str:
         """The name that transformers knows it by."""
         return f"vitwire_flash_{self.name}"
 
+    def runs(self, device: torch.device, dtype: torch.dtype, *, captured: bool) -> bool:
+        """Whether it can serve there at all."""
+        capturable = not (captured and self.syncs and device.type == "cuda")
+        return device.type in self.devices and dtype in self.dtypes and capturable
 
-def segment_sdpa(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    **_: Any,  # noqa: ANN401 - transformers passes what other backends need
-) -> tuple[Tensor, None]:
-    """Dense attention per segment, one call for each run of equal segments.
 
-    `query`, `key`, `value` are `(1, heads, rows, head_dim)`; returns `(1, rows, heads, head_dim)`.
-    Reads the boundaries on the host, so it is for CPU only.
-    """
-    ends: list[int] = cu_seq_lens_q.tolist()
-    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend to use, and why."""
+
+    backend: Backend
+    reason: str
+
+
+def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+    """Dense attention per segment, one call for each run of equal segments; boundaries read on the host."""
+    del longest
+    ends: list[int] = boundaries.tolist()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0
     for length, run in groupby(right - left for left, right in pairwise(ends)):
         stop = start + length * sum(1 for _ in run)
         if length:
-            q, k, v = (x[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value))
-            attended = functional.scaled_dot_product_attention(q, k, v, scale=scaling)
-            out[start:stop].unflatten(0, (-1, length)).copy_(attended.transpose(1, 2))
+            part = slice(start, stop)
+            query, key, value = (x[part].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+            attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
+            out[part].unflatten(0, (-1, length)).copy_(attended.transpose(1, 2))
         start = stop
-    return out.unsqueeze(0), None
+    return out
 
 
-def varlen(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    **_: Any,  # noqa: ANN401 - transformers passes what other backends need
-) -> tuple[Tensor, None]:
-    """torch's variable-length flash attention; shapes as in `segment_sdpa`, boundaries on the device."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - needs torch 2.10 and flash kernels
+def _varlen() -> Attend:
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - torch 2.10 or newer
 
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling)
-    assert isinstance(out, Tensor)
-    return out.unsqueeze(0), None
+    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
 
 
+def _flash(version: str) -> Callable[[], Attend]:
+    def load() -> Attend:
+        from torch.nn.attention import activate_flash_attention_impl  # noqa: PLC0415 - torch 2.10 or newer
+
+        activate_flash_attention_impl(version)
+        return _varlen()
+
+    return load
+
+
+def _cudnn() -> Attend:
+    forward = torch.ops.aten._cudnn_attention_forward  # noqa: SLF001 - torch's only way to ragged cuDNN attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out: Tensor = forward(q, k, v, None, boundaries, boundaries, longest, longest, False, scale=scale)[0]
+        return out
+
+    return attend
+
+
+_HALF = (torch.bfloat16, torch.float16)
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("sdpa", segment_sdpa, devices=("cpu",)),
-        Backend("varlen", varlen, devices=("cuda", "meta")),
+        Backend("sdpa", lambda: segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
+        Backend("varlen", _varlen, ("cuda", "meta"), _HALF),
+        Backend("fa3", _flash("FA3"), ("cuda",), _HALF),
+        Backend("fa4", _flash("FA4"), ("cuda",), _HALF),
+        Backend("cudnn", _cudnn, ("cuda",), _HALF),
     )
 }
 
 
-def choose(name: str, device: torch.device) -> Backend:
-    """The backend called `name`, or with `auto` the first that runs on `device`; registers it.
+def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, *, captured: bool) -> Choice:
+    """Load and register the backend called `name`, or with `auto` the fastest that is right.
 
-    Raises ValueError if there is no such backend, or if it does not run on `device`.
+    Raises ValueError if there is no such backend, or if it does not run on this device and dtype.
     """
-    fitting = [backend for backend in BACKENDS.values() if device.type in backend.devices]
+    fitting = [backend for backend in BACKENDS.values() if backend.runs(device, dtype, captured=captured)]
     if name != "auto":
         fitting = [backend for backend in fitting if backend.name == name]
-    if not fitting:
-        known = ", ".join(f"{b.name} ({'/'.join(b.devices)})" for b in BACKENDS.values())
-        raise ValueError(f"attention backend {name!r} does not run on {device}; there are: {known}")
-    AttentionInterface.register(fitting[0].implementation, fitting[0].attend)
-    return fitting[0]
+    loaded = {backend.name: attend for backend in fitting if (attend := _loaded(backend, quiet=name == "auto"))}
+    if not loaded:
+        known = ", ".join(f"{backend.name} ({'/'.join(backend.devices)})" for backend in BACKENDS.values())
+        raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype}; there are: {known}")
+    chosen, reason = next(iter(loaded)), "asked for" if name != "auto" else "the only one that runs here"
+    if len(loaded) > 1:
+        chosen, reason = _fastest(loaded, device, dtype, heads, head_dim)
+    if BACKENDS[chosen].name in ("varlen", "fa3", "fa4"):
+        loaded[chosen] = BACKENDS[chosen].load()  # the flash implementation is one switch for all of torch
+    AttentionInterface.register(BACKENDS[chosen].implementation, _packed(loaded[chosen]))
+    _log.info("attention: %s, %s", chosen, reason)
+    return Choice(BACKENDS[chosen], reason)
+
+
+def _loaded(backend: Backend, *, quiet: bool) -> Attend | None:
+    try:
+        return backend.load()
+    except (ImportError, ValueError, RuntimeError, AttributeError) as error:
+        _log.log(logging.DEBUG if quiet else logging.ERROR, "attention: %s is not there: %s", backend.name, error)
+        return None
+
+
+def _fastest(
+    loaded: dict[str, Attend], device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+) -> tuple[str, str]:
+    """The fastest of the backends that agree with float32 attention, and the times as the reason."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, sum(_SEGMENTS), heads, head_dim, generator=generator) * 0.5).to(device)
+    boundaries = torch.tensor([0, *torch.tensor(_SEGMENTS).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    scale = head_dim**-0.5
+    expected = segment_sdpa(q, k, v, boundaries, max(_SEGMENTS), scale)
+    query, key, value = (x.to(dtype) for x in (q, k, v))
+    limit = 4 * torch.finfo(dtype).eps
+    seconds: dict[str, float] = {}
+    for name in loaded:
+        try:
+            attend = BACKENDS[name].load()
+            out = attend(query, key, value, boundaries, max(_SEGMENTS), scale)
+            error = float((out.float() - expected).norm() / expected.norm())
+            if not error <= limit:
+                _log.warning("attention: %s is off by %.1e, not used", name, error)
+                continue
+            run = partial(attend, query, key, value, boundaries, max(_SEGMENTS), scale)
+            seconds[name] = _seconds(run, device)
+        except (RuntimeError, TypeError) as failure:
+            _log.warning("attention: %s failed: %s", name, str(failure).partition("\n")[0])
+    if not seconds:
+        raise ValueError(f"no attention backend gives right results on {device}")
+    told = ", ".join(f"{name} {1e6 * each:.0f} us" for name, each in sorted(seconds.items(), key=lambda pair: pair[1]))
+    return min(seconds, key=seconds.__getitem__), f"the fastest of: {told}"
+
+
+def _seconds(run: Callable[[], Tensor], device: torch.device) -> float:
+    taken = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return median(taken[1:])
+
+
+def _packed(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """The backend behind transformers' signature: `(1, heads, rows, head_dim)` in, rows first out."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float,
+        cu_seq_lens_q: Tensor,
+        max_length_q: int,
+        **_: Any,  # noqa: ANN401 - transformers passes what other backends need
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
+
+    return attention

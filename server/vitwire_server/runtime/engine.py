@@ -8,96 +8,138 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.errors import EncodeFailed, NonFinite
-from vitwire_server.core.items import Item
-from vitwire_server.core.runner import Collected, Timings
+from vitwire_server.core.errors import DeviceLost, EncodeFailed, NonFinite, OutOfMemory
+from vitwire_server.core.items import Embedding, Item
+from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.graphs import GraphSet
-from vitwire_server.runtime.staging import TORCH_TYPES, Stager, embedding
+from vitwire_server.runtime.lanes import TORCH_TYPES, Landing, Lanes
+from vitwire_server.runtime.staging import Stager
 from vitwire_server.towers.packed import PackedTower
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A batch whose forward was started; implements core's `Running`."""
+    """A batch whose forward was started."""
 
     items: Sequence[Item]
-    rows: Sequence[Tensor]
-    """Rows of each item, in buffers of their own."""
-    finite: Tensor
-    """`(items,)`, on the device: whether all rows of an item are finite."""
+    landing: Landing
+    """Rows of each item in the type asked for, then `(items,)`: whether all of them are finite."""
     stage_in: float
-    execute: float
 
     def collect(self) -> Collected:
-        """Bring the rows to the host. Raises EncodeFailed if the device failed."""
+        """The rows, once they are on the host. Raises DeviceLost."""
         start = time.perf_counter()
         try:
-            finite: list[bool] = self.finite.tolist()
-            results = [
-                embedding(rows.cpu(), item.output) if ok else _non_finite(item)
-                for item, rows, ok in zip(self.items, self.rows, finite, strict=True)
-            ]
-        except RuntimeError as error:
-            raise EncodeFailed(f"the device failed: {_first_line(error)}") from error
-        return Collected(results, Timings(self.stage_in, self.execute, time.perf_counter() - start))
+            execute = self.landing.wait()
+        except torch.AcceleratorError as error:
+            raise DeviceLost(_first_line(error)) from None
+        *rows, finite = self.landing.tensors
+        results = [
+            _embedding(item, own) if ok else _non_finite(item)
+            for item, own, ok in zip(self.items, rows, finite.tolist(), strict=True)
+        ]
+        return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start))
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A batch that could not run; the same failure for each of its items."""
+
+    items: Sequence[Item]
+    failure: EncodeFailed
+
+    def collect(self) -> Collected:
+        """The failure, item by item."""
+        return Collected([self.failure] * len(self.items), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Items that had to run one by one."""
+
+    parts: Sequence[Running]
+
+    def collect(self) -> Collected:
+        """All parts' results in order."""
+        collected = [part.collect() for part in self.parts]
+        ran = [one.timings for one in collected if one.timings]
+        spent = [sum(getattr(each, name) for each in ran) for name in ("stage_in", "execute", "stage_out")]
+        return Collected([result for one in collected for result in one.results], Timings(*spent) if ran else None)
 
 
 class Engine:
-    """Runs batches on a tower: replays of its graphs, or eager forwards at the exact shape.
+    """Runs batches on a tower: replays of its graphs, or eager forwards at the exact shape."""
 
-    `depth` is 1: a launch on CPU returns when its forward is done.
-    """
-
-    depth = 1
-
-    def __init__(self, tower: PackedTower, graphs: GraphSet, stager: Stager) -> None:
+    def __init__(self, tower: PackedTower, graphs: GraphSet, stager: Stager, lanes: Lanes) -> None:
+        self.depth = lanes.depth
         self._tower = tower
         self._graphs = graphs
         self._stager = stager
+        self._lanes = lanes
 
     @torch.inference_mode()
-    def launch(self, items: Sequence[Item], budget: Budget | None) -> Launch:
-        """Stage `items` and run their forward. Raises EncodeFailed if the device failed."""
+    def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
+        """Stage `items` and start their forward. Raises DeviceLost.
+
+        Out of memory, the cache is emptied and each item is tried alone and eagerly; an item that
+        does not fit even so fails with OutOfMemory.
+        """
         try:
-            return self._replay(items, budget) if budget else self._eager(items)
+            return self._launch(items, budget)
+        except torch.OutOfMemoryError:
+            pass  # the traceback holds the forward's tensors: retry only after it is gone
+        except torch.AcceleratorError as error:
+            raise DeviceLost(_first_line(error)) from None
         except RuntimeError as error:
-            raise EncodeFailed(f"the device failed: {_first_line(error)}") from error
+            return Failed(items, EncodeFailed(f"the forward failed: {_first_line(error)}"))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(items) == 1 and budget is None:
+            return Failed(items, OutOfMemory("the device has too little memory for this item, even alone"))
+        return Apart([self.launch([item], None) for item in items])
 
-    def _replay(self, items: Sequence[Item], budget: Budget) -> Launch:
+    def _launch(self, items: Sequence[Item], budget: Budget | None) -> Launch:
         start = time.perf_counter()
+        sources = self._lanes.upload([item.pixels for item in items])
+        with self._lanes.computing():
+            forward = self._replay(items, sources, budget) if budget else self._eager(items, sources)
+            parts = self._tower.split(forward, [item.footprint for item in items])
+            # Rows leave the static buffer, which the next replay overwrites.
+            rows = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
+            finite = torch.stack([own.isfinite().all() for own in rows])
+        landing = self._lanes.download([*rows, finite])
+        return Launch(items, landing, time.perf_counter() - start)
+
+    def _replay(self, items: Sequence[Item], sources: Sequence[Tensor], budget: Budget) -> Tensor:
         graph = self._graphs[budget]
-        graph.load([item.grid for item in items], lambda out: self._fill(items, out))
-        staged = time.perf_counter()
-        return self._launched(items, graph.replay(), start, staged)
+        graph.load([item.grid for item in items], lambda out: self._fill(items, sources, out))
+        return graph.replay()
 
-    def _eager(self, items: Sequence[Item]) -> Launch:
-        start = time.perf_counter()
+    def _eager(self, items: Sequence[Item], sources: Sequence[Tensor]) -> Tensor:
         tower = self._tower
         grids = [item.grid for item in items]
         metadata = tower.reserve(tower.exact(grids))
         tower.prepare(grids, metadata)
         columns = tower.geometry.columns(frames=tower.geometry.temporal)
         pixels = torch.empty(metadata.capacity.patches, columns, dtype=tower.dtype, device=tower.device)
-        self._fill(items, pixels)
-        staged = time.perf_counter()
-        return self._launched(items, tower.forward(pixels, metadata), start, staged)
+        self._fill(items, sources, pixels)
+        return tower.forward(pixels, metadata)
 
-    def _fill(self, items: Sequence[Item], out: Tensor) -> None:
+    def _fill(self, items: Sequence[Item], sources: Sequence[Tensor], out: Tensor) -> None:
         patches = [item.footprint.patches for item in items]
-        for item, rows in zip(items, torch.split(out, patches), strict=True):
-            self._stager.stage(item.pixels, item.modality, rows)
+        for item, source, rows in zip(items, sources, torch.split(out, patches), strict=True):
+            self._stager.stage(source, item.modality, rows)
 
-    def _launched(self, items: Sequence[Item], rows: Tensor, start: float, staged: float) -> Launch:
-        """Rows leave the static buffer, which the next replay overwrites, in the type asked for."""
-        parts = self._tower.split(rows, [item.footprint for item in items])
-        finite = torch.stack([part.isfinite().all() for part in parts])
-        own = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
-        return Launch(items, own, finite, staged - start, time.perf_counter() - staged)
+
+def _embedding(item: Item, rows: Tensor) -> Embedding:
+    """Rows on the host as bytes that keep the tensor alive."""
+    tokens, width = rows.shape
+    return Embedding(rows.view(torch.uint8).numpy().reshape(-1).data, item.output, (tokens, width))
 
 
 def _non_finite(item: Item) -> NonFinite:
     return NonFinite(f"the embedding of this {item.modality} of grid {item.grid} is not finite")
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

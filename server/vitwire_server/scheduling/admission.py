@@ -1,30 +1,28 @@
 """Admission: how much may be in the server at once, in items and in bytes."""
 
-from dataclasses import dataclass
 from threading import Lock
 
 from vitwire_server.core.errors import Overloaded
 
 
-@dataclass(slots=True, eq=False)
 class Permit:
     """The right to have items and bytes in the server; released once, by whoever holds it."""
 
-    admission: "Admission"
-    items: int
-    nbytes: int
+    def __init__(self, admission: "Admission", items: int, nbytes: int) -> None:
+        self._admission = admission
+        self._held = (items, nbytes)
 
     def release(self) -> None:
         """Give everything back; a second call does nothing."""
-        self.admission.give_back(self)
-        self.items = self.nbytes = 0
+        held, self._held = self._held, (0, 0)
+        self._admission._give_back(*held)  # noqa: SLF001 - the two are one
 
 
 class Admission:
     """Hands out permits up to a bound. Thread-safe.
 
-    One request that is larger than the whole bound in bytes is let in when nothing else is, so
-    that an admissible request can always be served.
+    What is larger than the whole bound is let in when nothing else is there, so that an admissible
+    request can always be served.
     """
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
@@ -35,29 +33,15 @@ class Admission:
         self._nbytes = 0
 
     def admit(self, items: int, nbytes: int) -> Permit:
-        """A permit for `items` items of `nbytes` bytes. Raises Overloaded when full."""
+        """A permit for `items` items of `nbytes` bytes together. Raises Overloaded when full."""
         with self._lock:
             if self._items and self._items + items > self._max_items:
-                raise Overloaded(
-                    f"{self._items} items are queued of at most {self._max_items}",
-                    reason="items",
-                    retry_seconds=self._retry_seconds(),
-                )
+                raise self._full("items", self._items, self._max_items)
             if self._nbytes and self._nbytes + nbytes > self._max_bytes:
-                raise Overloaded(
-                    f"{self._nbytes} bytes are queued of at most {self._max_bytes}",
-                    reason="bytes",
-                    retry_seconds=self._retry_seconds(),
-                )
+                raise self._full("bytes", self._nbytes, self._max_bytes)
             self._items += items
             self._nbytes += nbytes
             return Permit(self, items, nbytes)
-
-    def give_back(self, permit: Permit) -> None:
-        """Called by Permit.release."""
-        with self._lock:
-            self._items -= permit.items
-            self._nbytes -= permit.nbytes
 
     @property
     def held(self) -> tuple[int, int]:
@@ -65,7 +49,13 @@ class Admission:
         with self._lock:
             return self._items, self._nbytes
 
-    def _retry_seconds(self) -> float:
-        """Longer the fuller the queue is; between 0.1 and 1 second."""
+    def _give_back(self, items: int, nbytes: int) -> None:
+        with self._lock:
+            self._items -= items
+            self._nbytes -= nbytes
+
+    def _full(self, what: str, held: int, most: int) -> Overloaded:
+        """Tells to come back later the fuller it is: after 0.1 to 1 second."""
         fill = max(self._items / self._max_items, self._nbytes / self._max_bytes)
-        return min(1.0, max(0.1, fill))
+        message = f"{held} {what} are in the server of at most {most}"
+        return Overloaded(message, reason=what, retry_seconds=min(1.0, max(0.1, fill)))

@@ -16,7 +16,7 @@ from vitwire_server.scheduling.packing import Options, best_fit, fill
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Bounds:
     """Bounds of one batch that hold for graphs and for eager forwards."""
 
     tokens: int
@@ -38,10 +38,10 @@ class Planner:
     cheaper. Batches run in the order of the oldest item in them.
     """
 
-    def __init__(self, ladder: Ladder, limits: Limits, *, without_graph: Fallback, costs: Costs = ASSUMED) -> None:
+    def __init__(self, ladder: Ladder, bounds: Bounds, *, without_graph: Fallback, costs: Costs = ASSUMED) -> None:
         """`without_graph` is the reason given when the ladder is empty."""
         self._ladder = ladder
-        self._limits = limits
+        self._bounds = bounds
         self._without_graph = without_graph
         self._costs = costs
         self._options = Options([budget.tokens for budget in ladder], costs.replay)
@@ -55,7 +55,7 @@ class Planner:
             (captured if reason is None else eager.setdefault(reason, [])).append(item)
         batches = self._replays(captured, footprints)
         for reason, items in eager.items():
-            groups = best_fit(items, footprints, self._limits.hold)
+            groups = best_fit(items, footprints, self._bounds.hold)
             batches += [Batch(tuple(sorted(group)), None, reason) for group in groups]
         return Plan(tuple(sorted(batches, key=lambda batch: batch.items[0])))
 
@@ -86,7 +86,7 @@ class Planner:
         return self._with_eager(batches, footprints)
 
     def _fits(self, load: Footprint, items: int) -> bool:
-        return self._limits.hold(load, items) and self._ladder.smallest_fitting(load, items) is not None
+        return self._bounds.hold(load, items) and self._ladder.smallest_fitting(load, items) is not None
 
     def _on_budgets(self, groups: Iterable[Sequence[int]], footprints: Sequence[Footprint]) -> list[Batch] | None:
         """Each group on its cheapest budget; None if a group breaks a bound."""
@@ -94,7 +94,7 @@ class Planner:
         for group in groups:
             load = total([footprints[item] for item in group])
             budget = self._cheapest(load, len(group))
-            if budget is None or not (len(group) == 1 or self._limits.hold(load, len(group))):
+            if budget is None or not (len(group) == 1 or self._bounds.hold(load, len(group))):
                 return None
             batches.append(Batch(tuple(sorted(group)), budget))
         return batches
@@ -118,9 +118,9 @@ class Planner:
     def _joint(self, batch: Batch, other: Batch, footprints: Sequence[Footprint]) -> Batch | None:
         """Both batches as one eager forward, if bounds allow it and it is cheaper."""
         items = batch.items + other.items
-        if sum(footprints[item].tokens for item in items) > self._limits.tokens:
+        if sum(footprints[item].tokens for item in items) > self._bounds.tokens:
             return None
-        if not self._limits.hold(total([footprints[item] for item in items]), len(items)):
+        if not self._bounds.hold(total([footprints[item] for item in items]), len(items)):
             return None
         joint = self._cheaper((batch, other), footprints)
         return None if joint is batch else joint

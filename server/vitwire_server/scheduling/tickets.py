@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import count
 
 from vitwire_server.core.items import Item
@@ -10,17 +11,25 @@ from vitwire_server.core.reports import Outcome
 _numbers = count(1)
 
 
+class Priority(IntEnum):
+    """Which requests go first; lower goes first."""
+
+    INTERACTIVE = 0
+    BATCH = 1
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request in flight: its deadline, and where the outcome of each item goes.
 
     `deliver(item, outcome)` is called once per submitted item, by the engine's thread, unless the
-    ticket was cancelled. Owned by the RPC that opened it; `cancelled` is set by it alone.
+    ticket was cancelled. Owned by the RPC that opened it; `cancelled` is set through the scheduler.
     """
 
     deliver: Callable[[int, Outcome], None]
     deadline: float | None = None
     """In seconds of the scheduler's clock; None waits forever."""
+    priority: Priority = Priority.INTERACTIVE
     cancelled: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -25,6 +26,7 @@ from vitwire_server.towers.packed import PackedTower
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Track = Callable[[Iterable[str], str, int], Iterable[str]]
 """Wraps an iterable in a progress bar: items, description, how many."""
@@ -75,11 +77,14 @@ def open_checkpoint(model: str) -> Checkpoint:
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, TypeError) as error:
+        vision_config = config.vision_config
+        dtype = config.dtype or vision_config.dtype or torch.float32
+    except (ValueError, OSError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {error}") from error
-    dtype = config.dtype or config.vision_config.dtype or torch.float32
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{model}: weights in {dtype} are not supported")
     model_id = model if on_hub else folder.resolve().name
-    return Checkpoint(model_id, folder, on_hub, family, config.vision_config, dtype)
+    return Checkpoint(model_id, folder, on_hub, family, vision_config, dtype)
 
 
 def load_tower(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, track: Track) -> Loaded:
@@ -91,13 +96,13 @@ def load_tower(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.devi
     weights = _read_weights(checkpoint, track)
     transformers.utils.logging.disable_progress_bar()
     tower_class: Any = _tower_class(checkpoint.family)
-    model, info = tower_class.from_pretrained(
-        None,
-        config=checkpoint.vision_config,
-        state_dict=dict(weights),
-        dtype=dtype,
-        output_loading_info=True,
-    )
+    try:
+        model, info = tower_class.from_pretrained(
+            None, config=checkpoint.vision_config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+        )
+    except (RuntimeError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        told = str(error).partition("\n")[0]
+        raise CheckpointError(f"{checkpoint.folder}: no vision tower can be built of it: {told}") from error
     wrong = {
         key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]
     }
@@ -164,6 +169,8 @@ def _read_weights(checkpoint: Checkpoint, track: Track) -> Mapping[str, Tensor]:
 def _vision_shards(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     """For each shard with vision weights: name within the tower to name in the shard."""
     prefixes = checkpoint.family.prefixes
+    if checkpoint.on_hub and not (checkpoint.folder / _INDEX).exists():
+        _download(checkpoint.model_id, [_SINGLE])
     keys = _weight_map(checkpoint.folder)
     prefix = next((p for p in prefixes if any(key.startswith(p) for key in keys)), None)
     if prefix is None:
@@ -178,12 +185,17 @@ def _vision_shards(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 def _weight_map(folder: Path) -> Mapping[str, str]:
     """Weight name to shard, from the index or from the only file."""
     if (folder / _INDEX).exists():
-        weight_map: dict[str, str] = read_json(folder / _INDEX).get("weight_map", {})
+        weight_map = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise CheckpointError(f"{folder / _INDEX} holds no weight_map from names to files")
         return weight_map
     if not (folder / _SINGLE).exists():
         raise CheckpointError(f"{folder} holds neither {_INDEX} nor {_SINGLE}")
-    with safe_open(folder / _SINGLE, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), _SINGLE)
+    try:
+        with safe_open(folder / _SINGLE, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), _SINGLE)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / _SINGLE} is no safetensors file: {error}") from error
 
 
 def _fingerprint(weights: Mapping[str, Tensor]) -> str:

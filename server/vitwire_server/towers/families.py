@@ -1,7 +1,7 @@
 """The table of models: one row per family of checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -35,6 +35,17 @@ class Family:
 
 _QWEN_PREFIXES = ("model.visual.", "visual.")
 
+_QWEN3_VL = Family(
+    model_type="qwen3_vl",
+    title="Qwen3-VL",
+    tower="qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
+    prefixes=_QWEN_PREFIXES,
+    width="out_hidden_size",
+    interpolates=True,
+    deepstack=True,
+    video_pixels=(128 * 32 * 32, 768 * 32 * 32),
+    bounds_span_frames=True,
+)
 _ROWS = (
     Family(
         model_type="qwen2_vl",
@@ -51,27 +62,12 @@ _ROWS = (
         width="out_hidden_size",
         windows=True,
     ),
-    Family(
-        model_type="qwen3_vl",
-        title="Qwen3-VL",
-        tower="qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
-        prefixes=_QWEN_PREFIXES,
-        width="out_hidden_size",
-        interpolates=True,
-        deepstack=True,
-        video_pixels=(128 * 32 * 32, 768 * 32 * 32),
-        bounds_span_frames=True,
-    ),
-    Family(
+    _QWEN3_VL,
+    replace(
+        _QWEN3_VL,
         model_type="qwen3_vl_moe",
         title="Qwen3-VL MoE",
         tower="qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen3VLMoeVisionModel",
-        prefixes=_QWEN_PREFIXES,
-        width="out_hidden_size",
-        interpolates=True,
-        deepstack=True,
-        video_pixels=(128 * 32 * 32, 768 * 32 * 32),
-        bounds_span_frames=True,
     ),
 )
 

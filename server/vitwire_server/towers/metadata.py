@@ -1,4 +1,4 @@
-"""What transformers' towers compute from `grid_thw`, computed ahead and laid into buffers.
+"""What transformers' towers compute from `grid_thw`, laid into buffers of a fixed size.
 
 transformers' `vision_utils` takes each of these tensors from the caller's keyword arguments when
 it is given. With all of them given, the stock forward has no host synchronisation and no
@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from vitwire_server.core.grids import Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +29,37 @@ class Capacity:
 
 
 class Part(Protocol):
-    """One kind of metadata: measured per grid, then laid into a buffer beside others."""
+    """One kind of metadata: laid into a buffer, item after item, padding behind them."""
 
-    def measure(self, grid: Grid, device: torch.device) -> Tensor:
-        """The metadata of an item that is alone in its forward; kept per grid by the tower."""
+    @property
+    def on_host(self) -> bool:
+        """Whether an item's own metadata is kept on the host rather than on the device."""
         ...
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         """A buffer for `capacity`; `lay` must run before the forward reads it."""
         ...
 
-    def lay(self, buffer: Tensor, measured: Sequence[Tensor], grids: Sequence[Grid], capacity: Capacity) -> None:
-        """Lay items out one after the other, and make the rest of the buffer padding."""
+    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
+        """Lay out items of so many `patches`, of which each is `measured` as if it were alone.
+
+        Does not synchronise with the device. Raises ValueError where the buffer has too few slots.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One row per patch. Padding keeps what lay there before: a row of any grid is a valid row."""
+    """`(patches, columns)`. Padding keeps what lay there before: a row of any grid is a valid row."""
 
-    compute: Callable[[Tensor], Tensor]
-    """`grid_thw (1, 3)` to `(patches, columns)`."""
-
-    def measure(self, grid: Grid, device: torch.device) -> Tensor:
-        return self.compute(torch.tensor([grid])).to(device)
+    columns: int
+    dtype: torch.dtype
+    on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
-        sample = self.compute(torch.tensor([[1, 2, 2]]))
-        return torch.zeros((capacity.patches, *sample.shape[1:]), dtype=sample.dtype, device=device)
+        return torch.zeros((capacity.patches, self.columns), dtype=self.dtype, device=device)
 
-    def lay(self, buffer: Tensor, measured: Sequence[Tensor], grids: Sequence[Grid], capacity: Capacity) -> None:
+    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         at = 0
         for rows in measured:
             buffer[at : at + len(rows)].copy_(rows)
@@ -69,18 +68,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A permutation of the tokens, int64, identity on padding."""
+    """A permutation of the tokens, `(tokens,)` int64, identity on padding."""
 
-    compute: Callable[[Tensor], Tensor]
-    """`grid_thw (1, 3)` to `(tokens,)`."""
-
-    def measure(self, grid: Grid, device: torch.device) -> Tensor:
-        return self.compute(torch.tensor([grid])).to(device)
+    on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         return torch.arange(capacity.tokens, device=device)
 
-    def lay(self, buffer: Tensor, measured: Sequence[Tensor], grids: Sequence[Grid], capacity: Capacity) -> None:
+    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         at = 0
         for order in measured:
             torch.add(order, at, out=buffer[at : at + len(order)])
@@ -91,35 +86,33 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Cumulative ends of attention segments, int32. They are few, so they are joined on the host.
+    """Cumulative ends of attention segments, `(slots + 1,)` int32, the first of them 0.
 
-    The last end always equals the capacity in patches, since attention kernels leave rows outside
-    the boundaries unwritten. Padding rows form segments of at most `longest` patches; slots that
-    are left over repeat the last end, which makes them empty segments.
+    They are few, so they are joined on the host. The last end always equals the capacity in
+    patches, since attention kernels leave rows outside the boundaries unwritten. Padding rows form
+    segments of at most `longest` patches; slots that are left over repeat the last end, which makes
+    them empty segments.
     """
 
-    compute: Callable[[Tensor], Tensor]
-    """`grid_thw (1, 3)` to `(segments + 1,)`, the first of them 0."""
     slots: Callable[[Capacity], int]
     longest: Callable[[Capacity], int]
-
-    def measure(self, grid: Grid, device: torch.device) -> Tensor:
-        return self.compute(torch.tensor([grid]))[1:].to(torch.int32)
+    on_host: bool = True
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         return torch.zeros(self.slots(capacity) + 1, dtype=torch.int32, device=device)
 
-    def lay(self, buffer: Tensor, measured: Sequence[Tensor], grids: Sequence[Grid], capacity: Capacity) -> None:
-        host = torch.full(buffer.shape, capacity.patches, dtype=torch.int32)
+    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
+        host = torch.empty(buffer.shape, dtype=torch.int32, pin_memory=buffer.is_cuda)
+        host.fill_(capacity.patches)
         host[0] = 0
-        at, patches = 1, 0
-        for ends, grid in zip(measured, grids, strict=True):
-            torch.add(ends, patches, out=host[at : at + len(ends)])
+        at, used = 1, 0
+        for ends, own in zip(measured, patches, strict=True):
+            torch.add(ends, used, out=host[at : at + len(ends)])
             at += len(ends)
-            patches += grid.patches
-        padding = range(patches + self.longest(capacity), capacity.patches, self.longest(capacity))
-        if at + len(padding) + (patches < capacity.patches) > len(host):
-            raise ValueError(f"{self.slots(capacity)} segments are too few for {list(grids)}")
+            used += own
+        padding = range(used + self.longest(capacity), capacity.patches, self.longest(capacity))
+        if at + len(padding) + (used < capacity.patches) > len(host):
+            raise ValueError(f"{self.slots(capacity)} segments are too few for {len(measured)} items")
         if padding:
             host[at : at + len(padding)] = torch.tensor(padding, dtype=torch.int32)
         buffer.copy_(host, non_blocking=True)

@@ -19,6 +19,8 @@ from vitwire_server.towers.metadata import Boundaries, Capacity, Order, Part, Ro
 
 _KEPT_PATCHES = 1 << 20
 """Patches whose metadata is kept per grid: about 64 bytes each on the device."""
+_TAPS = 4
+"""Neighbours that a bilinearly resampled position is made of."""
 
 
 @dataclass(slots=True)
@@ -41,7 +43,7 @@ class PackedTower:
         config: Any = model.config
         levels = len(config.deepstack_visual_indexes) if family.deepstack else 0
         self.family = family
-        self.model = model
+        self.model: Any = model
         self.geometry = Geometry(
             patch=config.patch_size,
             merge=config.spatial_merge_size,
@@ -50,25 +52,34 @@ class PackedTower:
             width=getattr(config, family.width) * (1 + levels),
             levels=levels,
         )
-        self._window = config.window_size if family.windows else 0
-        self._parts = _parts(family, model, self.geometry.merge)
+        self._window_side = config.window_size // config.patch_size if family.windows else 0
+        self._parts = self._kinds()
         self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
         self._kept = 0
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the tower computes in."""
-        return next(self.model.parameters()).dtype
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
 
     def use_attention(self, implementation: str) -> None:
         """Attend through the function registered with transformers under this name."""
+        # transformers' documented switch
+        self.model.config._attn_implementation = implementation  # noqa: SLF001
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Attention heads and the size of one."""
         config: Any = self.model.config
-        config._attn_implementation = implementation  # noqa: SLF001 - the name is transformers' documented switch
+        hidden = getattr(config, "embed_dim", None) or config.hidden_size
+        return config.num_heads, hidden // config.num_heads
 
     def footprint(self, grid: Grid) -> Footprint:
         """What an item of this grid costs. Rows and columns must be multiples of the merge size."""
@@ -93,15 +104,15 @@ class PackedTower:
     def exact(self, grids: Sequence[Grid]) -> Capacity:
         """Sizes that fit a batch without padding."""
         load = total([self.footprint(grid) for grid in grids])
-        windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids) if self._window else 0
+        windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids) if self._window_side else 0
         return Capacity(load.patches, load.tokens, load.segments, load.longest, windows)
 
     def reserve(self, capacity: Capacity) -> Metadata:
         """Buffers for metadata of `capacity`, on the tower's device."""
         tensors = {key: part.allocate(capacity, self.device) for key, part in self._parts.items()}
         bounds = {"max_seqlen": capacity.longest}
-        if self._window:
-            bounds["max_window_seqlen"] = self._window_patches
+        if self._window_side:
+            bounds["max_window_seqlen"] = self._window_side**2
         return Metadata(capacity, tensors, bounds)
 
     def prepare(self, grids: Sequence[Grid], metadata: Metadata) -> None:
@@ -110,8 +121,9 @@ class PackedTower:
         Raises ValueError if the batch has more segments than the capacity has slots.
         """
         measured = [self._measure(grid) for grid in grids]
+        patches = [grid.patches for grid in grids]
         for key, part in self._parts.items():
-            part.lay(metadata.tensors[key], [parts[key] for parts in measured], grids, metadata.capacity)
+            part.lay(metadata.tensors[key], [own[key] for own in measured], patches, metadata.capacity)
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, C*T*p*p)` to rows `(tokens, width)`: `[main | deepstack 0 | ...]`."""
@@ -131,66 +143,74 @@ class PackedTower:
         tokens = [footprint.tokens for footprint in footprints]
         return list(torch.split(rows[: sum(tokens)], tokens))
 
-    @property
-    def _window_patches(self) -> int:
-        return (self._window // self.geometry.patch) ** 2
-
-    def _most_windows(self, tokens: int, segments: int) -> int:
-        """Bound of the windows that any items of so many tokens and frames need, padding included.
-
-        A frame of h x w tokens has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
-        """
-        if not self._window:
-            return 0
-        side = self._window // self.geometry.patch // self.geometry.merge
-        return ceil(tokens / side + segments * (side - 1) / side) + 1
+    def _kinds(self) -> dict[str, Part]:
+        """The metadata that the family's forward takes, by keyword."""
+        parts: dict[str, Part] = {
+            "cu_seqlens": Boundaries(slots=lambda c: c.segments, longest=lambda c: c.longest),
+            "position_ids": Rows(2, torch.int64),
+        }
+        if self.family.interpolates:
+            parts["interp_indices"] = Rows(_TAPS, torch.int64)
+            parts["interp_weights"] = Rows(_TAPS, torch.float32)
+        if self.family.windows:
+            window = self._window_side**2
+            parts["window_index"] = Order()
+            parts["cu_window_seqlens"] = Boundaries(slots=lambda c: c.windows, longest=lambda _: window)
+        return parts
 
     def _measure(self, grid: Grid) -> dict[str, Tensor]:
-        """The metadata of one grid, from the cache if it is there (least recently used leave)."""
+        """The metadata of an item that is alone, kept per grid (least recently used leave)."""
         if grid in self._measured:
             self._measured.move_to_end(grid)
             return self._measured[grid]
-        measured = {key: part.measure(grid, self.device) for key, part in self._parts.items()}
+        computed = self._compute(grid)
+        measured = {
+            key: computed[key] if part.on_host else _to_device(computed[key], self.device)
+            for key, part in self._parts.items()
+        }
         self._measured[grid] = measured
         self._kept += grid.patches
         while self._kept > _KEPT_PATCHES and len(self._measured) > 1:
             self._kept -= prod(self._measured.popitem(last=False)[0])
         return measured
 
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        """transformers' own functions, on the host; rows of a frame are computed once for all frames."""
+        merge = self.geometry.merge
+        whole, frame = torch.tensor([grid]), torch.tensor([(1, grid.h, grid.w)])
+        parts = {
+            "cu_seqlens": vision_utils.get_vision_cu_seqlens(whole)[1:],
+            "position_ids": vision_utils.get_vision_position_ids(frame, merge).repeat(grid.t, 1),
+        }
+        if self.family.interpolates:
+            taps = vision_utils.get_vision_interpolation_indices_and_weights(
+                frame,
+                num_grid_per_side=self.model.num_grid_per_side,
+                mode=self.model.interpolation_mode,
+                align_corners=self.model.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+            parts["interp_indices"], parts["interp_weights"] = (rows.repeat(grid.t, 1) for rows in taps)
+        if self.family.windows:
+            order, ends = vision_utils.get_vision_window_index(
+                whole, merge, self.model.window_size, self.model.patch_size
+            )
+            parts["window_index"], parts["cu_window_seqlens"] = order, ends[1:]
+        return parts
 
-def _parts(family: Family, model: Any, merge: int) -> dict[str, Part]:  # noqa: ANN401 - stock towers have no common type
-    """The metadata that a family's forward takes, by keyword."""
+    def _most_windows(self, tokens: int, segments: int) -> int:
+        """Bound of the windows that any items of so many tokens and frames need, padding included.
 
-    def positions(grid: Tensor) -> Tensor:
-        return vision_utils.get_vision_position_ids(grid, merge)
+        A frame of h x w tokens has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
+        """
+        if not self._window_side:
+            return 0
+        side = self._window_side // self.geometry.merge
+        return ceil(tokens / side + segments * (side - 1) / side) + 1
 
-    def interpolation(grid: Tensor) -> tuple[Tensor, Tensor]:
-        return vision_utils.get_vision_interpolation_indices_and_weights(
-            grid,
-            num_grid_per_side=model.num_grid_per_side,
-            mode=model.interpolation_mode,
-            align_corners=model.interpolation_align_corners,
-            spatial_merge_size=merge,
-        )
 
-    def windows(grid: Tensor) -> tuple[Tensor, Tensor]:
-        return vision_utils.get_vision_window_index(
-            grid, spatial_merge_size=merge, window_size=model.window_size, patch_size=model.patch_size
-        )
-
-    parts: dict[str, Part] = {
-        "cu_seqlens": Boundaries(
-            vision_utils.get_vision_cu_seqlens, slots=lambda c: c.segments, longest=lambda c: c.longest
-        ),
-        "position_ids": Rows(positions),
-    }
-    if family.interpolates:
-        parts["interp_indices"] = Rows(lambda grid: interpolation(grid)[0])
-        parts["interp_weights"] = Rows(lambda grid: interpolation(grid)[1])
-    if family.windows:
-        window = (model.window_size // model.patch_size) ** 2
-        parts["window_index"] = Order(lambda grid: windows(grid)[0])
-        parts["cu_window_seqlens"] = Boundaries(
-            lambda grid: windows(grid)[1], slots=lambda c: c.windows, longest=lambda _: window
-        )
-    return parts
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, made without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
