@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check acceptance setup stubs clean
+.PHONY: demo test check bench gpu-test gpu-bench acceptance setup stubs clean
 
 demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
@@ -18,6 +18,19 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	PYTHON=$(PYTHON) tools/proto.sh check
+
+bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a.jsonl --judge b.jsonl"
+	PYTHONPATH=tests $(BIN)/python tests/perf/bench.py $(FLAGS)
+
+# These two take an installed torch and transformers as given, and set up nothing.
+GPU_PYTHON ?= python3
+GPU_PATH := client:server:tests
+
+gpu-test: ## the engine's tests on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: on simulated graphs)
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(FLAGS)
+
+gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png"
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) tests/gpu/bench.py $(FLAGS)
 
 acceptance: check test demo ## every tier in full
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from reference import Reference
+from rigs import Yardstick
 from vitwire_server.towers.demo import write_demo_checkpoint
 from vitwire_server.towers.families import FAMILIES
 
@@ -37,3 +38,21 @@ def references(checkpoints: Checkpoints) -> Callable[[str, torch.dtype], Referen
         return Reference(checkpoints(model_type), dtype)
 
     return reference
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where engines run; tests/gpu puts a GPU here."""
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def yardsticks(checkpoints: Checkpoints, device: torch.device) -> Callable[[str, torch.dtype], Yardstick]:
+    """What rows of a model_type and dtype are judged by, loaded once a session."""
+
+    @cache
+    def yardstick(model_type: str, dtype: torch.dtype) -> Yardstick:
+        exact = Reference(checkpoints(model_type), torch.float32)
+        return Yardstick(exact, Reference(checkpoints(model_type), dtype, str(device)))
+
+    return yardstick

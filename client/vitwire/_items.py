@@ -53,7 +53,7 @@ class Item:
     grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers.
     modality: "image" or "video".
     content_id: names the content for the server's embedding cache.
-    keep_ratio: share of a video's tokens to keep, in (0, 1); 0 switches pruning off.
+    keep_ratio: share of a video's tokens to keep, in (0, 1); 0 or 1 switches pruning off.
     crops: second view of two-resolution towers, of the same types as `pixels`.
 
     Raises InvalidItem, with the field named, for what can be told to be wrong without the model.
@@ -78,8 +78,8 @@ class Item:
         yield from _grid_violations(self.grid)
         if not isinstance(self.modality, str) or self.modality not in MODALITIES:
             yield Violation("modality", f"expected one of {', '.join(MODALITIES)}, got {self.modality!r}")
-        if not isinstance(self.keep_ratio, int | float) or not 0.0 <= self.keep_ratio < 1.0:
-            yield Violation("keep_ratio", f"expected a share in [0, 1), got {self.keep_ratio!r}")
+        if not isinstance(self.keep_ratio, int | float) or not 0.0 <= self.keep_ratio <= 1.0:
+            yield Violation("keep_ratio", f"expected a share in [0, 1], got {self.keep_ratio!r}")
         if not (self.content_id is None or isinstance(self.content_id, str)):
             yield Violation("content_id", f"expected a string, got {type(self.content_id).__name__}")
         if self.pixels is None and not self.content_id:

@@ -52,6 +52,10 @@ def _serve(words: list[str]) -> int:
         settings = resolve(words)
     except UsageError as error:
         return _fail(error, 2)
+    if settings.device_list:
+        from vitwire_server.supervisor import supervise  # noqa: PLC0415 - each command loads only what it needs
+
+        return asyncio.run(supervise(words, settings))
     tune()
     from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
     from vitwire_server.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
@@ -70,7 +74,7 @@ def _serve(words: list[str]) -> int:
 
 def _leave_threads(code: int) -> None:
     """Exit at once if a thread is still inside torch: the interpreter cannot finalise under it."""
-    if any(thread.name in ("loading", "engine") for thread in threading.enumerate()):
+    if any(thread.name in ("loading", "engine", "compiling") for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

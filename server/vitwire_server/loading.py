@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -18,6 +19,7 @@ from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.runtime.attention import Choice, choose
 from vitwire_server.runtime.calibration import measure_costs, sample_items
+from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
 from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
@@ -57,8 +59,10 @@ def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
     tower = loaded.tower
     attention = _attention(settings, tower, captured=mode == "cuda")
     lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
-    graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, lanes), metrics)
-    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes)
+    with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
+        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, lanes), metrics)
+    hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
+    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes, hot)
     _warm_up(engine, tower)
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else ASSUMED
     card = ModelCard(
@@ -78,8 +82,10 @@ def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
     )
     _announce(checkpoint, card, metrics)
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
-    reason = Fallback.NOT_CAPTURED if graphs.dropped else Fallback.GRAPHS_OFF
-    return Assembly(engine, Planner(graphs.ladder, bounds, without_graph=reason, costs=costs), card, tower)
+    reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
+    dropped = Ladder(tuple(sorted(graphs.dropped)))
+    planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
+    return Assembly(engine, planner, card, tower)
 
 
 def _device(name: str) -> torch.device:
@@ -88,6 +94,8 @@ def _device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
@@ -107,6 +115,12 @@ def _attention(settings: ServeSettings, tower: PackedTower, *, captured: bool) -
         raise UsageError(f"--attention-backend: {error}") from error
     tower.use_attention(choice.backend.implementation)
     return choice
+
+
+def _compiles(setting: str, tower: PackedTower) -> bool:
+    """Whether hot shapes are compiled: on CPU, by default where it pays, which is in bfloat16."""
+    wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
+    return wanted and tower.device.type == "cpu"
 
 
 def _ladder(settings: ServeSettings, tower: PackedTower, mode: str) -> Ladder:
@@ -137,9 +151,9 @@ def _capture(tower: PackedTower, ladder: Ladder, recorder: Recorder, metrics: Me
     if len(ladder):
         _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
     start = time.perf_counter()
-    before = torch.cuda.memory_reserved() if tower.device.type == "cuda" else 0
+    before = torch.cuda.memory_reserved(tower.device) if tower.device.type == "cuda" else 0
     graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
-    reserved = torch.cuda.memory_reserved() - before if tower.device.type == "cuda" else graphs.nbytes
+    reserved = torch.cuda.memory_reserved(tower.device) - before if tower.device.type == "cuda" else graphs.nbytes
     metrics.graphs_captured(graphs.ladder, len(graphs.dropped), time.perf_counter() - start, reserved)
     return graphs
 

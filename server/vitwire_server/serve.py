@@ -18,6 +18,7 @@ from vitwire_server.rpc.server import Listen, RpcServer, bracketed
 from vitwire_server.rpc.service import EncoderService, Serving
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.scheduler import Scheduler
+from vitwire_server.scheduling.traces import TraceWriter
 from vitwire_server.settings import ServeSettings, UsageError
 from vitwire_server.towers.checkpoint import CheckpointError
 
@@ -59,7 +60,8 @@ async def serve(settings: ServeSettings) -> int:
     """
     stopping = _stop_on_signals()
     metrics = Metrics()
-    service = EncoderService(metrics, Admission(settings.max_queued_items, settings.max_queued_bytes))
+    trace = _trace(settings)
+    service = EncoderService(metrics, Admission(settings.max_queued_items, settings.max_queued_bytes), trace)
     pages = MetricsServer(
         metrics.registry,
         lambda: service.serving is not None and not stopping.is_set(),
@@ -80,6 +82,15 @@ async def serve(settings: ServeSettings) -> int:
     finally:
         await rpc.stop(0)
         pages.stop()
+        if trace:
+            trace.close()
+
+
+def _trace(settings: ServeSettings) -> TraceWriter | None:
+    try:
+        return TraceWriter(settings.record_trace) if settings.record_trace else None
+    except OSError as error:
+        raise UsageError(f"--record-trace {settings.record_trace}: {error.strerror}") from error
 
 
 async def _until_stopped(

@@ -28,6 +28,7 @@ MAX_MESSAGE_BYTES = (1 << 31) - 1
 MAX_ITEMS = 8192
 """Items of one message at most, so that reading one never holds up the others for long."""
 _MIB = 1 << 20
+_LAST_PORT = 65535
 _WIDEST_ROW_BYTES = 3 * 2 * 16 * 16 * 4
 """The widest pixel row of any family, in float32."""
 
@@ -70,6 +71,11 @@ class ServeSettings(BaseSettings):
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:N"
     )
+    devices: str = Field(
+        default="none",
+        pattern=r"^(none|(cpu|cuda(:\d{1,3})?)(,(cpu|cuda(:\d{1,3})?))*)$",
+        description="one process per device (cuda:0,cuda:1) on consecutive ports; none serves --device in this one",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="what the tower computes in; auto is the checkpoint's own"
     )
@@ -85,6 +91,10 @@ class ServeSettings(BaseSettings):
     max_budget_tokens: int = Field(default=4096, ge=1, description="tokens of the largest budget and of an eager batch")
     max_items_per_batch: int = Field(default=64, ge=1, description="items that share one forward")
     max_frames_per_batch: int = Field(default=512, ge=1, description="attention segments that share one forward")
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="torch.compile of hot shapes on CPU, of blocks inside capture on CUDA; auto is bfloat16 on CPU",
+    )
     attention_backend: str = Field(
         default="auto", description="auto (the fastest that is right), sdpa, varlen, fa3, fa4 or cudnn"
     )
@@ -109,13 +119,16 @@ class ServeSettings(BaseSettings):
         allow_inf_nan=False,
         description="how long to keep serving after readiness went off at shutdown",
     )
+    record_trace: Path | None = Field(
+        default=None, description="append the sizes of each request's items here, for vitwire-server budgets --trace"
+    )
     reflection: CliImplicitFlag[bool] = Field(default=True, description="gRPC server reflection")
     log_format: Literal["text", "json"] = Field(default="text", description="format of log lines on stderr")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
 
-    @field_validator("budgets", mode="before")
+    @field_validator("budgets", "devices", mode="before")
     @classmethod
-    def _budgets_of_toml(cls, value: object) -> object:
+    def _list_of_toml(cls, value: object) -> object:
         return ",".join(map(str, value)) if isinstance(value, list) else value
 
     @field_validator("budgets")
@@ -131,6 +144,20 @@ class ServeSettings(BaseSettings):
         if sizes and max(sizes) > self.max_budget_tokens:
             raise ValueError(f"budgets: {max(sizes)} is more than max_budget_tokens {self.max_budget_tokens}")
         return self
+
+    @model_validator(mode="after")
+    def _devices_fit(self) -> "ServeSettings":
+        if self.device_list and self.device != "auto":
+            raise ValueError(f"--device {self.device} and --devices {self.devices} exclude each other")
+        last = max(self.port, self.metrics_port) + len(self.device_list) - 1
+        if last > _LAST_PORT:
+            raise ValueError(f"--devices: {len(self.device_list)} consecutive ports would end at {last}")
+        return self
+
+    @property
+    def device_list(self) -> list[str]:
+        """Devices with a process of their own; empty where this one serves."""
+        return [] if self.devices == "none" else self.devices.split(",")
 
     @property
     def budget_sizes(self) -> list[int] | None:

@@ -74,6 +74,7 @@ def fields(error: grpc.RpcError) -> list[str]:
         (pb.EncodeRequest(items=[wrong(pixels__data=b"short")]), "items[0].pixels.data"),
         (pb.EncodeRequest(items=[wrong(grid__h=4)]), "items[0].pixels.shape"),
         (pb.EncodeRequest(items=[wrong(keep_ratio=7.0)]), "items[0].keep_ratio"),
+        (pb.EncodeRequest(items=[wrong(keep_ratio=0.5)]), "items[0].keep_ratio"),
     ],
 )
 def test_a_malformed_request_is_refused_by_name_while_others_go_on(

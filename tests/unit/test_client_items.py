@@ -74,7 +74,8 @@ def test_an_item_may_name_its_content_only() -> None:
         ((PIXELS, None), "grid"),
         ((PIXELS, (2**32, 4, 2)), "grid.t"),
         ((PIXELS, GRID, "audio"), "modality"),
-        ((PIXELS, GRID, "video", None, 1.0), "keep_ratio"),
+        ((PIXELS, GRID, "video", None, 1.5), "keep_ratio"),
+        ((PIXELS, GRID, "video", None, float("nan")), "keep_ratio"),
         ((PIXELS, GRID, "image", None, 0.0, PIXELS.astype(np.int8)), "crops"),
     ],
 )

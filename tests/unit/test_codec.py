@@ -102,7 +102,12 @@ def test_a_correct_item_is_viewed_and_not_copied() -> None:
         ({"modality": pb.MODALITY_VIDEO}, "pixels.shape"),
         ({"crops": pb.Tensor(data_type=pb.DATA_TYPE_UINT8)}, "crops"),
         ({"keep_ratio": 0.5}, "keep_ratio"),
+        ({"keep_ratio": 1.0}, "keep_ratio"),
         ({"keep_ratio": float("nan")}, "keep_ratio"),
+        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": -0.1}, "keep_ratio"),
+        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": 1.5}, "keep_ratio"),
+        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": float("inf")}, "keep_ratio"),
+        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": float("nan")}, "keep_ratio"),
         ({"content_id": "x" * 513}, "content_id"),
     ],
 )
@@ -130,6 +135,21 @@ def test_a_cached_embedding_is_asked_for_without_pixels() -> None:
     assert isinstance(item, NotCached)
     with pytest.raises(NotCached):
         CODEC.header("items[0]", pb.Item(content_id="cat"))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rows"), [(0.0, 10), (1.0, 10), (0.7, 7), (0.3, 3), (0.29, 2), (0.01, 1), (1e-45, 1)]
+)
+def test_videos_may_be_pruned_to_a_share_of_their_tokens(ratio: float, rows: int) -> None:
+    clip = message(
+        modality=pb.MODALITY_VIDEO, grid__t=10, grid__h=2, grid__w=2, pixels__shape=[40, FULL], keep_ratio=ratio
+    )
+    header = CODEC.header("items[0]", clip)
+    item = header.item(bytes(header.nbytes), DType.FLOAT32)
+    assert item.keep_ratio == (ratio if 1e-40 < ratio < 1 else pytest.approx(0))
+    assert (header.rows, item.rows, item.footprint.tokens) == (rows, rows, 10)
+    pixels = 40 * FULL
+    assert CODEC.weight(header, DType.FLOAT32) == CODEC.weight(item, DType.FLOAT32) == pixels + rows * 8 * 4
 
 
 def test_a_header_must_leave_its_bytes_out() -> None:

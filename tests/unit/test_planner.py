@@ -121,6 +121,13 @@ def seconds(plan: Plan, planner: Planner, items: list[Footprint]) -> float:
     return sum(planner.seconds(batch, items) for batch in plan.batches)
 
 
+def test_what_only_a_dropped_budget_would_hold_is_told_apart() -> None:
+    small, large = (Ladder((budget(n, merge=MERGE, max_items=8, max_frames=16),)) for n in (64, 256))
+    planner = Planner(small, Bounds(512, 8, 16), without_graph=Fallback.GRAPHS_OFF, dropped=large, costs=GRAPHS_WIN)
+    reasons = {n: planner.plan([Footprint(4 * n, n, 1, 4 * n)]).batches[0].fallback for n in (60, 200, 400)}
+    assert reasons == {60: None, 200: Fallback.NOT_CAPTURED, 400: Fallback.OVERSIZE}
+
+
 class TestCosts:
     """Whatever was measured, the plan is never beaten by the plain alternatives."""
 

@@ -27,6 +27,9 @@ def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.Monkey
         ([], "--model: Field required"),
         (["--model", "m", "--port", "99999"], "--port: .*65535.*'99999'"),
         (["--model", "m", "--device", "tpu"], "--device: .*'tpu'"),
+        (["--model", "m", "--devices", "cpu,tpu"], "--devices: .*'cpu,tpu'"),
+        (["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"], "--device cpu and --devices cpu,cpu exclude"),
+        (["--model", "m", "--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
         (["--model", "m", "--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
         (["--model", "m", "--budgets", "0"], "--budgets: .*at least 1"),
         (["--model", "m", "--budgets", "64,9999"], "budgets: 9999 is more than max_budget_tokens 4096"),
@@ -44,6 +47,15 @@ def test_a_wrong_file_is_named(content: str, tmp_path: Path) -> None:
     toml.write_text(content)
     with pytest.raises(UsageError, match=r"vitwire\.toml|colour"):
         resolve(["--model", "m", "--config", str(toml)])
+
+
+def test_devices_are_a_list_that_a_flag_can_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    toml = tmp_path / "vitwire.toml"
+    toml.write_text('model = "m"\ndevices = ["cuda:0", "cpu"]\n')
+    assert resolve(["--config", str(toml)]).device_list == ["cuda:0", "cpu"]
+    monkeypatch.setenv("VITWIRE_DEVICES", "cpu,cpu")
+    assert resolve(["--config", str(toml)]).device_list == ["cpu", "cpu"]
+    assert resolve(["--model", "m", "--devices", "none", "--device", "cpu"]).device_list == []
 
 
 def test_settings_are_frozen_and_every_flag_explains_itself() -> None:

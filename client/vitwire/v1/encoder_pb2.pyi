@@ -178,7 +178,7 @@ class Item(google.protobuf.message.Message):
     for the cached embedding.
     """
     keep_ratio: builtins.float
-    """Share of a video's tokens to keep, in (0, 1); 0 switches pruning off."""
+    """Share of a video's tokens to keep, in (0, 1); 0 or 1 keeps all of them."""
     @property
     def grid(self) -> Global___Grid: ...
     @property

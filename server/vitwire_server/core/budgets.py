@@ -6,6 +6,9 @@ from functools import cached_property
 
 from vitwire_server.core.grids import Footprint
 
+_FEWEST_SEGMENTS = 8
+_TOKENS_PER_SEGMENT = 64
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Budget:
@@ -67,14 +70,15 @@ class Ladder:
 def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budget:
     """A budget of `tokens` with the bounds that its size gives.
 
-    Segments: no more frames than `max_frames`, nor than four tokens a frame fill. The longest
-    segment may be the whole budget, so that one large image fits.
+    The longest segment may be the whole budget, so that one large image fits. Attention kernels
+    launch a grid of segment slots times the longest segment, in which slots without a segment are
+    empty blocks; so there are only as many slots as segments of 64 tokens fill, and eight at least.
     """
-    items = max(1, min(max_items, tokens))
+    segments = min(max_frames, max(_FEWEST_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))
     return Budget(
         tokens=tokens,
-        max_items=items,
-        max_segments=max(items, min(max_frames, max(1, tokens // 4))),
+        max_items=max(1, min(max_items, tokens, segments)),
+        max_segments=segments,
         max_segment_patches=tokens * merge * merge,
     )
 

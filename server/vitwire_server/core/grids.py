@@ -38,3 +38,11 @@ class Footprint(NamedTuple):
     """Attention segments (frames, unless the tower attends over whole clips)."""
     longest: int
     """Longest attention segment, in patches."""
+
+
+def retained(tokens: int, frames: int, keep_ratio: float) -> int:
+    """Rows that pruning leaves of a clip's tokens: the share asked for, but at least one whole frame.
+
+    A ratio of 0 switches pruning off.
+    """
+    return max(tokens // frames, int(tokens * keep_ratio)) if keep_ratio else tokens

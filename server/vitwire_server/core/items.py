@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import prod
 
-from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.grids import Footprint, Grid, retained
 
 
 class Modality(StrEnum):
@@ -57,15 +57,24 @@ class Item:
     footprint: Footprint
     output: DType
     """Type of the rows to return."""
+    keep_ratio: float = 0.0
+    """Share of a clip's tokens to return, in (0, 1); 0 returns all."""
+
+    @property
+    def rows(self) -> int:
+        """Rows to return: known before anything runs."""
+        return retained(self.footprint.tokens, self.grid.t, self.keep_ratio)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Output rows of one item on the host: `(tokens, width)`, little-endian, C order."""
+    """Output rows of one item on the host: `(rows, width)`, little-endian, C order."""
 
     data: memoryview
     dtype: DType
     shape: tuple[int, int]
+    kept: tuple[int, ...] = ()
+    """Which of the item's tokens the rows are; empty if all of them."""
 
 
 def total(footprints: Sequence[Footprint]) -> Footprint:

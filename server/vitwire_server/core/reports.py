@@ -28,6 +28,7 @@ class ItemReport:
     fallback: Fallback | None
     budget_tokens: int
     tokens: int
+    """Rows returned."""
     queued: float
     encoded: float
 

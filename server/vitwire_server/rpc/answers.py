@@ -44,6 +44,7 @@ def _report(outcome: Encoded) -> pb.ItemReport:
         tokens=report.tokens,
         queued=duration(report.queued),
         encoded=duration(report.encoded),
+        kept=outcome.embedding.kept,
     )
 
 

@@ -10,6 +10,7 @@ from vitwire_server.core.reports import Outcome
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
+from vitwire_server.scheduling.traces import TraceWriter
 
 
 class Call:
@@ -19,8 +20,11 @@ class Call:
     and the permits; `close` gives both back whatever happened before.
     """
 
-    def __init__(self, scheduler: Scheduler, admission: Admission, remaining: float | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, admission: Admission, remaining: float | None, trace: TraceWriter | None = None
+    ) -> None:
         """`remaining` seconds are left until the caller's deadline; None for no deadline."""
+        self._trace = trace
         self._scheduler = scheduler
         self._admission = admission
         self._loop = asyncio.get_running_loop()
@@ -65,6 +69,8 @@ class Call:
         self._submitted.update(index for index, _ in items)
         now = self._scheduler.now()
         self._scheduler.submit(Entry(self._ticket, index, item, now) for index, item in items)
+        if self._trace:
+            self._trace.record(item for _, item in items)
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """The outcome of an item is known."""

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import isfinite
+
+import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import InvalidRequest, NotCached, Violation
-from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.grids import Footprint, Grid, retained
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard
 from vitwire_server.scheduling.tickets import Priority
@@ -32,6 +33,12 @@ class Header:
     dtype: DType
     shape: tuple[int, int]
     footprint: Footprint
+    keep_ratio: float
+
+    @property
+    def rows(self) -> int:
+        """Rows to return."""
+        return retained(self.footprint.tokens, self.grid.t, self.keep_ratio)
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +47,8 @@ class Header:
 
     def item(self, data: wire.Buffer, output: DType) -> Item:
         """The item, once its `nbytes` bytes are there."""
-        return Item(self.modality, self.grid, Pixels(data, self.dtype, self.shape), self.footprint, output)
+        pixels = Pixels(data, self.dtype, self.shape)
+        return Item(self.modality, self.grid, pixels, self.footprint, output, self.keep_ratio)
 
 
 class Codec:
@@ -53,7 +61,7 @@ class Codec:
     def weight(self, item: Item | Header, output: DType) -> int:
         """Bytes that an item holds on the host from admission to its answer: pixels, then rows."""
         nbytes = item.nbytes if isinstance(item, Header) else item.pixels.nbytes
-        return nbytes + item.footprint.tokens * self._card.geometry.width * output.size
+        return nbytes + item.rows * self._card.geometry.width * output.size
 
     def items(self, request: wire.Request) -> list[Item | NotCached]:
         """The items of an Encode request. Raises InvalidRequest with every wrong field."""
@@ -143,7 +151,7 @@ class Codec:
         if wrong or modality is None or dtype is None:
             return None
         rows, columns = item.pixels.shape
-        return Header(modality, grid, dtype, (rows, columns), self._footprint(grid))
+        return Header(modality, grid, dtype, (rows, columns), self._footprint(grid), _keep_ratio(item))
 
     def _wrong_grid(self, grid: Grid, modality: Modality | None) -> Iterator[Violation]:
         merge = self._card.geometry.merge
@@ -171,11 +179,18 @@ class Codec:
     def _wrong_extras(self, item: pb.Item) -> Iterator[Violation]:
         if item.HasField("crops"):
             yield Violation("crops", f"{self._card.model_type} takes no second view")
-        if item.keep_ratio != 0:
-            known = isfinite(item.keep_ratio) and 0 < item.keep_ratio <= 1
-            yield Violation("keep_ratio", "pruning is not offered by this server" if known else "must be in [0, 1]")
+        if not 0 <= item.keep_ratio <= 1:
+            yield Violation("keep_ratio", f"must be in [0, 1], got {item.keep_ratio:g}")
+        elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:
+            yield Violation("keep_ratio", "must be 0 for an image: only videos are pruned")
         if len(item.content_id) > _MAX_CONTENT_ID:
             yield Violation("content_id", f"must have at most {_MAX_CONTENT_ID} characters")
+
+
+def _keep_ratio(item: pb.Item) -> float:
+    """The decimal that the client wrote, so that 0.7 of 10 tokens are 7; all of them is pruning switched off."""
+    ratio = float(str(np.float32(item.keep_ratio)))
+    return ratio if ratio < 1 else 0.0
 
 
 def raise_if_malformed(message: wire.Malformed | object) -> None:

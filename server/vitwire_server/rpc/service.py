@@ -24,6 +24,7 @@ from vitwire_server.rpc.status import code_of, message_of, trailers_of
 from vitwire_server.rpc.uploads import Uploads
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.scheduler import Scheduler
+from vitwire_server.scheduling.traces import TraceWriter
 
 _log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -46,9 +47,10 @@ class Serving:
 class EncoderService:
     """Serves the three methods on an event loop; UNAVAILABLE until it has a model to serve with."""
 
-    def __init__(self, metrics: Metrics, admission: Admission) -> None:
+    def __init__(self, metrics: Metrics, admission: Admission, trace: TraceWriter | None = None) -> None:
         self._metrics = metrics
         self._admission = admission
+        self._trace = trace
         self.serving: Serving | None = None
         self._active = 0
         self._draining = False
@@ -107,7 +109,7 @@ class EncoderService:
         return self.serving
 
     def _call(self, serving: Serving, context: Context) -> Call:
-        return Call(serving.scheduler, self._admission, context.time_remaining())
+        return Call(serving.scheduler, self._admission, context.time_remaining(), self._trace)
 
     @staticmethod
     def _submit(codec: Codec, call: Call, items: list[Item | NotCached]) -> None:

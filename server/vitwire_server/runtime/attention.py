@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
@@ -22,8 +23,8 @@ from transformers import AttentionInterface
 
 _log = logging.getLogger(__name__)
 _REPEATS = 5
-_SEGMENTS = (1024, 256, 64, 256)
-"""Patches of the segments that backends are checked and timed on: images of several sizes."""
+_SEGMENTS = (1024, 256, 64, 256, 0, 0)
+"""Patches of the segments that backends are checked and timed on: images of several sizes, and slots left empty."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 """`q, k, v (rows, heads, head_dim)`, boundaries `(segments + 1,)` int32, longest, scale; rows like `q`."""
@@ -60,6 +61,20 @@ class Choice:
     reason: str
 
 
+def _segment_sdpa() -> Attend:
+    """`segment_sdpa`, opaque to torch.compile, which cannot trace a loop over boundaries."""
+    opaque = torch.library.custom_op("vitwire::segment_sdpa", segment_sdpa, mutates_args=())
+    opaque.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.vitwire.segment_sdpa(q, k, v, boundaries, longest, scale)
+            return out
+        return segment_sdpa(q, k, v, boundaries, longest, scale)
+
+    return attend
+
+
 def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
     """Dense attention per segment, one call for each run of equal segments; boundaries read on the host."""
     del longest
@@ -79,6 +94,9 @@ def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: i
 
 def _varlen() -> Attend:
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - torch 2.10 or newer
+
+    if "scale" not in signature(varlen_attn).parameters:
+        raise ImportError("varlen_attn of torch 2.10 takes no scale")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
@@ -114,7 +132,7 @@ _HALF = (torch.bfloat16, torch.float16)
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("sdpa", lambda: segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
+        Backend("sdpa", _segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
         Backend("varlen", _varlen, ("cuda", "meta"), _HALF),
         Backend("fa3", _flash("FA3"), ("cuda",), _HALF),
         Backend("fa4", _flash("FA4"), ("cuda",), _HALF),

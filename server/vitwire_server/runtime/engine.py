@@ -1,7 +1,7 @@
 """The engine: owns the device, the tower and its graphs; one thread calls it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,9 @@ from vitwire_server.core.items import Embedding, Item
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.lanes import TORCH_TYPES, Landing, Lanes
+from vitwire_server.runtime.pruning import prune
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.towers.packed import PackedTower
+from vitwire_server.towers.packed import Metadata, PackedTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Launch:
 
     items: Sequence[Item]
     landing: Landing
-    """Rows of each item in the type asked for, then `(items,)`: whether all of them are finite."""
+    """Rows of each item in the type asked for; `(items,)`: whether all of them are finite; the tokens
+    that pruning kept, of one item after the other."""
     stage_in: float
 
     def collect(self) -> Collected:
@@ -33,10 +35,11 @@ class Launch:
             execute = self.landing.wait()
         except torch.AcceleratorError as error:
             raise DeviceLost(_first_line(error)) from None
-        *rows, finite = self.landing.tensors
+        *rows, finite, kept = self.landing.tensors
+        kept_of_each = torch.split(kept, [item.rows if item.keep_ratio else 0 for item in self.items])
         results = [
-            _embedding(item, own) if ok else _non_finite(item)
-            for item, own, ok in zip(self.items, rows, finite.tolist(), strict=True)
+            _embedding(item, own, tokens) if ok else _non_finite(item)
+            for item, own, tokens, ok in zip(self.items, rows, kept_of_each, finite.tolist(), strict=True)
         ]
         return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start))
 
@@ -70,7 +73,16 @@ class Apart:
 class Engine:
     """Runs batches on a tower: replays of its graphs, or eager forwards at the exact shape."""
 
-    def __init__(self, tower: PackedTower, graphs: GraphSet, stager: Stager, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        tower: PackedTower,
+        graphs: GraphSet,
+        stager: Stager,
+        lanes: Lanes,
+        forward: Callable[[Tensor, Metadata], Tensor] | None = None,
+    ) -> None:
+        """`forward` takes the place of the tower's own in eager batches."""
+        self._forward = forward or tower.forward
         self.depth = lanes.depth
         self._tower = tower
         self._graphs = graphs
@@ -107,7 +119,9 @@ class Engine:
             # Rows leave the static buffer, which the next replay overwrites.
             rows = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
             finite = torch.stack([own.isfinite().all() for own in rows])
-        landing = self._lanes.download([*rows, finite])
+            geometry = self._tower.geometry
+            rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
+        landing = self._lanes.download([*rows, finite, kept])
         return Launch(items, landing, time.perf_counter() - start)
 
     def _replay(self, items: Sequence[Item], sources: Sequence[Tensor], budget: Budget) -> Tensor:
@@ -123,7 +137,7 @@ class Engine:
         columns = tower.geometry.columns(frames=tower.geometry.temporal)
         pixels = torch.empty(metadata.capacity.patches, columns, dtype=tower.dtype, device=tower.device)
         self._fill(items, sources, pixels)
-        return tower.forward(pixels, metadata)
+        return self._forward(pixels, metadata)
 
     def _fill(self, items: Sequence[Item], sources: Sequence[Tensor], out: Tensor) -> None:
         patches = [item.footprint.patches for item in items]
@@ -131,10 +145,11 @@ class Engine:
             self._stager.stage(source, item.modality, rows)
 
 
-def _embedding(item: Item, rows: Tensor) -> Embedding:
+def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:
     """Rows on the host as bytes that keep the tensor alive."""
-    tokens, width = rows.shape
-    return Embedding(rows.view(torch.uint8).numpy().reshape(-1).data, item.output, (tokens, width))
+    count, width = rows.shape
+    held = rows.view(torch.uint8).numpy().reshape(-1).data
+    return Embedding(held, item.output, (count, width), tuple(kept.tolist()))
 
 
 def _non_finite(item: Item) -> NonFinite:

@@ -52,6 +52,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
+        # What the forward reads was written on the caller's stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # handles, autotuning and lazy set-up must not be captured
                 forward()

@@ -38,8 +38,17 @@ class Planner:
     cheaper. Batches run in the order of the oldest item in them.
     """
 
-    def __init__(self, ladder: Ladder, bounds: Bounds, *, without_graph: Fallback, costs: Costs = ASSUMED) -> None:
-        """`without_graph` is the reason given when the ladder is empty."""
+    def __init__(
+        self,
+        ladder: Ladder,
+        bounds: Bounds,
+        *,
+        without_graph: Fallback,
+        dropped: Ladder = Ladder(),  # noqa: B008 - immutable
+        costs: Costs = ASSUMED,
+    ) -> None:
+        """`without_graph` is the reason given when the ladder is empty, `dropped` what could not be captured."""
+        self._dropped = dropped
         self._ladder = ladder
         self._bounds = bounds
         self._without_graph = without_graph
@@ -67,10 +76,12 @@ class Planner:
 
     def _fallback(self, footprint: Footprint) -> Fallback | None:
         """Why no graph can take this item alone; None if one can."""
-        if self._ladder.largest is None:
-            return self._without_graph
         if self._ladder.smallest_fitting(footprint, 1):
             return None
+        if self._dropped.smallest_fitting(footprint, 1):
+            return Fallback.NOT_CAPTURED
+        if self._ladder.largest is None:
+            return self._without_graph
         if footprint.segments > self._ladder.largest.max_segments:
             return Fallback.TOO_MANY_FRAMES
         return Fallback.OVERSIZE

@@ -198,7 +198,7 @@ class Scheduler:
             path=Path.EAGER if budget is None else Path.GRAPH,
             fallback=done.batch.fallback,
             budget_tokens=0 if budget is None else budget.tokens,
-            tokens=entry.item.footprint.tokens,
+            tokens=entry.item.rows,
             queued=done.started - entry.arrived,
             encoded=encoded,
         )

@@ -1,15 +1,52 @@
 """Recorded item sizes: JSON lines, one request each; sizes only, never pixels."""
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import Item
+
+_log = logging.getLogger(__name__)
 
 
 class TraceError(Exception):
     """A line of a trace is wrong; the message names file and line."""
+
+
+class TraceWriter:
+    """Appends a line per request to a trace; owns the file, used on the event loop only.
+
+    Each line is one write at the file's end, so servers may share a file. An error is logged once and
+    ends the recording, never a request.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self._file = path.open("ab", buffering=0)
+        self._start = time.monotonic()
+
+    def record(self, items: Iterable[Item]) -> None:
+        """Write what was submitted together; nothing once closed."""
+        sizes = [{"modality": item.modality, "grid": item.grid} for item in items]
+        if self._file.closed or not sizes:
+            return
+        line = json.dumps({"t": round(time.monotonic() - self._start, 6), "items": sizes}).encode() + b"\n"
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError("the line was cut short")
+        except OSError as error:
+            _log.error("recording to %s ends here: %s", self._file.name, error)
+            self.close()
+
+    def close(self) -> None:
+        """End the recording."""
+        with suppress(OSError):  # what cannot be written is lost either way
+            self._file.close()
 
 
 def read_trace(path: Path, merge: int) -> list[Footprint]:

@@ -100,7 +100,7 @@ def load_tower(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.devi
         model, info = tower_class.from_pretrained(
             None, config=checkpoint.vision_config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
         )
-    except (RuntimeError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
         told = str(error).partition("\n")[0]
         raise CheckpointError(f"{checkpoint.folder}: no vision tower can be built of it: {told}") from error
     wrong = {

@@ -1,0 +1,118 @@
+"""torch.compile where shapes are static: hot exact shapes on CPU, a tower's blocks inside capture on CUDA."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from statistics import median
+from threading import Thread
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import Tensor
+
+from vitwire_server.towers.metadata import Capacity
+from vitwire_server.towers.packed import Metadata, PackedTower
+
+_log = logging.getLogger(__name__)
+_MOST_COUNTED = 1024
+_REPEATS = 5
+_GAIN = 1.05
+
+Forward = Callable[[Tensor, Metadata], Tensor]
+
+
+class HotShapes:
+    """Forwards compiled, with frozen weights, for the shapes that come again and again.
+
+    A shape is compiled by a thread of its own after `hits` batches, while batches go on eagerly, and
+    is used from then on if it was measured to be faster. At most `most` shapes are compiled. One
+    thread calls `forward`.
+    """
+
+    def __init__(self, tower: PackedTower, *, hits: int = 32, most: int = 8) -> None:
+        self._tower = tower
+        self._hits = hits
+        self._most = most
+        self._counts: Counter[Capacity] = Counter()
+        self._asked: set[Capacity] = set()
+        self._ready: dict[Capacity, Forward] = {}
+        self._work: SimpleQueue[tuple[Tensor, Metadata]] = SimpleQueue()
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * most)  # noqa: SLF001
+        Thread(target=self._compile_all, name="compiling", daemon=True).start()
+
+    @property
+    def ready(self) -> frozenset[Capacity]:
+        """The shapes whose compiled forward is in use."""
+        return frozenset(self._ready)
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        """As `PackedTower.forward`, compiled if this shape is hot; never waits for a compilation."""
+        shape = metadata.capacity
+        if compiled := self._ready.get(shape):
+            return compiled(pixels, metadata)
+        self._count(shape, pixels, metadata)
+        return self._tower.forward(pixels, metadata)
+
+    def _count(self, shape: Capacity, pixels: Tensor, metadata: Metadata) -> None:
+        if shape in self._asked or len(self._asked) >= self._most:
+            return
+        self._counts[shape] += 1
+        if self._counts[shape] >= self._hits:
+            self._asked.add(shape)
+            self._work.put((pixels, metadata))
+        if len(self._counts) > _MOST_COUNTED:
+            self._counts = Counter(dict(self._counts.most_common(_MOST_COUNTED // 2)))
+
+    def _compile_all(self) -> None:
+        while True:
+            pixels, metadata = self._work.get()
+            try:
+                self._compile(pixels, metadata)
+            except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager goes on
+                _log.warning("no compiled forward for %s: %s", metadata.capacity, str(error).partition("\n")[0])
+
+    @torch.inference_mode()
+    def _compile(self, pixels: Tensor, metadata: Metadata) -> None:
+        start = time.perf_counter()
+        compiled: Forward = torch.compile(self._tower.forward, dynamic=False)
+        with torch._inductor.config.patch(freezing=True):  # noqa: SLF001 - weights never change here
+            compiled(pixels, metadata)
+        took = time.perf_counter() - start
+        eager, fast = (_seconds(forward, pixels, metadata) for forward in (self._tower.forward, compiled))
+        used = fast * _GAIN < eager
+        if used:
+            self._ready[metadata.capacity] = compiled
+        told = "in use" if used else "not used, as it is not faster"
+        _log.info("compiled %d patches in %.0f s: %.2f times eager, %s", len(pixels), took, eager / fast, told)
+
+
+def _seconds(forward: Forward, pixels: Tensor, metadata: Metadata) -> float:
+    taken = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        forward(pixels, metadata)
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+@contextmanager
+def compiled_blocks(tower: PackedTower) -> Iterator[None]:
+    """Within it, calls of the tower's blocks are compiled for their static shapes.
+
+    Capture runs in it, so graphs hold fused kernels while eager forwards, whose shapes vary, stay as
+    they are.
+    """
+    blocks: list[Any] = list(tower.model.blocks)
+    torch._dynamo.config.recompile_limit = 256  # noqa: SLF001 - one compilation per budget
+    for block in blocks:
+        block.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None  # noqa: SLF001 - what Module.compile sets, and has no way to unset

@@ -1,0 +1,94 @@
+"""Checkpoints that are broken in the ways they are: one sentence that names the file, never a traceback."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Checkpoints
+from vitwire_server.towers.checkpoint import CheckpointError, load_tower, open_checkpoint
+from vitwire_server.towers.preprocessing import read_preprocessing
+
+Break = Callable[[Path], Any]
+
+
+def edit(name: str, **changes: Any) -> Break:
+    """Set keys of a JSON file; a value of None removes the key."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        for path, value in changes.items():
+            *owners, key = path.split("__")
+            target = content
+            for owner in owners:
+                target = target[owner]
+            target[key] = value
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
+def write(name: str, content: str) -> Break:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def truncate_shards(folder: Path) -> None:
+    for shard in folder.glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:100])
+
+
+def single_garbage(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors").write_bytes(b"garbage")
+
+
+INDEX = "model.safetensors.index.json"
+PREPROCESSOR = "preprocessor_config.json"
+
+
+def load(folder: Path) -> None:
+    checkpoint = open_checkpoint(str(folder))
+    read_preprocessing(folder, checkpoint.family)
+    load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (write("config.json", "{"), "cannot be read as JSON"),
+        (write("config.json", "[]"), "holds no JSON object"),
+        (edit("config.json", vision_config=None), "Qwen2.5-VL configuration|no vision tower"),
+        (edit("config.json", vision_config=[1]), "Qwen2.5-VL configuration"),
+        (edit("config.json", dtype="float64", vision_config__dtype="float64"), "float64|configuration"),
+        (edit("config.json", vision_config__hidden_size=96), "do not fit|no vision tower"),
+        (edit("config.json", vision_config__depth=9), "missing keys"),
+        (edit("config.json", vision_config__num_heads=0), "no vision tower"),
+        (edit("config.json", vision_config__hidden_act="no_such"), "no vision tower|configuration"),
+        (write(INDEX, "{}"), "holds no weight_map"),
+        (edit(INDEX, weight_map=[1, 2]), "holds no weight_map"),
+        (edit(INDEX, weight_map={"visual.x": 5}), "holds no weight_map"),
+        (edit(INDEX, weight_map={"lm_head.weight": "model-00001-of-00005.safetensors"}), "holds no vision tower"),
+        (lambda folder: (folder / INDEX).unlink(), "holds neither"),
+        (single_garbage, "is no safetensors file"),
+        (truncate_shards, "is no safetensors file"),
+        (lambda folder: (folder / PREPROCESSOR).unlink(), "holds no preprocessor_config.json"),
+        (edit(PREPROCESSOR, image_mean=[0.5]), "3 channels"),
+        (edit(PREPROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
+        (edit(PREPROCESSOR, image_mean=[float("nan")] * 3), "must be finite"),
+        (edit(PREPROCESSOR, size={"shortest_edge": 9, "longest_edge": 3}), "are no bounds"),
+        (edit(PREPROCESSOR, size={}), "shortest_edge.* is missing"),
+        (edit(PREPROCESSOR, resample=99), "no filter"),
+        (write("processor_config.json", '{"image_processor": 5}'), "processor_config.json"),
+    ],
+)
+def test_what_is_broken_is_named(harm: Break, told: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "copy"))
+    harm(folder)
+    with pytest.raises(CheckpointError, match=told) as error:
+        load(folder)
+    assert "copy" in str(error.value)

@@ -1,0 +1,116 @@
+"""`--devices`: one process per device under one supervisor."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from conftest import Checkpoints
+from servers import ServerProcess, serving
+from vitwire import Client, Item
+
+LABELS = ("cpu.0", "cpu.1")
+ITEMS = [Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))] * 8
+
+
+@contextmanager
+def supervised(model: Path, *flags: str, ready: bool = True) -> Iterator[tuple[ServerProcess, list[ServerProcess]]]:
+    """A supervisor of two CPU processes, and each of them with its ports."""
+    with serving(model, "--devices", "cpu,cpu", *flags, wait=False) as supervisor:
+        children = []
+        for label in LABELS:
+            ports = supervisor.wait_for(rf"\[{label}\] listening on [\d.]+:(\d+), metrics on [\d.]+:(\d+)")
+            children.append(ServerProcess(supervisor.process, supervisor.output, int(ports[1]), int(ports[2])))
+            if ready:
+                supervisor.wait_for(rf"\[{label}\] ready: ")
+        yield supervisor, children
+
+
+def encoded(children: list[ServerProcess]) -> list[float]:
+    return [child.metric("vitwire_items_total") for child in children]
+
+
+def encode_until_shared(client: Client, children: list[ServerProcess]) -> None:
+    """The client connects to each address in its own time."""
+    before, deadline = encoded(children), time.monotonic() + 60
+    while any(now <= then for now, then in zip(encoded(children), before, strict=True)):
+        assert time.monotonic() < deadline
+        assert len(client.encode(ITEMS, timeout=60)) == len(ITEMS)
+
+
+def test_two_processes_share_requests_and_a_dead_one_returns(checkpoints: Checkpoints) -> None:
+    with supervised(checkpoints("qwen2_vl")) as (supervisor, children):
+        target = ",".join(child.target for child in children)
+        with Client(f"ipv4:{target}", spread=2, timeout=60) as client:
+            encode_until_shared(client, children)
+            before = encoded(children)
+            client.encode(ITEMS)
+            assert encoded(children) == [count + len(ITEMS) / 2 for count in before]
+
+            processes = psutil.Process(supervisor.process.pid).children()
+            assert len(processes) == 2
+            if sys.platform == "linux":
+                assert "torch" not in Path(f"/proc/{supervisor.process.pid}/maps").read_text()
+                assert "torch" in Path(f"/proc/{processes[0].pid}/maps").read_text()
+            processes[0].kill()
+            label = supervisor.wait_for(r"(cpu\.\d) ended unexpectedly with SIGKILL; it starts again in 0\.5 s")[1]
+            client.encode(ITEMS)
+            supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}")
+            restarted = children[LABELS.index(label)]
+            assert restarted.metric("vitwire_items_total") == 0, "a new process on the old ports"
+            encode_until_shared(client, children)
+
+        processes = psutil.Process(supervisor.process.pid).children()
+        assert supervisor.stop() == 0
+        assert not any(process.is_running() for process in processes)
+        assert all(re.search(rf"\[{re.escape(label)}\] .*draining", supervisor.log()) for label in LABELS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
+def test_no_process_outlives_a_killed_supervisor(checkpoints: Checkpoints) -> None:
+    with supervised(checkpoints("qwen2_vl"), ready=False) as (supervisor, _):
+        processes = psutil.Process(supervisor.process.pid).children()
+        assert len(processes) == 2
+        supervisor.process.kill()
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not alive
+
+
+def test_ports_and_socket_are_numbered(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    socket = tmp_path / "vitwire.sock"
+    with supervised(checkpoints("qwen2_vl"), "--unix-socket", str(socket)):
+        for index in range(2):
+            with Client(f"unix:{socket}.{index}") as client:
+                assert client.health() == "SERVING"
+
+
+def test_a_wrong_model_ends_with_one_sentence() -> None:
+    command = [sys.executable, "-m", "vitwire_server", "serve", "--model", "/nowhere", "--devices", "cpu,cpu"]
+    done = subprocess.run(
+        [*command, "--port", "0", "--metrics-port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("vitwire-server: cpu.")
+    assert told.endswith("/nowhere is neither a directory nor a hub id of the form owner/name")
+    assert "Traceback" not in done.stderr
+
+
+def test_sigint_drains_as_well(checkpoints: Checkpoints) -> None:
+    with supervised(checkpoints("qwen2_vl"), ready=False) as (supervisor, _):
+        supervisor.process.send_signal(signal.SIGINT)
+        assert supervisor.process.wait(60) == 0

@@ -1,0 +1,59 @@
+"""`--record-trace`: what a server records is what `vitwire-server budgets` reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from conftest import Checkpoints
+from servers import serving
+from vitwire import Client, InvalidItem, Item
+
+COLUMNS = 3 * 2 * 14 * 14
+
+
+def item(t: int, h: int, w: int, modality: str = "image") -> Item:
+    return Item(np.ones((t * h * w, COLUMNS), np.float32), (t, h, w), modality=modality)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vitwire_server", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_recorded_sizes_fit_a_ladder(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    trace, ladder = tmp_path / "trace.jsonl", tmp_path / "ladder.json"
+    large = item(1, 32, 32)
+    with serving(checkpoints("qwen2_vl"), "--record-trace", str(trace)) as server, Client(server.target) as client:
+        client.encode([item(1, 4, 6), item(2, 4, 4, "video")])
+        client.encode([large, large])  # more than one message holds: EncodeStream
+        try:
+            client.encode([item(1, 3, 4)])
+        except InvalidItem:
+            pass
+        else:
+            raise AssertionError("an odd grid is refused")
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    image, clip, streamed = ([1, 4, 6], [2, 4, 4], [1, 32, 32])
+    assert [line["items"] for line in lines] == [
+        [{"modality": "image", "grid": image}, {"modality": "video", "grid": clip}],
+        [{"modality": "image", "grid": streamed}],
+        [{"modality": "image", "grid": streamed}],
+    ]
+    seconds = [line["t"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+
+    done = run("budgets", "--trace", str(trace), "--count", "4", "--out", str(ladder))
+    assert done.returncode == 0, done.stderr
+    budgets = json.loads(done.stdout.splitlines()[-1])["budgets"]
+    assert json.loads(ladder.read_text()) == {"budgets": budgets}
+    assert 256 in budgets, "the tokens of the large image"
+
+
+def test_a_trace_that_cannot_be_written_is_told_at_once() -> None:
+    done = run("serve", "--model", "m/m", "--port", "0", "--metrics-port", "0", "--record-trace", "/nowhere/trace")
+    assert done.returncode == 2
+    assert done.stderr == "vitwire-server: --record-trace /nowhere/trace: No such file or directory\n"

@@ -1,0 +1,78 @@
+"""Compiled forwards give what eager ones give, come only after enough hits, and never block."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.runtime.attention import choose
+from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
+from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.packed import Metadata, PackedTower
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tower(checkpoints: Callable[[str], Path]) -> PackedTower:
+    checkpoint = open_checkpoint(str(checkpoints("qwen3_vl")))
+    tower = load_tower(checkpoint, dtype=torch.float32, device=CPU, track=lambda shards, *_: shards).tower
+    choice = choose("auto", CPU, tower.dtype, *tower.heads, captured=False)
+    tower.use_attention(choice.backend.implementation)
+    return tower
+
+
+@torch.inference_mode()  # as the engine makes them: torch guards on it
+def batch(tower: PackedTower, *grids: Grid) -> tuple[torch.Tensor, Metadata]:
+    metadata = tower.reserve(tower.exact(grids))
+    tower.prepare(grids, metadata)
+    generator = torch.Generator().manual_seed(0)
+    columns = tower.geometry.columns(frames=tower.geometry.temporal)
+    return torch.randn(metadata.capacity.patches, columns, generator=generator), metadata
+
+
+def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
+    tower: PackedTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitwire_server.runtime.compiling._GAIN", 0.0)  # whatever it gains here
+    hot = HotShapes(tower, hits=3, most=1)
+    pixels, metadata = batch(tower, Grid(1, 8, 6), Grid(1, 4, 4))
+    other, unlike = batch(tower, Grid(1, 4, 4))
+    with torch.inference_mode():
+        expected, alone = tower.forward(pixels, metadata), tower.forward(other, unlike)
+        for _ in range(2):
+            torch.testing.assert_close(hot.forward(pixels, metadata), expected)
+        assert not hot._asked, "two hits are too few"
+        start = time.perf_counter()
+        hot.forward(pixels, metadata)
+        asked = time.perf_counter() - start
+        for _ in range(5):
+            hot.forward(other, unlike)
+        assert hot._asked == {metadata.capacity}, "one shape at most"
+        deadline = time.monotonic() + 200
+        while not hot.ready and time.monotonic() < deadline:
+            torch.testing.assert_close(hot.forward(pixels, metadata), expected)
+            time.sleep(0.05)
+        assert hot.ready == {metadata.capacity}
+        assert asked < 200 - (deadline - time.monotonic()), "the batch that asked did not wait for the compiler"
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        fresh, same = batch(tower, Grid(1, 8, 6), Grid(1, 4, 4))
+        torch.testing.assert_close(hot.forward(fresh, same), expected)
+        torch.testing.assert_close(hot.forward(other, unlike), alone)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "nothing compiles on the way"
+
+
+def test_blocks_are_compiled_within_capture_only(tower: PackedTower) -> None:
+    pixels, metadata = batch(tower, Grid(1, 8, 6))
+    with torch.inference_mode():
+        expected = tower.forward(pixels, metadata)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with compiled_blocks(tower):
+            torch.testing.assert_close(tower.forward(pixels, metadata), expected)
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert compiled > before
+        torch.testing.assert_close(tower.forward(*batch(tower, Grid(1, 6, 6)))[:1].isfinite().all(), torch.tensor(True))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "eager stays eager"

@@ -1,0 +1,100 @@
+"""The supervisor over processes that only pretend to serve."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from vitwire_server import supervisor
+from vitwire_server.settings import resolve
+from vitwire_server.supervisor import supervise
+
+WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]
+LISTENING = 'echo "listening on 127.0.0.1:4001, metrics on 127.0.0.1:4002"\n'
+READY = 'echo "ready: m"\n'
+WAITING = "exec sleep 60\n"
+DYING = "kill -9 $$\n"
+Pretend = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
+    """Runs the supervisor; `cpu` and `cuda` are what the two processes do. Returns exit code and their flags."""
+    calls = tmp_path / "calls"
+    monkeypatch.setattr(supervisor, "configure_logs", lambda *_: None)  # pytest's own handlers stay
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.01)
+
+    def run(
+        cpu: str, cuda: str = WAITING, *, signals: int = 0, after: int = 2, words: list[str] = WORDS
+    ) -> tuple[int, list[str]]:
+        script = tmp_path / "python"
+        record = f'echo "$@" >> {calls}\n'
+        script.write_text(f'#!/bin/sh\n{record}case "$*" in\n*"--device cuda"*)\n{cuda};;\n*)\n{cpu};;\nesac\n')
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+        def interrupt() -> None:
+            for _ in range(signals):
+                while not calls.exists() or len(calls.read_text().splitlines()) < after:
+                    time.sleep(0.01)
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        Thread(target=interrupt, daemon=True).start()
+        code = asyncio.run(supervise(words, resolve(words)))
+        return code, calls.read_text().splitlines()
+
+    return run
+
+
+def test_a_child_that_keeps_dying_ends_all(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
+    code, calls = pretend(LISTENING + READY + DYING)
+    assert code == 1
+    told = "vitwire-server: cpu ended 5 times right after its start, at last with SIGKILL\n"
+    assert capfd.readouterr().err == told
+    own = [call for call in calls if "--device cpu" in call]
+    assert len(own) == 5
+    assert own[0].endswith("--devices none --device cpu --unix-socket s.0 --port 0 --metrics-port 0")
+    assert own[4].endswith("--port 4001 --metrics-port 4002"), "free ports stay the same"
+    assert len([call for call in calls if "--device cuda:1 --unix-socket s.1 --port 0" in call]) == 1
+
+
+def test_a_steady_life_forgives_earlier_deaths(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_STEADY_SECONDS", 0.0)
+    _, calls = pretend(READY + DYING, signals=1, after=9)
+    assert len(calls) >= 9
+
+
+def test_a_refusal_before_the_first_readiness_ends_all(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
+    code, calls = pretend('echo "vitwire-server: no such model" >&2\nexit 1\n')
+    assert code == 1
+    assert capfd.readouterr().err == "[cpu] vitwire-server: no such model\nvitwire-server: cpu: no such model\n"
+    assert len([call for call in calls if "--device cpu" in call]) == 1
+
+
+def test_a_second_signal_kills(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _ = pretend(f"trap '' TERM\n{WAITING}", signals=2)
+    assert code == 1
+    assert "second signal, killing all" in capfd.readouterr().err
+
+
+def test_a_drain_without_end_is_cut(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.2)
+    words = [*WORDS, "--lame-duck-seconds", "0", "--drain-seconds", "0"]
+    assert pretend(f"trap '' TERM\n{WAITING}", signals=1, words=words)[0] == 1
+
+
+def test_lines_carry_their_process(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
+    many = "head -c 3000000 /dev/zero | tr '\\0' x\necho\n"
+    said = "echo '{\"level\": \"info\"}' >&2\nprintf 'no newline'\n"
+    words = [*WORDS, "--devices", "cpu,cpu", "--log-format", "json"]
+    assert pretend(many + said + "exit 1", words=words)[0] == 1
+    out, err = capfd.readouterr()
+    assert "[cpu.0] no newline\n" in out
+    assert '{"process": "cpu.0", "level": "info"}\n' in err

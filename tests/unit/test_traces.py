@@ -1,0 +1,47 @@
+"""Traces that the server records."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.scheduling.traces import TraceWriter, read_trace
+
+
+def item(modality: Modality, grid: Grid) -> Item:
+    pixels = Pixels(b"", DType.UINT8, (grid.patches, 0))
+    return Item(
+        modality, grid, pixels, Footprint(grid.patches, grid.patches // 4, grid.t, grid.frame_patches), DType.UINT8
+    )
+
+
+IMAGE, CLIP = item(Modality.IMAGE, Grid(1, 4, 6)), item(Modality.VIDEO, Grid(3, 2, 2))
+
+
+def test_what_was_recorded_is_read_back_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    for requests in ([[IMAGE, CLIP], []], [[CLIP]]):
+        trace = TraceWriter(path)
+        for items in requests:
+            trace.record(items)
+        trace.close()
+        trace.record([IMAGE])
+    assert read_trace(path, merge=2) == [IMAGE.footprint, CLIP.footprint, CLIP.footprint]
+    assert (
+        path.read_text()
+        .splitlines()[0]
+        .endswith('"items": [{"modality": "image", "grid": [1, 4, 6]}, {"modality": "video", "grid": [3, 2, 2]}]}')
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+def test_a_full_disk_ends_the_recording_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    trace = TraceWriter(Path("/dev/full"))
+    with caplog.at_level(logging.ERROR):
+        trace.record([IMAGE])
+        trace.record([IMAGE])
+    assert [record.getMessage() for record in caplog.records] == [
+        "recording to /dev/full ends here: [Errno 28] No space left on device"
+    ]
