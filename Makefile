@@ -32,7 +32,8 @@ gpu-test: ## the engine's tests on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: on simula
 gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) tests/gpu/bench.py $(FLAGS)
 
-acceptance: check test demo ## every tier in full
+acceptance: check test demo bench ## every tier in full
+	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: ## regenerate client/vitwire/v1 from the proto
 	PYTHON=$(PYTHON) tools/proto.sh generate

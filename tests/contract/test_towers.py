@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,62 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conftest import MODEL_TYPES, Checkpoints
-from reference import TOLERANCE, Array, Reference, error, norm_error
-from vitwire_server.core.budgets import Ladder, budget
+from reference import TOLERANCE, Reference, error, norm_error
+from rigs import BUDGETS, Rig
+from vitwire_server.core.budgets import budget
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import DType, Item, Modality, Pixels
-from vitwire_server.core.plans import Fallback
+from vitwire_server.core.items import Modality
 from vitwire_server.runtime.attention import choose
-from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import GraphSet, Simulated
-from vitwire_server.runtime.lanes import HostLanes
-from vitwire_server.runtime.staging import Stager
-from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.checkpoint import CheckpointError, load_tower, open_checkpoint
-from vitwire_server.towers.packed import PackedTower
-from vitwire_server.towers.preprocessing import read_preprocessing
 
 References = Callable[[str, torch.dtype], Reference]
 CPU = torch.device("cpu")
-BUDGETS = (16, 48, 160, 320)
-
-
-@dataclass
-class Rig:
-    """A tower with its engine, as a server assembles them."""
-
-    tower: PackedTower
-    engine: Engine
-    graphs: GraphSet
-    planner: Planner
-
-    @classmethod
-    def of(cls, folder: Path, dtype: torch.dtype, *, graphs: bool) -> "Rig":
-        checkpoint = open_checkpoint(str(folder))
-        tower = load_tower(checkpoint, dtype=dtype, device=CPU, track=lambda shards, *_: shards).tower
-        attend(tower)
-        sizes = BUDGETS if graphs else ()
-        ladder = Ladder(tuple(budget(n, merge=tower.geometry.merge, max_items=8, max_frames=24) for n in sizes))
-        captured = GraphSet(tower, ladder, Simulated())
-        stager = Stager(tower.geometry, read_preprocessing(folder, checkpoint.family), CPU)
-        planner = Planner(ladder, Bounds(320, 8, 24), without_graph=Fallback.GRAPHS_OFF)
-        return cls(tower, Engine(tower, captured, stager, HostLanes()), captured, planner)
-
-    def item(self, grid: Grid, pixels: Tensor) -> Item:
-        modality = Modality.IMAGE if grid.t == 1 else Modality.VIDEO
-        dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
-        view = Pixels(pixels.contiguous().view(torch.uint8).numpy().tobytes(), dtype, tuple(pixels.shape))
-        return Item(modality, grid, view, self.tower.footprint(grid), DType.FLOAT32)
-
-    def run(self, items: Sequence[Item]) -> list[Array]:
-        """Rows of each item, packed by the planner."""
-        rows: dict[int, Array] = {}
-        for batch in self.planner.plan([item.footprint for item in items]).batches:
-            collected = self.engine.launch([items[i] for i in batch.items], batch.budget).collect()
-            for i, result in zip(batch.items, collected.results, strict=True):
-                assert not isinstance(result, Exception), result
-                rows[i] = np.frombuffer(result.data, np.float32).reshape(result.shape)
-        return [rows[i] for i in range(len(items))]
 
 
 def draw_grids(seed: int, count: int) -> list[Grid]:
@@ -93,7 +46,7 @@ def rigs(checkpoints: Checkpoints) -> Callable[..., Rig]:
     def rig(model_type: str, dtype: torch.dtype = torch.float32, *, graphs: bool) -> Rig:
         key = (model_type, dtype, graphs)
         if key not in made:
-            made[key] = Rig.of(checkpoints(model_type), dtype, graphs=graphs)
+            made[key] = Rig.of(checkpoints(model_type), dtype, CPU, sizes=BUDGETS if graphs else ())
         return made[key]
 
     return rig
@@ -144,7 +97,7 @@ class TestGraphs:
     ) -> None:
         rig, reference = rigs(model_type, graphs=True), references(model_type, torch.float32)
         for grids in ([Grid(1, 2, 4)], [Grid(1, 16, 20), Grid(2, 8, 8)], [Grid(1, 2, 4)], [Grid(2, 6, 10)]):
-            poison(rig)
+            rig.poison()
             pixels = [draw_pixels(rig, grid, 7) for grid in grids]
             encoded = rig.run([rig.item(grid, x) for grid, x in zip(grids, pixels, strict=True)])
             for grid, x, rows in zip(grids, pixels, encoded, strict=True):
@@ -173,7 +126,8 @@ class TestGraphs:
         loaded = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards)
         loaded.tower.model.to("meta")
         tower = loaded.tower
-        attend(tower)
+        choice = choose("auto", tower.device, tower.dtype, *tower.heads, captured=True)
+        tower.use_attention(choice.backend.implementation)
         capacity = tower.capacity(budget(64, merge=tower.geometry.merge, max_items=8, max_frames=16))
         columns = tower.geometry.columns(frames=tower.geometry.temporal)
         pixels = torch.empty(capacity.patches, columns, dtype=torch.bfloat16, device="meta")
@@ -276,23 +230,6 @@ class TestLoading:
         for grid in draw_grids(3, 6):
             rows = reference.encode(draw_pixels(rig, grid, 0), [grid])[0]
             assert rows.shape == (rig.tower.footprint(grid).tokens, rig.tower.geometry.width)
-
-
-def attend(tower: PackedTower) -> None:
-    choice = choose("auto", tower.device, tower.dtype, *tower.heads, captured=True)
-    tower.use_attention(choice.backend.implementation)
-
-
-@torch.inference_mode()
-def poison(rig: Rig) -> None:
-    """NaN in the static buffers, padding included, and nonsense in whatever is always laid out anew."""
-    assert rig.graphs.arena is not None
-    rig.graphs.arena.pixels.fill_(torch.nan)
-    rig.graphs.arena.rows.fill_(torch.nan)
-    for size in rig.planner._ladder:
-        tensors = rig.graphs[size].metadata.tensors
-        for key in tensors.keys() & {"cu_seqlens", "cu_window_seqlens", "window_index"}:
-            tensors[key].fill_(-1)
 
 
 def fingerprint(folder: Path) -> str:

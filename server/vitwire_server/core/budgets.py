@@ -7,7 +7,7 @@ from functools import cached_property
 from vitwire_server.core.grids import Footprint
 
 _FEWEST_SEGMENTS = 8
-_TOKENS_PER_SEGMENT = 64
+_TOKENS_PER_SEGMENT = 48
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,7 +72,8 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
 
     The longest segment may be the whole budget, so that one large image fits. Attention kernels
     launch a grid of segment slots times the longest segment, in which slots without a segment are
-    empty blocks; so there are only as many slots as segments of 64 tokens fill, and eight at least.
+    empty blocks; so there are only as many slots as segments of 48 tokens fill (an image of
+    224 x 224 has 49), and eight at least.
     """
     segments = min(max_frames, max(_FEWEST_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))
     return Budget(

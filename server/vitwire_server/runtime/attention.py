@@ -92,11 +92,17 @@ def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: i
     return out
 
 
-def _varlen() -> Attend:
+def _varlen(impl: str | None = None) -> Attend:
+    """torch's own flash attention, or one that is installed beside it; a switch for all of torch."""
+    from torch.nn import attention  # noqa: PLC0415 - torch 2.10 or newer
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - torch 2.10 or newer
 
     if "scale" not in signature(varlen_attn).parameters:
         raise ImportError("varlen_attn of torch 2.10 takes no scale")
+    if impl is not None:
+        attention.activate_flash_attention_impl(impl)
+    elif attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
@@ -105,16 +111,6 @@ def _varlen() -> Attend:
         return out
 
     return attend
-
-
-def _flash(version: str) -> Callable[[], Attend]:
-    def load() -> Attend:
-        from torch.nn.attention import activate_flash_attention_impl  # noqa: PLC0415 - torch 2.10 or newer
-
-        activate_flash_attention_impl(version)
-        return _varlen()
-
-    return load
 
 
 def _cudnn() -> Attend:
@@ -134,8 +130,8 @@ BACKENDS = {
     for backend in (
         Backend("sdpa", _segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
         Backend("varlen", _varlen, ("cuda", "meta"), _HALF),
-        Backend("fa3", _flash("FA3"), ("cuda",), _HALF),
-        Backend("fa4", _flash("FA4"), ("cuda",), _HALF),
+        Backend("fa3", partial(_varlen, "FA3"), ("cuda",), _HALF),
+        Backend("fa4", partial(_varlen, "FA4"), ("cuda",), _HALF),
         Backend("cudnn", _cudnn, ("cuda",), _HALF),
     )
 }

@@ -101,7 +101,8 @@ class Engine:
         except torch.OutOfMemoryError:
             pass  # the traceback holds the forward's tensors: retry only after it is gone
         except torch.AcceleratorError as error:
-            raise DeviceLost(_first_line(error)) from None
+            if "out of memory" not in str(error):  # as of pinned memory and of launches
+                raise DeviceLost(_first_line(error)) from None
         except RuntimeError as error:
             return Failed(items, EncodeFailed(f"the forward failed: {_first_line(error)}"))
         if torch.cuda.is_available():

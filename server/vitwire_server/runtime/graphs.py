@@ -50,18 +50,40 @@ class CudaRecorder:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
+        self._invalidated: list[torch.cuda.CUDAGraph] = []
+        """Kept, as torch's host allocator may go on asking them about their capture."""
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
         # What the forward reads was written on the caller's stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        caller = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # handles, autotuning and lazy set-up must not be captured
                 forward()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            forward()
+        try:
+            # The outer context puts the caller's stream back, which a capture that fails does not.
+            with torch.cuda.stream(caller), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                forward()
+        except RuntimeError:
+            self._abandon(graph)
+            raise
         return graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Leave torch's allocator as if this capture had never begun, and go on with another pool.
+
+        A capture that CUDA invalidated is never ended in the allocator: it would refuse the pool to every
+        later capture, and hold back all memory that streams share.
+        """
+        try:
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)  # noqa: SLF001 - torch has no other way
+        except RuntimeError:
+            pass  # ended, as after running out of memory
+        else:
+            self._invalidated.append(graph)
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 class Arena:

@@ -1,0 +1,191 @@
+"""The engine when things fail, and when batches overlap. tests/gpu runs the same on a GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rigs import BUDGETS, RIGHT, Rig, Yardstick, rows_of
+from vitwire_server.core.errors import DeviceLost, EncodeFailed, OutOfMemory
+from vitwire_server.core.grids import Grid
+from vitwire_server.runtime.graphs import Recorder
+from vitwire_server.runtime.lanes import Landing
+
+MODEL_TYPE = "qwen3_vl"
+BF16 = torch.bfloat16
+GRIDS = (Grid(1, 8, 10), Grid(2, 4, 6), Grid(1, 2, 2), Grid(1, 12, 6))
+
+
+@pytest.fixture(scope="module")
+def rig(checkpoints: Callable[[str], Path], device: torch.device) -> Rig:
+    return Rig.of(checkpoints(MODEL_TYPE), BF16, device)
+
+
+@pytest.fixture(scope="module")
+def yardstick(yardsticks: Callable[[str, torch.dtype], Yardstick]) -> Yardstick:
+    return yardsticks(MODEL_TYPE, BF16)
+
+
+class Failing:
+    """A recorder that cannot record the `number`-th graph that it is asked for."""
+
+    name = "failing"
+
+    def __init__(self, inner: Recorder, number: int, error: Exception) -> None:
+        self._inner = inner
+        self._left = number
+        self._error = error
+
+    def record(self, forward: Callable[[], None]) -> Callable[[], None]:
+        self._left -= 1
+        if self._left == 0:
+            raise self._error
+        return self._inner.record(forward)
+
+
+class TestCaptureFails:
+    """A budget without a graph is told of and never planned; the others serve."""
+
+    @pytest.mark.parametrize(
+        ("number", "failure"),
+        [
+            (1, torch.OutOfMemoryError("no graph here")),
+            (2, RuntimeError("no graph here\nat line 3")),
+            (len(BUDGETS), RuntimeError("no graph here")),
+        ],
+        ids=["largest", "second", "smallest"],
+    )
+    def test_others_serve(
+        self,
+        number: int,
+        failure: Exception,
+        checkpoints: Callable[[str], Path],
+        device: torch.device,
+        yardstick: Yardstick,
+    ) -> None:
+        rig = Rig.of(checkpoints(MODEL_TYPE), BF16, device, wrap=lambda inner: Failing(inner, number, failure))
+        gone = BUDGETS[-number]
+        assert {each.tokens: reason for each, reason in rig.graphs.dropped.items()} == {gone: "no graph here"}
+        assert [each.tokens for each in rig.graphs.ladder] == [size for size in BUDGETS if size != gone]
+        grids = [*GRIDS, Grid(1, 16, 18), Grid(1, 36, 36)]
+        items = rig.items(grids)
+        for batch in rig.planner.plan([item.footprint for item in items]).batches:
+            assert batch.budget is None or batch.budget.tokens != gone
+        assert max(yardstick.errors(rig, rig.run(items), grids)) < RIGHT
+
+    def test_all_of_them_leaves_eager(
+        self, checkpoints: Callable[[str], Path], device: torch.device, yardstick: Yardstick
+    ) -> None:
+        class Never:
+            name = "never"
+
+            def record(self, forward: Callable[[], None]) -> Callable[[], None]:
+                raise RuntimeError("no graphs on this device")
+
+        rig = Rig.of(checkpoints(MODEL_TYPE), BF16, device, wrap=lambda _: Never())
+        assert (len(rig.graphs), len(rig.graphs.dropped)) == (0, len(BUDGETS))
+        assert max(yardstick.errors(rig, rig.run(rig.items(GRIDS)), GRIDS)) < RIGHT
+
+
+class TestOutOfMemory:
+    """A batch that is too large is run item by item; only an item that is too large alone fails."""
+
+    def limit(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, patches: int) -> None:
+        """Eager forwards of more than so many patches run out of memory."""
+        forward = rig.engine._forward
+
+        def limited(pixels: Tensor, metadata: Any) -> Tensor:
+            if len(pixels) > patches:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB.")
+            return forward(pixels, metadata)
+
+        monkeypatch.setattr(rig.engine, "_forward", limited)
+
+    def test_items_succeed_one_by_one(self, rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.limit(rig, monkeypatch, max(grid.patches for grid in GRIDS))
+        collected = rig.engine.launch(rig.items(GRIDS), None).collect()
+        assert max(yardstick.errors(rig, rows_of(collected), GRIDS)) < RIGHT
+        assert collected.timings
+        assert collected.timings.execute > 0
+
+    def test_an_item_too_large_alone_fails_alone(
+        self, rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.limit(rig, monkeypatch, 75)
+        results = rig.engine.launch(rig.items(GRIDS), None).collect().results
+        failed = [isinstance(result, OutOfMemory) for result in results]
+        assert failed == [grid.patches > 75 for grid in GRIDS]
+        assert isinstance(rig.engine.launch(rig.items(GRIDS[:1]), None).collect().results[0], OutOfMemory)
+
+    def test_a_replay_gives_way_to_eager_forwards(
+        self, rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        items = rig.items(GRIDS)
+        budget = rig.holding(items)
+
+        def replay() -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        monkeypatch.setattr(rig.graphs[budget], "replay", replay)
+        assert max(yardstick.errors(rig, rows_of(rig.engine.launch(items, budget).collect()), GRIDS)) < RIGHT
+        monkeypatch.undo()
+        assert max(yardstick.errors(rig, rows_of(rig.engine.launch(items, budget).collect()), GRIDS)) < RIGHT
+
+
+class TestDeviceLost:
+    """What only a new process can leave is told as such; what one batch met is that batch's alone."""
+
+    def test_at_launch(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.forward_raises(rig, monkeypatch, torch.AcceleratorError("CUDA error: illegal access\nCompile with ..."))
+        with pytest.raises(DeviceLost, match=r"^CUDA error: illegal access$"):
+            rig.engine.launch(rig.items(GRIDS), None)
+
+    def test_while_rows_are_on_their_way(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wait() -> float:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        monkeypatch.setattr(rig.engine._lanes, "download", lambda tensors: Landing(tensors, wait))
+        launched = rig.engine.launch(rig.items(GRIDS), None)
+        with pytest.raises(DeviceLost, match="device-side assert"):
+            launched.collect()
+
+    def test_another_error_fails_the_batch_only(
+        self, rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.forward_raises(rig, monkeypatch, RuntimeError("shapes do not match"))
+        results = rig.engine.launch(rig.items(GRIDS), None).collect().results
+        assert all(isinstance(result, EncodeFailed) for result in results)
+        monkeypatch.undo()
+        rows = rows_of(rig.engine.launch(rig.items(GRIDS), None).collect())
+        assert max(yardstick.errors(rig, rows, GRIDS)) < RIGHT
+
+    def forward_raises(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        def forward(*_: Any) -> Tensor:
+            raise error
+
+        monkeypatch.setattr(rig.engine, "_forward", forward)
+
+
+class TestOverlap:
+    """Batches are launched before earlier ones are collected, and share static buffers."""
+
+    @pytest.mark.parametrize("path", ["replays", "eager", "mixed"])
+    def test_rows_are_those_of_their_own_batch(self, path: str, rig: Rig, yardstick: Yardstick) -> None:
+        batches = [rig.items(GRIDS, seed=10 * number) for number in range(4)]
+        budgets = [
+            None if path == "eager" or (path == "mixed" and n % 2) else rig.holding(batches[0]) for n in range(4)
+        ]
+        running = [rig.engine.launch(items, budget) for items, budget in zip(batches, budgets, strict=True)]
+        for number in (0, 2, 1, 3):
+            rows = rows_of(running[number].collect())
+            assert max(yardstick.errors(rig, rows, GRIDS, seed=10 * number)) < RIGHT
+
+    def test_a_larger_batch_behind_a_smaller_one(self, rig: Rig, yardstick: Yardstick) -> None:
+        small, large = [Grid(1, 2, 4)], [Grid(1, 20, 20), Grid(3, 4, 4)]
+        sequence = [small, large, small, large, small]
+        running = [rig.engine.launch(items, rig.holding(items)) for items in (rig.items(grids) for grids in sequence)]
+        for launched, grids in zip(running, sequence, strict=True):
+            assert max(yardstick.errors(rig, rows_of(launched.collect()), grids)) < RIGHT
