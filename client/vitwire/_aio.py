@@ -51,6 +51,7 @@ class AsyncClient:
         priority: Priority = "interactive",
     ) -> list[Embedding]:
         """Encode items; their embeddings come in the same order. As `Client.encode`."""
+        items = list(items)
         async with aclosing(self.iter_encode(items, timeout, output_type, priority)) as arrived:
             results = {index: embedding async for index, embedding in arrived}
         return [results[index] for index in range(len(items))]
@@ -91,6 +92,7 @@ class AsyncClient:
         Wrapped in `contextlib.aclosing`, leaving the loop cancels the rest at once; else as soon as Python
         finds the generator abandoned.
         """
+        items = list(items)
         deadline = self._deadline(timeout)
         options = Options.of(output_type, priority)
         errors: list[VitwireError] = []

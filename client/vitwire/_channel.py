@@ -134,7 +134,7 @@ class Deadline:
         if timeout is not None and math.isnan(timeout):
             raise ValueError("timeout is a number of seconds, not NaN")
         endless = timeout is None or timeout > _LONGEST_SECONDS
-        self._at = None if timeout is None or endless else time.monotonic() + timeout
+        self._at = None if timeout is None or endless else time.monotonic() + float(timeout)
 
     def left(self) -> float | None:
         """Seconds that are left; None without a deadline. Raises DeadlineExceeded when there are none."""

@@ -58,6 +58,7 @@ class Client:
         output_type: type of the rows; None takes the server's dtype.
         Raises the error of the first item that failed, with its position as `.item`, or that of the request.
         """
+        items = list(items)
         results = dict(self.iter_encode(items, timeout, output_type, priority))
         return [results[index] for index in range(len(items))]
 
@@ -98,6 +99,7 @@ class Client:
         the first one's if there are several; with `return_exceptions` it is yielded in the embedding's
         place instead. What ends the whole request is raised at once. The other arguments are `encode`'s.
         """
+        items = list(items)
         deadline = self._deadline(timeout)
         options = Options.of(output_type, priority)
         errors: list[VitwireError] = []

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -165,6 +166,23 @@ class TestEncodeStream:
                 assert fields(refused) == ["header.item"]
             else:
                 assert [answer.WhichOneof("result") for answer in answers] == ["error", "chunk"]
+
+    def test_a_number_may_be_used_again_once_it_was_answered(self, stub: EncoderServiceStub) -> None:
+        turns: SimpleQueue[bool] = SimpleQueue()
+        turns.put(True)
+
+        def messages() -> Iterator[pb.EncodeStreamRequest]:
+            while turns.get():
+                head, data = header(5, good())
+                yield head
+                yield chunk(5, data)
+
+        answers = 0
+        for answer in stub.EncodeStream(messages()):
+            assert answer.chunk.last
+            answers += 1
+            turns.put(answers < 20)
+        assert answers == 20
 
     def test_more_items_than_a_request_may_hold_flow_through_one_stream(self, stub: EncoderServiceStub) -> None:
         def messages() -> Iterator[pb.EncodeStreamRequest]:

@@ -132,8 +132,9 @@ class EncoderService:
                 self._metrics.rejected.labels(outcome.reason).inc()
             start = time.perf_counter()
             for frame in frames(kind, index, outcome):
-                await context.write(frame)
-            call.release(index)
+                if frame.message.HasField("error") or frame.message.chunk.last:
+                    call.release(index)  # once the client has this frame, the item's number is free
+                await _write(context, frame)
             self._metrics.sent(time.perf_counter() - start)
 
     async def _read(self, serving: Serving, call: Call, context: Context) -> None:
@@ -188,6 +189,15 @@ class EncoderService:
             self._metrics.inflight.dec()
             self._metrics.requests.labels(method, code.name).inc()
             self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start)
+
+
+async def _write(context: Context, frame: wire.Frame[Answer]) -> None:
+    """Send a message. Raises CancelledError where the client is gone."""
+    try:
+        await context.write(frame)
+    except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
+        _log.debug("a client left while it was answered: %r", error)
+        raise asyncio.CancelledError from None
 
 
 def _request_id(context: Context) -> str:
