@@ -96,5 +96,6 @@ def test_lines_carry_their_process(pretend: Pretend, capfd: pytest.CaptureFixtur
     words = [*WORDS, "--devices", "cpu,cpu", "--log-format", "json"]
     assert pretend(many + said + "exit 1", words=words)[0] == 1
     out, err = capfd.readouterr()
-    assert "[cpu.0] no newline\n" in out
-    assert '{"process": "cpu.0", "level": "info"}\n' in err
+    spoken = [label for label in ("cpu.0", "cpu.1") if f"[{label}] no newline\n" in out]
+    assert spoken, "the first to end has said everything; the other one may have been stopped before"
+    assert any(f'{{"process": "{label}", "level": "info"}}\n' in err for label in spoken)
