@@ -195,6 +195,9 @@ def _warm_up(engine: Engine, tower: PackedTower) -> None:
     (result,) = engine.launch([item], None).collect().results
     if isinstance(result, EncodeFailed):
         raise CheckpointError(f"the warm-up forward failed: {result}")
+    expected = (item.footprint.tokens, tower.geometry.width)
+    if result.shape != expected:
+        raise CheckpointError(f"the tower returns rows {result.shape}, its configuration promises {expected}")
 
 
 def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None:

@@ -16,7 +16,6 @@ from reference import TOLERANCE, Reference, error, norm_error
 from rigs import BUDGETS, Rig
 from vitwire_server.core.budgets import budget
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.runtime.attention import choose
 from vitwire_server.towers.checkpoint import CheckpointError, load_tower, open_checkpoint
 
@@ -149,14 +148,16 @@ class TestGraphs:
 class TestFormsOfPixels:
     """The compact forms give what the processor's own tensors give."""
 
-    def test_uint8_equals_normalised_floats(self, model_type: str, rigs: Callable[..., Rig]) -> None:
+    def test_uint8_equals_normalised_floats(
+        self, model_type: str, rigs: Callable[..., Rig], checkpoints: Checkpoints
+    ) -> None:
         rig = rigs(model_type, graphs=True)
-        settings = rig.engine._stager  # the settings that the stager was given
+        settings = json.loads((checkpoints(model_type) / "video_preprocessor_config.json").read_text())
+        mean, std = (torch.tensor(settings[key]).double().view(-1, 1, 1) for key in ("image_mean", "image_std"))
         grid, geometry = Grid(2, 8, 10), rig.tower.geometry
         raw = torch.randint(0, 256, (grid.patches, geometry.columns(frames=geometry.temporal)), dtype=torch.uint8)
-        scale, offset = settings._affine[Modality.VIDEO]
         shaped = raw.view(grid.patches, geometry.channels, -1, geometry.patch**2).double()
-        floats = (shaped * scale.double() + offset.double()).float().view(raw.shape)
+        floats = ((shaped * settings["rescale_factor"] - mean) / std).float().view(raw.shape)
         compact, full = rig.run([rig.item(grid, raw), rig.item(grid, floats)])
         assert error(compact, full) <= TOLERANCE
 

@@ -1,6 +1,6 @@
 """Budgets, the capacities of captured graphs, and ladders of them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,11 +60,6 @@ class Ladder:
     def smallest_fitting(self, load: Footprint, items: int) -> Budget | None:
         """The cheapest budget that holds `items` items of summed footprint `load`, if any does."""
         return next((budget for budget in self.budgets if budget.fits(load, items)), None)
-
-    def without(self, dropped: Iterable[Budget]) -> "Ladder":
-        """This ladder less the budgets that could not be captured."""
-        gone = set(dropped)
-        return Ladder(tuple(budget for budget in self.budgets if budget not in gone))
 
 
 def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budget:
