@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench gpu-test gpu-bench acceptance setup stubs clean
+.PHONY: demo test check bench fault-test gpu-test gpu-bench kernel-test page-test full-test acceptance setup stubs clean
 
 demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
@@ -12,15 +12,24 @@ demo: $(READY) ## encode real photographs and a clip, compare with plain transfo
 test: $(READY) ## the whole test suite
 	$(BIN)/python -m pytest
 
-check: $(READY) ## format, lint, types, import rules, proto, stubs
+check: $(READY) ## format, lint, types, import rules, proto, stubs, table of models
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	PYTHON=$(PYTHON) tools/proto.sh check
+	$(BIN)/python tools/models.py --check
+
+page-test: $(READY) ## the status page in headless Chromium, one on the PATH or Playwright's own
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement tests/page/requirements.txt
+	command -v chromium || command -v google-chrome || $(BIN)/python -m playwright install --with-deps chromium
+	$(BIN)/python -m pytest -c tests/page/pytest.ini tests/page $(FLAGS)
 
 bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a.jsonl --judge b.jsonl"
 	PYTHONPATH=tests $(BIN)/python tests/perf/bench.py $(FLAGS)
+
+fault-test: $(READY) ## servers under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 for a twentieth of it
+	$(BIN)/python -m pytest tests/fault $(FLAGS)
 
 # These two take an installed torch and transformers as given, and set up nothing.
 GPU_PYTHON ?= python3
@@ -29,10 +38,18 @@ GPU_PATH := client:server:tests
 gpu-test: ## the engine's tests on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: on simulated graphs)
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(FLAGS)
 
+kernel-test: $(READY) ## our Triton kernels on the CPU, in Triton's interpreter (installs Triton beside, 1 GB)
+	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0
+	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
+		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_kernels.py tests/gpu/test_fusion.py $(FLAGS)
+
 gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) tests/gpu/bench.py $(FLAGS)
 
-acceptance: check test demo bench ## every tier in full
+full-test: $(READY) ## towers at their published size on the CPU, within memory
+	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
+
+acceptance: check test demo bench full-test kernel-test page-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: ## regenerate client/vitwire/v1 from the proto

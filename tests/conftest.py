@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from reference import Reference
+from references import reference_of
 from rigs import Yardstick
 from vitwire_server.towers.demo import write_demo_checkpoint
 from vitwire_server.towers.families import FAMILIES
 
-MODEL_TYPES = list(FAMILIES)
+INSTALLED = Version(transformers.__version__)
+MODEL_TYPES = [name for name, row in FAMILIES.items() if Version(row.transformers) <= INSTALLED]
+"""Rows of the table that the installed transformers can compute."""
 Checkpoints = Callable[[str], Path]
 
 
@@ -35,7 +40,7 @@ def references(checkpoints: Checkpoints) -> Callable[[str, torch.dtype], Referen
 
     @cache
     def reference(model_type: str, dtype: torch.dtype = torch.float32) -> Reference:
-        return Reference(checkpoints(model_type), dtype)
+        return reference_of(model_type, checkpoints(model_type), dtype)
 
     return reference
 
@@ -52,7 +57,7 @@ def yardsticks(checkpoints: Checkpoints, device: torch.device) -> Callable[[str,
 
     @cache
     def yardstick(model_type: str, dtype: torch.dtype) -> Yardstick:
-        exact = Reference(checkpoints(model_type), torch.float32)
-        return Yardstick(exact, Reference(checkpoints(model_type), dtype, str(device)))
+        exact = reference_of(model_type, checkpoints(model_type))
+        return Yardstick(exact, reference_of(model_type, checkpoints(model_type), dtype, str(device)))
 
     return yardstick

@@ -1,14 +1,19 @@
 """Plain transformers, which every embedding is compared with."""
 
+import json
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+
+from vitwire_server.towers.tiny_packed import write
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-5
@@ -16,24 +21,73 @@ TOLERANCE = 1e-5
 
 
 class Reference:
-    """The stock vision tower of a checkpoint, with stock attention."""
+    """The whole model of a checkpoint, stock, and what it hands its LLM of an image or a clip."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+        settings = json.loads((checkpoint / "config.json").read_text())
+        model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
         self.model = model.eval().to(device)
-        self.tower: Any = model.model.visual
+        thinker = getattr(model, "thinker", model)
+        # Before 5.18, the thinkers had their vision tower beside the language model rather than within `model`.
+        self.core: Any = thinker.model if hasattr(thinker.model.config, "vision_config") else thinker
+        self.vision_config: Any = self.core.config.vision_config
         self.dtype = dtype
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor | NDArray[Any], grids: Sequence[tuple[int, int, int]]) -> list[Array]:
-        """Embeddings `[main | deepstack ...]` of items whose patches lie one after the other."""
+        """Embeddings `[main | deepstack ...]` of items whose patches lie one after the other, each alone."""
         packed = torch.as_tensor(pixels).to(self.model.device, self.dtype)
-        output = self.tower(packed, grid_thw=torch.tensor(grids, device=self.model.device))
+        items = torch.split(packed, [prod(grid) for grid in grids])
+        rows = (
+            self.rows(own, torch.tensor([grid], device=packed.device)) for own, grid in zip(items, grids, strict=True)
+        )
+        return [own.float().cpu().numpy() for own in rows]
+
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item; models of patches take no crops."""
+        assert crops is None
+        return self.encode(pixels, [grid])[0]
+
+    def rows(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        """Rows of one item, from what the model hands its LLM."""
+        features = self.core.get_image_features if grid[0, 0] == 1 else self.core.get_video_features
+        output = features(self.shaped(pixels), grid)
         deepstack = getattr(output, "deepstack_features", None) or []
-        rows = torch.cat([output.pooler_output, *deepstack], dim=-1)
-        merge = self.tower.spatial_merge_size
-        tokens = [t * h * w // merge**2 for t, h, w in grids]
-        return [part.float().cpu().numpy() for part in torch.split(rows, tokens)]
+        return torch.cat([_joined(part) for part in (output.pooler_output, *deepstack)], dim=-1)
+
+    def shaped(self, pixels: Tensor) -> Tensor:
+        """Rows of patches as the model's own processor emits them."""
+        return pixels
+
+
+class SquarePatches(Reference):
+    """A model whose processor emits `(patches, C, p, p)`."""
+
+    def shaped(self, pixels: Tensor) -> Tensor:
+        side = self.vision_config.patch_size
+        return pixels.view(len(pixels), -1, side, side)
+
+
+class Kimi(SquarePatches):
+    """transformers' own get_video_features counts the tokens of all frames, which were averaged."""
+
+    def rows(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        pooled = self.core.vision_tower(self.shaped(pixels), grid_thw=grid).pooler_output
+        rows: Tensor = self.core.mm_projector(pooled).squeeze(1)
+        return rows
+
+
+class KimiVL(Kimi):
+    """transformers has no classes for Kimi-VL: Kimi K2.5 with the same weights, under its own names."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        with TemporaryDirectory() as folder:
+            write("kimi_vl", Path(folder), 0, published=False)
+            super().__init__(Path(folder), dtype, device)
+
+
+def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    return parts if isinstance(parts, Tensor) else torch.cat(tuple(parts))
 
 
 def error(rows: Array, expected: Array) -> float:

@@ -4,18 +4,20 @@ It imports nothing but core, scheduling, towers and runtime, so that it runs whe
 transformers are installed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reference import Array, Reference, norm_error
+from reference import Array, norm_error
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels, total
+from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.attention import choose
@@ -24,13 +26,18 @@ from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simu
 from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
-from vitwire_server.towers.packed import PackedTower
-from vitwire_server.towers.preprocessing import read_preprocessing
+from vitwire_server.towers.checkpoint import Track, load_tower, open_checkpoint
+from vitwire_server.towers.lora import Adapter
+from vitwire_server.towers.tower import Tower
 
 BUDGETS = (16, 48, 160, 320)
+_MOST = 1200
+"""Tokens of a budget at most: tiles of some towers are large."""
 RIGHT = 0.1
 """Norm error of rows that are the right ones: two items' rows are about 1.4 apart, bfloat16 loses about 0.01."""
+
+_TILED = [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 1, 2), (5, 2, 2), (4, 2, 2), (7, 3, 2), (3, 1, 1), (2, 2, 1)]
+"""Grids of tiles, in counts that every tower of tiles takes one or another of."""
 
 Wrap = Callable[[Recorder], Recorder]
 
@@ -39,10 +46,11 @@ Wrap = Callable[[Recorder], Recorder]
 class Rig:
     """A tower with graphs on a device."""
 
-    tower: PackedTower
+    tower: Tower
     engine: Engine
     graphs: GraphSet
     planner: Planner
+    modalities: Mapping[Modality, Preprocessing]
 
     @classmethod
     def of(
@@ -53,37 +61,55 @@ class Rig:
         *,
         sizes: Sequence[int] = BUDGETS,
         wrap: Wrap = lambda recorder: recorder,
+        adapter: Adapter | None = None,
     ) -> "Rig":
         """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder."""
         checkpoint = open_checkpoint(str(folder))
-        tower = load_tower(checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards).tower
+        track: Track = lambda shards, *_: shards  # noqa: E731 - a parameter's value, with a name for its type
+        tower = load_tower(checkpoint, dtype=dtype, device=device, track=track, adapter=adapter).tower
         choice = choose("auto", device, dtype, *tower.heads, captured=bool(sizes))
         tower.use_attention(choice.backend.implementation)
+        if device.type == "cuda":
+            from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA
+
+            fuse(tower.blocks, choice)
         lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
         recorder: Recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
-        area = tower.geometry.merge**2
-        ladder = Ladder(tuple(Budget(n, min(n, 8), max(8, min(24, n // 4)), n * area) for n in sizes))
+        ladder = Ladder(tuple(_budgets(tower, sizes)))
         graphs = GraphSet(tower, ladder, wrap(recorder))
-        stager = Stager(tower.geometry, read_preprocessing(folder, checkpoint.family), device)
-        planner = Planner(graphs.ladder, Bounds(320, 8, 24), without_graph=Fallback.GRAPHS_OFF)
-        return cls(tower, Engine(tower, graphs, stager, lanes), graphs, planner)
+        modalities = checkpoint.preprocessing()
+        stager = Stager(tower.geometry, modalities, device)
+        most = max([320, *(budget.tokens for budget in graphs.ladder)])
+        planner = Planner(graphs.ladder, Bounds(most, 8, 24), without_graph=Fallback.GRAPHS_OFF)
+        return cls(tower, Engine(tower, graphs, stager, lanes), graphs, planner, modalities)
 
     def pixels(self, grid: Grid, seed: int) -> Tensor:
         """Random pixels as the processor emits them, in the tower's dtype, on the host."""
-        columns = self.tower.geometry.columns(frames=self.tower.geometry.temporal)
-        drawn = torch.randn(grid.patches, columns, generator=torch.Generator().manual_seed(seed))
-        return drawn.to(self.tower.dtype)
+        return self._drawn(self.tower.geometry.shapes(grid, self.modality(grid))[0], seed)
 
-    def item(self, grid: Grid, pixels: Tensor) -> Item:
+    def crops(self, grid: Grid, seed: int) -> Tensor | None:
+        """Random pixels of the second view; None if an item of this grid has none."""
+        shape = self.tower.geometry.crops(grid)
+        return self._drawn(shape, seed + 1000) if shape else None
+
+    def modality(self, grid: Grid) -> Modality:
+        """A clip, if it can be no image."""
+        return Modality.VIDEO if list(self.tower.geometry.wrong(grid, Modality.IMAGE)) else Modality.IMAGE
+
+    def item(self, grid: Grid, pixels: Tensor, crops: Tensor | None = None) -> Item:
         """An item whose rows are to come back in float32."""
-        modality = Modality.IMAGE if grid.t == 1 else Modality.VIDEO
-        dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
-        view = Pixels(pixels.contiguous().view(torch.uint8).numpy().tobytes(), dtype, tuple(pixels.shape))
-        return Item(modality, grid, view, self.tower.footprint(grid), DType.FLOAT32)
+        view, second = _view(pixels), _view(crops) if crops is not None else None
+        footprint = self.tower.footprint(grid)
+        return Item(self.modality(grid), grid, view, footprint, DType.FLOAT32, crops=second)
 
     def items(self, grids: Sequence[Grid], seed: int = 0) -> list[Item]:
         """Items of these grids, each with pixels of its own: item i has those of seed + i."""
-        return [self.item(grid, self.pixels(grid, seed + i)) for i, grid in enumerate(grids)]
+        return [
+            self.item(grid, self.pixels(grid, seed + i), self.crops(grid, seed + i)) for i, grid in enumerate(grids)
+        ]
+
+    def _drawn(self, shape: Sequence[int], seed: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.tower.dtype)
 
     def holding(self, items: Sequence[Item]) -> Budget:
         """The smallest captured budget that holds all of them."""
@@ -114,21 +140,48 @@ class Rig:
             torch.cuda.synchronize(self.tower.device)  # the engine's stream does not wait for this one
 
 
+def draw_grids(rig: Rig, seed: int, count: int) -> list[Grid]:
+    """Images and clips that the tower takes, the smallest and one larger than every budget included."""
+    rng = np.random.default_rng(seed)
+    if isinstance(rig.tower.geometry, TileGeometry):
+        drawn = [Grid(*_TILED[i]) for i in rng.permutation(len(_TILED))]
+    else:
+        sides = rng.integers(1, 12, size=(3 * count, 2)) * 2
+        frames = rng.choice([1, 1, 2, 3, 4, 5], size=3 * count)
+        drawn = [Grid(int(t), int(h), int(w)) for t, (h, w) in zip(frames, sides, strict=True)]
+        drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn]
+    taken = [grid for grid in drawn if takes(rig, grid)]
+    return taken[:count]
+
+
+def takes(rig: Rig, grid: Grid) -> bool:
+    modality = rig.modality(grid)
+    return not list(rig.tower.geometry.wrong(grid, modality)) and modality in rig.modalities
+
+
+class Whole(Protocol):
+    """A whole model, stock."""
+
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item."""
+        ...
+
+
 @dataclass(frozen=True)
 class Yardstick:
     """Plain transformers in float32 on the host, and in another dtype on the device under test."""
 
-    exact: Reference
-    rounded: Reference
+    exact: Whole
+    rounded: Whole
 
     def expected(self, rig: Rig, grids: Sequence[Grid], seed: int = 0) -> list[Array]:
         """Rows of `rig.items(grids, seed)`, each encoded alone."""
-        return [self.exact.encode(rig.pixels(grid, seed + i), [grid])[0] for i, grid in enumerate(grids)]
+        return self._alone(self.exact, rig, grids, seed)
 
     def lost(self, rig: Rig, grids: Sequence[Grid], seed: int = 0) -> list[float]:
         """Norm errors of transformers' own rounded rows."""
         exact = self.expected(rig, grids, seed)
-        own = [self.rounded.encode(rig.pixels(grid, seed + i), [grid])[0] for i, grid in enumerate(grids)]
+        own = self._alone(self.rounded, rig, grids, seed)
         return [norm_error(rows, expected) for rows, expected in zip(own, exact, strict=True)]
 
     def errors(self, rig: Rig, rows: Sequence[Array], grids: Sequence[Grid], seed: int = 0) -> list[float]:
@@ -136,12 +189,32 @@ class Yardstick:
         exact = self.expected(rig, grids, seed)
         return [_error(own, expected) for own, expected in zip(rows, exact, strict=True)]
 
+    @staticmethod
+    def _alone(reference: Whole, rig: Rig, grids: Sequence[Grid], seed: int) -> list[Array]:
+        return [
+            reference.item(grid, rig.pixels(grid, seed + i), rig.crops(grid, seed + i)) for i, grid in enumerate(grids)
+        ]
+
 
 def rows_of(collected: Collected) -> list[Array]:
     """The rows of a batch none of whose items failed."""
     for result in collected.results:
         assert not isinstance(result, Exception), result
     return [np.frombuffer(result.data, np.float32).reshape(result.shape) for result in collected.results]
+
+
+def _budgets(tower: Tower, sizes: Sequence[int]) -> list[Budget]:
+    """Of these sizes; where tokens come in tiles, every other one of the tower's own, up to 20 tiles."""
+    if tower.segmented or not sizes:
+        area = tower.geometry.merge**2
+        return [Budget(size, min(size, 8), max(8, min(24, size // 4)), size * area) for size in sizes]
+    own = tower.sizes(min(20 * tower.footprint(Grid(1, 1, 1)).tokens, _MOST))
+    return [tower.budget(size, max_items=8, max_frames=24) for size in own[::2]]
+
+
+def _view(pixels: Tensor) -> Pixels:
+    dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
+    return Pixels(pixels.contiguous().view(torch.uint8).numpy().tobytes(), dtype, tuple(pixels.shape))
 
 
 def _error(rows: Array, expected: Array) -> float:

@@ -70,25 +70,31 @@ class ServerProcess:
         return self.process.wait(_STOP_SECONDS)
 
 
-def spawn(program: Sequence[str], flags: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a Python program with its output in a file."""
+def spawn(
+    program: Sequence[str], flags: Sequence[str], log: IO[bytes], wrapper: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a Python program with its output in a file; `wrapper` is a command that runs it."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, *program, *flags]
+    command = [*wrapper, sys.executable, *program, *flags]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 @contextmanager
 def serving(
-    model: Path, *flags: str, wait: bool = True, program: Sequence[str] = ("-m", "vitwire_server")
+    model: Path,
+    *flags: str,
+    wait: bool = True,
+    program: Sequence[str] = ("-m", "vitwire_server"),
+    wrapper: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
     """A server of `model` on free ports, ready; it ends with the block, by force if need be."""
     defaults = ["--port", "0", "--metrics-port", "0", "--lame-duck-seconds", "0", "--drain-seconds", "10"]
     with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
-        process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file)
+        process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file, wrapper)
         server = ServerProcess(process, Path(log.name))
         try:
-            ports = server.wait_for(r"listening on [\d.]+:(\d+), metrics on [\d.]+:(\d+)")
-            server.port, server.metrics_port = int(ports[1]), int(ports[2])
+            ports = server.wait_for(r"listening on [\d.]+:(\d+), metrics (?:on [\d.]+:(\d+)|off)\n")
+            server.port, server.metrics_port = int(ports[1]), int(ports[2] or 0)
             if wait:
                 server.wait_for(r"ready: ")
             yield server

@@ -7,13 +7,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from vitwire._aio_transport import AsyncTransport
-from vitwire._channel import Deadline, Tls, credentials
+from vitwire._channel import Deadline, Tls, bearer, credentials
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._items import Item
+from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import clip_items, image_items
-from vitwire._protocol import Options, Priority, Result, split
+from vitwire._protocol import Options, Priority, Result, embeddings, is_unknown, split
 
 if TYPE_CHECKING:
     from vitwire._prepare import Clip, ImageLike
@@ -39,7 +39,7 @@ class AsyncClient:
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
-        self._transport = AsyncTransport(target, credentials(tls), token)
+        self._transport = AsyncTransport(target, credentials(tls), bearer(token))
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -112,6 +112,23 @@ class AsyncClient:
         if errors:
             self._model = None
             raise min(errors, key=lambda error: error.item or 0)
+
+    async def encode_cached(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """Pixels of an item with a `content_id` are sent only if the server does not know it. As `Client`'s."""
+        items, deadline = list(items), self._deadline(timeout)
+        asks = [without_pixels(item) for item in items]
+        found = self.iter_encode(asks, deadline.left(), output_type, priority, return_exceptions=True)
+        async with aclosing(found):
+            results = {index: result async for index, result in found}
+        unknown = [index for index, result in sorted(results.items()) if is_unknown(result, items[index])]
+        uploads = await self.encode([items[index] for index in unknown], deadline.left(), output_type, priority)
+        return embeddings(results | dict(zip(unknown, uploads, strict=True)))
 
     async def encode_images(
         self,

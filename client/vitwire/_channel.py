@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -18,7 +21,7 @@ from vitwire.wire import Frame, Malformed, Request, read_chunk, write_chunk, wri
 
 Q = TypeVar("Q")
 R = TypeVar("R")
-Tls = bool | grpc.ChannelCredentials | None
+Tls = bool | str | os.PathLike[str] | grpc.ChannelCredentials | None
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, int | str], ...]
 
@@ -99,16 +102,38 @@ def health_name(status: int) -> str:
 
 
 def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
-    """None for a channel without TLS."""
+    """None for a channel without TLS. Raises OSError where a file of root certificates cannot be read."""
     if isinstance(tls, grpc.ChannelCredentials):
         return tls
+    if isinstance(tls, str | os.PathLike):
+        return grpc.ssl_channel_credentials(Path(tls).read_bytes())
     return grpc.ssl_channel_credentials() if tls else None
+
+
+def bearer(token: str | None) -> str | None:
+    """The token, if a header can carry it. Raises ValueError, which does not tell the token."""
+    if token and not (token.isascii() and token.isprintable()):
+        raise ValueError("the token has characters other than printable ASCII, such as a line's end")
+    return token
 
 
 def metadata(token: str | None) -> Metadata:
     """Metadata of one call; the server logs the request id with what goes wrong on its side."""
-    request_id = ("x-request-id", uuid4().hex)
-    return (request_id, ("authorization", f"Bearer {token}")) if token else (request_id,)
+    pairs = [("x-request-id", uuid4().hex), *_trace_context()]
+    return (*pairs, ("authorization", f"Bearer {token}")) if token else tuple(pairs)
+
+
+def _trace_context() -> Metadata:
+    """The caller's span in W3C form, where the program uses OpenTelemetry, which is not asked for here."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # there, but for others' sake
+        TraceContextTextMapPropagator,
+    )
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())
 
 
 class Backoff:

@@ -4,13 +4,13 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from vitwire._channel import Deadline, Tls, credentials
+from vitwire._channel import Deadline, Tls, bearer, credentials
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._items import Item
+from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import clip_items, image_items
-from vitwire._protocol import Options, Priority, Result, split
+from vitwire._protocol import Options, Priority, Result, embeddings, is_unknown, split
 from vitwire._transport import Transport
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ class Client:
     """A connection to one encoder service; thread-safe: share it, and close it.
 
     target: `host:port`, `dns:///name:port` (balanced over all addresses behind the name) or `unix:path`.
-    tls: True for TLS with the system's roots, or gRPC channel credentials; by default none.
+    tls: True for TLS with the system's roots, a file of root certificates in PEM, or gRPC channel credentials
+        (those of `grpc.ssl_channel_credentials` for a client certificate); by default none.
     token: bearer token, sent with every request.
     timeout: deadline in seconds of calls that are given none; None waits for ever.
     spread: RPCs that one request may be split into, so that as many replicas share it.
@@ -41,7 +42,7 @@ class Client:
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
-        self._transport = Transport(target, credentials(tls), token)
+        self._transport = Transport(target, credentials(tls), bearer(token))
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -118,6 +119,22 @@ class Client:
         if errors:
             self._model = None
             raise min(errors, key=lambda error: error.item or 0)
+
+    def encode_cached(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority = "interactive",
+    ) -> list[Embedding]:
+        """As `encode`, but pixels of an item with a `content_id` are sent only if the server does not know it."""
+        items, deadline = list(items), self._deadline(timeout)
+        asks = [without_pixels(item) for item in items]
+        found = self.iter_encode(asks, deadline.left(), output_type, priority, return_exceptions=True)
+        results = dict(found)
+        unknown = [index for index, result in sorted(results.items()) if is_unknown(result, items[index])]
+        uploads = self.encode([items[index] for index in unknown], deadline.left(), output_type, priority)
+        return embeddings(results | dict(zip(unknown, uploads, strict=True)))
 
     def encode_images(
         self,

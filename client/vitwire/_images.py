@@ -17,11 +17,23 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from vitwire._patches import Grid, Pixels, Preprocessor, Size, patch_rows, smart_resize
+from vitwire._sizes import resized
+from vitwire._tiles import Picture, Tiles, Tiling, cut
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_DECODED_PIXELS", "ImageLike", "Preprocessor", "clip_patches", "image_patches", "smart_resize"]
+__all__ = [
+    "MAX_DECODED_PIXELS",
+    "ImageLike",
+    "Preprocessor",
+    "Tiling",
+    "clip_patches",
+    "clip_tiles",
+    "image_patches",
+    "image_tiles",
+    "smart_resize",
+]
 
 ImageLike: TypeAlias = "str | os.PathLike[str] | Image | Pixels"
 _Picture: TypeAlias = "Image | Pixels"
@@ -45,7 +57,7 @@ def image_patches(image: ImageLike, settings: Preprocessor) -> tuple[Pixels, Gri
     Raises ValueError for what cannot be read or has no pixels, and OSError for a file that cannot be opened.
     """
     picture = _rgb(image)
-    size = smart_resize(*_size(picture), settings, settings.temporal_patch_size)
+    size = resized(*_size(picture), settings, settings.temporal_patch_size)
     return patch_rows([_resized(picture, size, settings.resample)], size, (1, 1), settings)
 
 
@@ -55,19 +67,42 @@ def clip_patches(frames: Pixels | Sequence[ImageLike], settings: Preprocessor) -
     `frames` is a uint8 array `(F, H, W, 3)` or a sequence of images of one size, in order. All frames are
     taken; the last one is repeated until T divides their number. Raises as `image_patches` does.
     """
+    pictures = _frames(frames)
+    first = next(pictures)
+    size = resized(*_size(first), settings, len(frames))
+    alike = _of_one_size(chain([first], pictures), _size(first))
+    frames_at_size = (_resized(picture, size, settings.resample) for picture in alike)
+    slots = (-(-len(frames) // settings.temporal_patch_size), settings.temporal_patch_size)
+    return patch_rows(frames_at_size, size, slots, settings)
+
+
+def image_tiles(image: ImageLike, settings: Preprocessor, tiling: Tiling) -> Tiles:
+    """Tiles `(tiles, 3, H, W)` of one image, its grid `(tiles, rows, columns)`, and its crops, if it has any.
+
+    Raises as `image_patches` does.
+    """
+    picture = np.asarray(_rgb(image))
+    return cut(Picture(_size(picture), picture, _resized, settings.resample), tiling)
+
+
+def clip_tiles(frames: Pixels | Sequence[ImageLike], settings: Preprocessor, tiling: Tiling) -> Tiles:
+    """One tile `(3, H, W)` for each frame of a clip, and its grid `(frames, 1, 1)`. Raises as `clip_patches` does."""
+    pictures = _frames(frames)
+    first = next(pictures)
+    alike = _of_one_size(chain([first], pictures), _size(first))
+    tiles = [image_tiles(np.asarray(picture), settings, tiling).pixels for picture in alike]
+    return Tiles(np.concatenate(tiles), (len(tiles), 1, 1))
+
+
+def _frames(frames: Pixels | Sequence[ImageLike]) -> Iterator[_Picture]:
+    """The frames of a clip in RGB, at least one."""
     if not isinstance(frames, np.ndarray | Sequence) or isinstance(frames, str):
         raise TypeError(f"expected an array or a sequence of frames, got {type(frames).__name__}")
     if isinstance(frames, np.ndarray) and frames.ndim != 4:
         raise ValueError(f"expected frames of shape (F, H, W, 3), got {frames.shape}")
     if len(frames) == 0:
         raise ValueError("expected at least one frame, got none")
-    pictures = (_rgb(frame) for frame in frames)
-    first = next(pictures)
-    size = smart_resize(*_size(first), settings, len(frames))
-    alike = _of_one_size(chain([first], pictures), _size(first))
-    resized = (_resized(picture, size, settings.resample) for picture in alike)
-    slots = (-(-len(frames) // settings.temporal_patch_size), settings.temporal_patch_size)
-    return patch_rows(resized, size, slots, settings)
+    return (_rgb(frame) for frame in frames)
 
 
 def _of_one_size(pictures: Iterable[_Picture], size: Size) -> Iterator[_Picture]:
@@ -121,7 +156,7 @@ def _rgb_file(path: Path) -> "Image":
 
     with path.open("rb") as file, _decoding(str(path)):
         image: Image = pillow.open(file)
-        _check_area(image)
+        _check_bounded(image)
         ImageOps.exif_transpose(image, in_place=True)
         if isinstance(image.info.get("transparency"), bytes):
             del image.info["transparency"]  # dropped by the conversion too, but with a warning
@@ -129,7 +164,7 @@ def _rgb_file(path: Path) -> "Image":
 
 
 def _rgb_on_white(image: "Image") -> "Image":
-    _check_area(image)
+    _check_bounded(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         ground = _pillow().new("RGBA", image.size, (255, 255, 255, 255))
@@ -138,7 +173,9 @@ def _rgb_on_white(image: "Image") -> "Image":
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _check_area(image: "Image") -> None:
+def _check_bounded(image: "Image") -> None:
+    if image.format == "EPS":
+        raise ValueError("EPS is a program, which Pillow would have Ghostscript run")
     if image.width * image.height > MAX_DECODED_PIXELS:
         raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_DECODED_PIXELS} pixels")
 

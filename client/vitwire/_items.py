@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -87,6 +87,11 @@ class Item:
         for name, tensor in (("pixels", self.pixels), ("crops", self.crops)):
             if tensor is not None and (problem := _problem(tensor)):
                 yield Violation(name, problem)
+
+
+def without_pixels(item: Item) -> Item:
+    """The item that asks for the embedding cached under this one's content_id; without one, the item itself."""
+    return replace(item, pixels=None, crops=None) if item.content_id else item
 
 
 def _grid_violations(grid: object) -> Iterator[Violation]:

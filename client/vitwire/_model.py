@@ -1,8 +1,9 @@
 """What the server says of itself."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from vitwire._images import Preprocessor
+from vitwire._images import Preprocessor, Tiling
 from vitwire.v1 import encoder_pb2 as pb
 
 
@@ -16,6 +17,8 @@ class Budget:
     """Attention segments: frames of images and clips."""
     segment_patches: int
     """Longest segment, in patches."""
+    crops: int = 0
+    """Rows of the second view, in models that take one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class Model:
             image_preprocessor=_preprocessor(message, "image_preprocessor"),
             video_preprocessor=_preprocessor(message, "video_preprocessor"),
             budgets=tuple(
-                Budget(each.tokens, each.items, each.segments, each.segment_patches) for each in message.budgets
+                Budget(each.tokens, each.items, each.segments, each.segment_patches, each.crops)
+                for each in message.budgets
             ),
             limits=_limits(message.limits),
             graphs=message.graphs,
@@ -116,4 +120,39 @@ def _preprocessor(model: pb.GetModelResponse, field: str) -> Preprocessor | None
         rescale_factor=settings.rescale_factor,
         resample=settings.resample,
         bounds_span_frames=settings.bounds_span_frames,
+        resizing=_named(pb.Resizing, settings.resizing, "area"),
+        raster=model.raster_patches,
+        channels_last=model.channels_last,
+        tiling=_tiling(settings.tiling) if settings.HasField("tiling") else None,
     )
+
+
+def _tiling(message: pb.Tiling) -> Tiling:
+    return Tiling(
+        rule=_named(pb.TilingRule, message.rule, ""),
+        tile=_size(message.tile),
+        overview=_named(pb.Overview, message.overview, "none"),
+        min_tiles=message.min_tiles,
+        max_tiles=message.max_tiles,
+        layouts=tuple((layout.rows, layout.columns) for layout in message.layouts),
+        background=tuple(message.background),
+        min_side=message.min_side,
+        max_side=message.max_side,
+        crop=_size(message.crop) if message.HasField("crop") else None,
+        crop_background=tuple(message.crop_background),
+        crop_resample=message.crop_resample if message.HasField("crop_resample") else None,
+    )
+
+
+def _size(message: pb.PixelSize) -> tuple[int, int]:
+    return message.height, message.width
+
+
+def _named(enum: Any, number: int, unspecified: str) -> str:  # noqa: ANN401  # the stubs' wrappers differ by enum
+    """An enum's value as this package calls it: without the enum's name, in lower case."""
+    if number not in enum.values():
+        return f"number {number}"
+    if not number:
+        return unspecified
+    prefix = "".join(f"_{letter}" if letter.isupper() else letter for letter in enum.DESCRIPTOR.name).strip("_")
+    return str(enum.Name(number)).removeprefix(f"{prefix.upper()}_").lower()

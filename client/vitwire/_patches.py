@@ -6,9 +6,13 @@ Both are those of the stock Hugging Face processors of the qwen2_vl, qwen2_5_vl,
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from vitwire._tiles import Tiling
 
 Pixels = npt.NDArray[np.uint8]
 Grid = tuple[int, int, int]
@@ -16,6 +20,7 @@ Size = tuple[int, int]
 
 CHANNELS = 3
 MAX_ASPECT_RATIO = 200
+RESIZINGS = ("area", "longest_side", "most_patches", "most_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,21 @@ class Preprocessor:
     """Resampling filter as Pillow numbers it: 2 bilinear, 3 bicubic."""
     bounds_span_frames: bool = False
     """True where the area bounds count all frames together (videos of Qwen3-VL, all of GLM-4V)."""
+    resizing: str = "area"
+    """What the size of a resized frame follows from: area, longest_side, most_patches or most_tokens."""
+    raster: bool = False
+    """Patches come row by row of the whole frame, rather than token by token."""
+    channels_last: bool = False
+    """The columns of a patch are (p, p, C), rather than (C, T, p, p)."""
+    tiling: "Tiling | None" = None
+    """How images are cut, for models that take tiles."""
 
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.resizing not in RESIZINGS:
+            raise ValueError(f"resizing by {self.resizing!r} is not known to this client; a newer one may know it")
 
     @property
     def factor(self) -> int:
@@ -95,14 +110,17 @@ def patch_rows(frames: Iterable[Pixels], size: Size, slots: Size, settings: Prep
     """Rows of patches, and their grid, of RGB frames (H, W, 3) of `size`.
 
     `slots` is (t, T): how many groups of how many frames; where frames run out, the last one is repeated.
-    Rows are in the order (t, h/m, w/m, m, m), so that the patches of one token are neighbours, and the
-    columns of each in the order (C, T, p, p) in which the tower's Conv3d reads them.
+    Rows are in the order (t, h/m, w/m, m, m), so that the patches of one token are neighbours, or (t, h, w)
+    where patches are raster; the columns of each in the order (C, T, p, p), or (T, p, p, C).
     """
-    patch, merge = settings.patch_size, settings.merge_size
+    patch, merge = settings.patch_size, 1 if settings.raster else settings.merge_size
     (height, width), (groups, depth) = size, slots
-    high, wide = height // settings.factor, width // settings.factor
-    rows = np.empty((groups, high, wide, merge, merge, CHANNELS, depth, patch, patch), np.uint8)
-    canvas = rows.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)  # (t, T, h/m, m, p, w/m, m, p, C): frames, as a view
+    high, wide = height // (patch * merge), width // (patch * merge)
+    columns = (depth, patch, patch, CHANNELS) if settings.channels_last else (CHANNELS, depth, patch, patch)
+    rows = np.empty((groups, high, wide, merge, merge, *columns), np.uint8)
+    # (t, T, h/m, m, p, w/m, m, p, C): frames, as a view
+    order = (0, 5, 1, 3, 6, 2, 4, 7, 8) if settings.channels_last else (0, 6, 1, 3, 7, 2, 4, 8, 5)
+    canvas = rows.transpose(order)
     filled = 0
     for frame in frames:
         canvas[divmod(filled, depth)] = frame.reshape(canvas.shape[2:])

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vitwire._errors import EncodeFailed, InvalidItem
-from vitwire._images import Preprocessor, clip_patches, image_patches
+from vitwire._images import Preprocessor, clip_patches, clip_tiles, image_patches, image_tiles
 from vitwire._items import Item, Modality
 from vitwire._model import Model
+from vitwire._tiles import Tiles
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     Clip = npt.NDArray[np.uint8] | Sequence[ImageLike]
 
 S = TypeVar("S")
-Patches = tuple[npt.NDArray[np.uint8], tuple[int, int, int]]
 
 _MAX_THREADS = 8
 
@@ -29,14 +29,26 @@ def image_items(images: "Sequence[ImageLike]", model: Model) -> list[Item]:
     """One item per image, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
     settings = _settings(model.image_preprocessor, "images")
     _check_list(images, "images", dimensions=3)
-    return _items(images, lambda image: image_patches(image, settings), "image")
+    return _items(images, lambda image: _image(image, settings), "image")
 
 
 def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
     """One item per clip, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
     settings = _settings(model.video_preprocessor, "clips")
     _check_list(clips, "clips", dimensions=4)
-    return _items(clips, lambda frames: clip_patches(frames, settings), "video")
+    return _items(clips, lambda frames: _clip(frames, settings), "video")
+
+
+def _image(image: "ImageLike", settings: Preprocessor) -> Tiles:
+    if settings.tiling:
+        return image_tiles(image, settings, settings.tiling)
+    return Tiles(*image_patches(image, settings))
+
+
+def _clip(frames: "Clip", settings: Preprocessor) -> Tiles:
+    if settings.tiling:
+        return clip_tiles(frames, settings, settings.tiling)
+    return Tiles(*clip_patches(frames, settings))
 
 
 def _check_list(sources: object, what: str, *, dimensions: int) -> None:
@@ -52,13 +64,13 @@ def _settings(settings: Preprocessor | None, what: str) -> Preprocessor:
     return settings
 
 
-def _items(sources: Sequence[S], patches: Callable[[S], Patches], modality: Modality) -> list[Item]:
+def _items(sources: Sequence[S], cut: Callable[[S], Tiles], modality: Modality) -> list[Item]:
     def item(index: int, source: S) -> Item:
         try:
-            pixels, grid = patches(source)
+            parts = cut(source)
         except (ValueError, TypeError) as error:
             raise InvalidItem(str(error), item=index) from error
-        return Item(pixels, grid, modality)
+        return Item(parts.pixels, parts.grid, modality, crops=parts.crops)
 
     arguments: tuple[Any, Any] = (range(len(sources)), sources)
     if len(sources) < 2:

@@ -4,7 +4,7 @@ Shared by `Client` and `AsyncClient`, which only move the messages.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitwire._embedding import DTYPES, OUTPUT_TYPES, STORAGE, DType, Embedding, Report
-from vitwire._errors import EncodeFailed, VitwireError, from_status
+from vitwire._errors import EncodeFailed, NotCached, VitwireError, from_status
 from vitwire._items import Item, WireItem, to_wire
 from vitwire._model import Limits
 from vitwire.v1 import encoder_pb2 as pb
@@ -107,6 +107,21 @@ def split(items: Sequence[Item], options: Options, count: int, limits: Limits) -
         shares[lightest].append(index)
         loads[lightest] += patches[index]
     return [Part(tuple(own), tuple(wire[index] for index in own), options, limits) for own in map(sorted, shares)]
+
+
+def is_unknown(result: Embedding | VitwireError, item: Item) -> bool:
+    """Whether an item that was asked for without its pixels has to be sent with them."""
+    return isinstance(result, NotCached) and item.pixels is not None
+
+
+def embeddings(results: Mapping[int, Embedding | VitwireError]) -> list[Embedding]:
+    """The results in order. Raises the error of the first item that has one."""
+    ordered: list[Embedding] = []
+    for _, result in sorted(results.items()):
+        if isinstance(result, VitwireError):
+            raise result
+        ordered.append(result)
+    return ordered
 
 
 class Assembler:

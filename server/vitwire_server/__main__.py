@@ -1,16 +1,13 @@
-"""`vitwire-server`: commands and their exit codes. With `serve.py` and `loading.py`, the composition root."""
+"""`vitwire-server`: commands and their exit codes. With `serve.py` and `loading.py`, the composition root.
 
-import argparse
-import asyncio
+Nothing that takes time is imported before `main` has set its signal handlers: until then Ctrl-C would
+end in a traceback.
+"""
+
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
-
-from vitwire.allocator import tune
 
 _USAGE = """\
 usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
@@ -29,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] in (["-h"], ["--help"]) and command == "serve":
         sys.stdout.write(_USAGE + "\n")
     if command == "--version":
+        from importlib.metadata import version  # noqa: PLC0415 - see above
+
         sys.stdout.write(f"vitwire-server {version('vitwire')}\n")
         sys.exit(0)
     commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint, "budgets": _budgets}
@@ -46,20 +45,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(words: list[str]) -> int:
     """Settings are checked before torch is loaded, so that a typo is told at once."""
-    from vitwire_server.settings import UsageError, resolve  # noqa: PLC0415 - each command loads only what it needs
+    # gRPC reads it when it is imported; without it, its core writes a line of its own for each failed handshake.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    import asyncio  # noqa: PLC0415 - each command loads only what it needs
+
+    from vitwire.allocator import tune  # noqa: PLC0415 - as above
+    from vitwire_server.settings import UsageError, resolve  # noqa: PLC0415 - as above
 
     try:
         settings = resolve(words)
     except UsageError as error:
         return _fail(error, 2)
     if settings.device_list:
-        from vitwire_server.supervisor import supervise  # noqa: PLC0415 - each command loads only what it needs
+        from vitwire_server.supervisor import supervise  # noqa: PLC0415 - as above
 
         return asyncio.run(supervise(words, settings))
     tune()
     from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
     from vitwire_server.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
-    from vitwire_server.towers.checkpoint import CheckpointError  # noqa: PLC0415 - as above
+    from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
 
     configure_logs(settings.log_format, settings.log_level)
     try:
@@ -74,6 +78,8 @@ def _serve(words: list[str]) -> int:
 
 def _leave_threads(code: int) -> None:
     """Exit at once if a thread is still inside torch: the interpreter cannot finalise under it."""
+    import threading  # noqa: PLC0415 - as above
+
     if any(thread.name in ("loading", "engine", "compiling") for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,6 +87,9 @@ def _leave_threads(code: int) -> None:
 
 
 def _demo_checkpoint(words: list[str]) -> int:
+    import argparse  # noqa: PLC0415 - as above
+    from pathlib import Path  # noqa: PLC0415 - as above
+
     parser = argparse.ArgumentParser("vitwire-server demo-checkpoint", description="Write a tiny VLM in hub layout.")
     parser.add_argument("--model-type", required=True, help="model_type of config.json, such as qwen3_vl")
     parser.add_argument("--out", required=True, type=Path, help="directory to write")

@@ -2,17 +2,17 @@
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
 
-from vitwire_server.core.budgets import Ladder, budget, default_tokens
+from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.errors import EncodeFailed
-from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import DType
+from vitwire_server.core.items import DType, Item
 from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
@@ -26,15 +26,19 @@ from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
-from vitwire_server.towers.checkpoint import Checkpoint, CheckpointError, load_tower, open_checkpoint
-from vitwire_server.towers.packed import PackedTower
-from vitwire_server.towers.preprocessing import read_preprocessing
+from vitwire_server.towers.checkpoint import Checkpoint, load_tower, open_checkpoint
+from vitwire_server.towers.files import CheckpointError
+from vitwire_server.towers.lora import Adapter
+from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
 _POOL_BYTES_PER_VALUE = 20
 """Bytes of a graph's intermediates per patch and hidden column: 20-25 KB a patch at 1152 columns."""
+_WARM_UP_TOKENS = 16
+_DENSE = "sdpa"
+"""What attention of towers without segments is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +48,36 @@ class Assembly:
     engine: Engine
     planner: Planner
     card: ModelCard
-    tower: PackedTower
+    tower: Tower
+    canary: Item
+    """Small, and known to encode."""
 
 
-def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
-    """Load the tower, capture its graphs and time them. Raises CheckpointError or UsageError."""
+def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[], None] = lambda: None) -> Assembly:
+    """Load the tower, capture its graphs and time them. Raises CheckpointError or UsageError.
+
+    `loaded_all` is called between the two.
+    """
     device = _device(settings.device)
     mode = _mode(settings.graphs, device)
     checkpoint = open_checkpoint(settings.model)
-    preprocessing = read_preprocessing(checkpoint.folder, checkpoint.family, checkpoint.vision_config.in_channels)
+    preprocessing = checkpoint.preprocessing()
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     _log.info("loading %s", checkpoint.folder)
-    loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress)
+    adapter = Adapter.read(*settings.adapter) if settings.adapter else None
+    loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
     tower = loaded.tower
+    loaded_all()
     attention = _attention(settings, tower, captured=mode == "cuda")
     lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, lanes), metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
     engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes, hot)
-    _warm_up(engine, tower)
+    canary = _warm_up(engine, tower)
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else ASSUMED
     card = ModelCard(
-        model_id=checkpoint.model_id,
+        model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
         model_type=checkpoint.family.model_type,
         fingerprint=loaded.fingerprint,
         dtype=DType.of(str(dtype).removeprefix("torch.")),
@@ -76,7 +87,7 @@ def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
         dropped={budget.tokens: reason for budget, reason in graphs.dropped.items()},
         limits=_limits(settings, tower),
         graphs=mode,
-        attention=attention.backend.name,
+        attention=attention,
         device=str(device),
         version=version("vitwire"),
     )
@@ -85,7 +96,7 @@ def assemble(settings: ServeSettings, metrics: Metrics) -> Assembly:
     reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
     dropped = Ladder(tuple(sorted(graphs.dropped)))
     planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
-    return Assembly(engine, planner, card, tower)
+    return Assembly(engine, planner, card, tower, canary)
 
 
 def _device(name: str) -> torch.device:
@@ -95,6 +106,7 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
 
@@ -108,38 +120,56 @@ def _mode(graphs: str, device: torch.device) -> str:
     return graphs
 
 
-def _attention(settings: ServeSettings, tower: PackedTower, *, captured: bool) -> Choice:
+def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
+    """Choose what attends within segments, and fuse the blocks around it; tiles attend densely, as torch does."""
+    if not tower.segmented:
+        if settings.attention_backend not in ("auto", _DENSE):
+            raise UsageError(f"--attention-backend: tiles attend through {_DENSE}, {settings.attention_backend} cannot")
+        return _DENSE
     try:
         choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
     tower.use_attention(choice.backend.implementation)
-    return choice
+    if settings.compile == "auto" and tower.device.type == "cuda":
+        _fuse(tower, choice)
+    return choice.backend.name
 
 
-def _compiles(setting: str, tower: PackedTower) -> bool:
+def _fuse(tower: Tower, attention: Choice) -> None:
+    try:
+        from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
+    except ImportError as error:
+        _log.warning("blocks are not fused: %s", error)
+        return
+    _log.info("%d of %d blocks fused", fuse(tower.blocks, attention), len(tower.blocks))
+
+
+def _compiles(setting: str, tower: Tower) -> bool:
     """Whether hot shapes are compiled: on CPU, by default where it pays, which is in bfloat16."""
     wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
     return wanted and tower.device.type == "cpu"
 
 
-def _ladder(settings: ServeSettings, tower: PackedTower, mode: str) -> Ladder:
+def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
     """The budgets asked for, or inferred ones as far as `--graph-memory` goes."""
     if mode == "off":
         return Ladder()
     sizes = settings.budget_sizes
     if sizes is None:
         most = min(settings.max_budget_tokens, settings.graph_memory // _bytes_per_token(tower))
-        sizes = default_tokens(most) if most else []
+        sizes = tower.sizes(most)
     bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
-    return Ladder(tuple(budget(size, merge=tower.geometry.merge, **bounds) for size in sizes))
+    budgets = {tower.budget(size, **bounds) for size in sizes}
+    return Ladder(tuple(sorted(budgets)))
 
 
-def _bytes_per_token(tower: PackedTower) -> int:
+def _bytes_per_token(tower: Tower) -> int:
     """Estimated memory of the largest budget per token: static buffers, and the shared pool."""
     geometry = tower.geometry
     heads, head_dim = tower.heads
-    patch = geometry.columns(frames=geometry.temporal) * tower.dtype.itemsize + heads * head_dim * _POOL_BYTES_PER_VALUE
+    columns = geometry.columns(frames=geometry.temporal)
+    patch = columns * tower.dtype.itemsize + heads * head_dim * _POOL_BYTES_PER_VALUE
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
 
 
@@ -147,7 +177,7 @@ def _recorder(mode: str, lanes: Lanes) -> Recorder:
     return CudaRecorder(lanes.compute) if mode == "cuda" and isinstance(lanes, CudaLanes) else Simulated()
 
 
-def _capture(tower: PackedTower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
+def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
     if len(ladder):
         _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
     start = time.perf_counter()
@@ -158,7 +188,7 @@ def _capture(tower: PackedTower, ladder: Ladder, recorder: Recorder, metrics: Me
     return graphs
 
 
-def _costs(settings: ServeSettings, engine: Engine, tower: PackedTower, graphs: GraphSet) -> Costs:
+def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:
     start = time.perf_counter()
     costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
     _log.info(
@@ -172,7 +202,7 @@ def _costs(settings: ServeSettings, engine: Engine, tower: PackedTower, graphs: 
     return costs
 
 
-def _limits(settings: ServeSettings, tower: PackedTower) -> Limits:
+def _limits(settings: ServeSettings, tower: Tower) -> Limits:
     """The largest message is, unless set, the largest item there may be, in float32."""
     columns = tower.geometry.columns(frames=tower.geometry.temporal)
     largest = settings.max_patches_per_item * columns * _FLOAT32_BYTES + _MIB
@@ -185,19 +215,19 @@ def _limits(settings: ServeSettings, tower: PackedTower) -> Limits:
     )
 
 
-def _warm_up(engine: Engine, tower: PackedTower) -> None:
-    """One eager forward, so that no request pays for lazy set-up; and a check of what it returns.
+def _warm_up(engine: Engine, tower: Tower) -> Item:
+    """One eager forward, so that no request pays for lazy set-up; and a check of what it returns. Its item.
 
     Raises CheckpointError if the rows are not what the configuration promises.
     """
-    merge = tower.geometry.merge
-    (item,) = sample_items(tower, [Grid(1, 4 * merge, 4 * merge)])
+    (item,) = sample_items(tower, tower.samples(_WARM_UP_TOKENS, 1))
     (result,) = engine.launch([item], None).collect().results
     if isinstance(result, EncodeFailed):
         raise CheckpointError(f"the warm-up forward failed: {result}")
-    expected = (item.footprint.tokens, tower.geometry.width)
+    expected = (item.footprint.rows, tower.geometry.width)
     if result.shape != expected:
         raise CheckpointError(f"the tower returns rows {result.shape}, its configuration promises {expected}")
+    return item
 
 
 def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None:

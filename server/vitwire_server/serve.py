@@ -7,50 +7,35 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from threading import Thread
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from vitwire.allocator import trim
-from vitwire_server.loading import assemble
+from vitwire_server.core.health import Health, State
+from vitwire_server.life import EngineThread, Life
+from vitwire_server.loading import Assembly, assemble
 from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.metrics import Metrics
+from vitwire_server.rpc.bodies import Bodies
+from vitwire_server.rpc.calls import Shared
+from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.codec import Codec
-from vitwire_server.rpc.server import Listen, RpcServer, bracketed
+from vitwire_server.rpc.server import Extras, Listen, RpcServer, bracketed
 from vitwire_server.rpc.service import EncoderService, Serving
+from vitwire_server.rpc.tokens import Tokens
 from vitwire_server.scheduling.admission import Admission
+from vitwire_server.scheduling.cache import EmbeddingCache
+from vitwire_server.scheduling.canary import Canary
+from vitwire_server.scheduling.flights import Flights
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.traces import TraceWriter
 from vitwire_server.settings import ServeSettings, UsageError
-from vitwire_server.towers.checkpoint import CheckpointError
+from vitwire_server.towers.files import CheckpointError
+
+if TYPE_CHECKING:
+    from vitwire_server.observe.otlp import OtlpTracer
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_STALL_SECONDS = 120.0
-"""The engine's thread comes by at least twice a second, or after each batch."""
-_IDLE_SECONDS = 10.0
 _EXIT_SECONDS = 10.0
-_WATCH_SECONDS = 1.0
-
-
-class EngineThread(Thread):
-    """Runs the scheduler; tells the loop when it ended, and whether it failed."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(name="engine", daemon=True)
-        self._scheduler = scheduler
-        self._loop = asyncio.get_running_loop()
-        self.ended = asyncio.Event()
-        self.failed = True
-
-    def run(self) -> None:
-        """Called by Thread.start."""
-        try:
-            self._scheduler.run()
-            self.failed = False
-        except Exception:  # noqa: BLE001 - the engine's loop: whatever it was, the process must end
-            _log.exception("the engine stopped")
-        finally:
-            with suppress(RuntimeError):  # the loop is closed: the process is about to exit
-                self._loop.call_soon_threadsafe(self.ended.set)
 
 
 async def serve(settings: ServeSettings) -> int:
@@ -61,29 +46,61 @@ async def serve(settings: ServeSettings) -> int:
     stopping = _stop_on_signals()
     metrics = Metrics()
     trace = _trace(settings)
-    service = EncoderService(metrics, Admission(settings.max_queued_items, settings.max_queued_bytes), trace)
-    pages = MetricsServer(
-        metrics.registry,
-        lambda: service.serving is not None and not stopping.is_set(),
-        settings.metrics_host,
-        settings.metrics_port,
-    )
+    health = Health()
+    bodies = Bodies(settings.message_bytes, settings.max_queued_bytes, settings.idle_seconds)
+    service = EncoderService(metrics, health, bodies, settings.idle_seconds)
+    pages = _pages(settings, metrics, health)
+    tracer = _tracer(settings)
     rpc = RpcServer(
         service,
+        _listen(settings),
         max_message_bytes=settings.message_bytes,
-        with_reflection=settings.reflection,
+        extras=Extras(reflection=settings.reflection, channelz=settings.channelz),
+        tracer=tracer,
     )
-    port = await rpc.start(Listen(settings.host, settings.port, settings.unix_socket))
-    pages.start()
-    host, metrics_host = bracketed(settings.host), bracketed(settings.metrics_host)
-    print(f"listening on {host}:{port}, metrics on {metrics_host}:{pages.port}", flush=True)
+    port = await rpc.start()
+    if pages:
+        pages.start()
+    metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
+    print(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", flush=True)
     try:
-        return await _until_stopped(settings, metrics, service, rpc, stopping)
+        return await _until_stopped(settings, metrics, service, Life(health, rpc), trace, stopping)
     finally:
         await rpc.stop(0)
-        pages.stop()
+        if pages:
+            pages.stop()
         if trace:
             trace.close()
+        if tracer:
+            tracer.close()
+
+
+def _listen(settings: ServeSettings) -> Listen:
+    """Raises UsageError over files of certificates and tokens that cannot be used."""
+    cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
+    try:
+        certificates = Certificates(cert, key, settings.tls_client_ca) if cert and key else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tls-cert, --tls-key, --tls-client-ca: {error}") from error
+    try:
+        gate = Tokens(tokens) if tokens else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--auth-tokens-file: {error}") from error
+    return Listen(settings.host, settings.port, settings.unix_socket, certificates, gate)
+
+
+def _pages(settings: ServeSettings, metrics: Metrics, health: Health) -> MetricsServer | None:
+    if not settings.metrics:
+        return None
+    return MetricsServer(metrics.registry, health, settings.metrics_host, settings.metrics_port)
+
+
+def _tracer(settings: ServeSettings) -> "OtlpTracer | None":
+    if not settings.otlp_endpoint:
+        return None
+    from vitwire_server.observe.otlp import OtlpTracer  # noqa: PLC0415 - only those who trace pay for the import
+
+    return OtlpTracer(settings.otlp_endpoint)
 
 
 def _trace(settings: ServeSettings) -> TraceWriter | None:
@@ -97,10 +114,11 @@ async def _until_stopped(
     settings: ServeSettings,
     metrics: Metrics,
     service: EncoderService,
-    rpc: RpcServer,
+    life: Life,
+    trace: TraceWriter | None,
     stopping: asyncio.Event,
 ) -> int:
-    loading = _in_daemon(lambda: assemble(settings, metrics))
+    loading = _in_daemon(lambda: assemble(settings, metrics, life.warm))
     await _first(loading, stopping.wait())
     if loading.cancelled():
         return 0
@@ -111,41 +129,38 @@ async def _until_stopped(
     except Exception as error:  # a file that is broken in a way nobody thought of
         _log.debug("loading failed", exc_info=True)
         raise CheckpointError(f"{settings.model} cannot be served: {error!r}") from error
-    scheduler = Scheduler(assembly.engine, assembly.planner, metrics)
+    (batch,) = assembly.planner.plan([assembly.canary.footprint]).batches
+    canary = Canary(assembly.canary, batch, settings.canary_seconds)
+    scheduler = Scheduler(assembly.engine, assembly.planner, metrics, canary=canary)
     engine = EngineThread(scheduler)
     engine.start()
-    service.serving = Serving(assembly.card, Codec(assembly.card, assembly.tower.footprint), scheduler)
-    await rpc.set_ready(ready=True)
+    service.serving = _serving(settings, metrics, assembly, scheduler, trace)
+    await life.become(State.SERVING)
     print(f"ready: {assembly.card.model_type} {assembly.card.model_id} on {assembly.card.device}", flush=True)
-    watching = asyncio.create_task(_watch(scheduler, rpc))
+    watching = asyncio.create_task(life.watch(scheduler, settings.wedge_seconds))
     await _first(stopping.wait(), engine.ended.wait())
-    await rpc.set_ready(ready=False)
+    watching.cancel()
     if not engine.ended.is_set():
+        await life.drain()
         _log.info("draining: not ready from now on, %g s of lame duck", settings.lame_duck_seconds)
         await _first(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
-    watching.cancel()
     if engine.ended.is_set():
-        await rpc.set_alive(alive=False)
+        await life.become(State.FAILED, "the engine stopped")
     await service.drain(settings.drain_seconds)
-    await rpc.stop(0)
+    await life.end()
     scheduler.close()
     await _first(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
     return int(engine.failed)
 
 
-async def _watch(scheduler: Scheduler, rpc: RpcServer) -> None:
-    """Liveness follows the engine's heartbeat; freed memory goes back to the system when idle."""
-    alive, trimmed_at = True, 0.0
-    while True:
-        await asyncio.sleep(_WATCH_SECONDS)
-        now = scheduler.now()
-        if alive is not (now - scheduler.last_beat < _STALL_SECONDS):
-            alive = not alive
-            _log.error("the engine %s", "came by again" if alive else f"did not come by for {_STALL_SECONDS:g} s")
-            await rpc.set_alive(alive=alive)
-        if trimmed_at <= scheduler.last_launch < now - _IDLE_SECONDS:
-            trimmed_at = now
-            trim()
+def _serving(
+    settings: ServeSettings, metrics: Metrics, assembly: Assembly, scheduler: Scheduler, trace: TraceWriter | None
+) -> Serving:
+    card = assembly.card
+    admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admitted_changed)
+    flights = Flights(EmbeddingCache(settings.cache_bytes, metrics.cache_changed), metrics)
+    shared = Shared(scheduler, admission, flights, card.fingerprint, trace)
+    return Serving(card, Codec(card, assembly.tower.footprint), shared)
 
 
 def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:

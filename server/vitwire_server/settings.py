@@ -27,6 +27,8 @@ MAX_MESSAGE_BYTES = (1 << 31) - 1
 """gRPC counts a message's bytes in a C int."""
 MAX_ITEMS = 8192
 """Items of one message at most, so that reading one never holds up the others for long."""
+MAX_PATCHES = 1 << 20
+"""Patches of one item at most: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
 _MIB = 1 << 20
 _LAST_PORT = 65535
 _WIDEST_ROW_BYTES = 3 * 2 * 16 * 16 * 4
@@ -59,6 +61,11 @@ class ServeSettings(BaseSettings):
     """Set for the one resolution that reads a TOML file, on a subclass of its own."""
 
     model: str = Field(description="directory in hub layout, or hub id")
+    lora: str | None = Field(
+        default=None,
+        pattern=r"^[\w.-]{1,64}=.+$",
+        description="NAME=DIR, a PEFT adapter whose vision weights are merged at load",
+    )
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(
         default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one, which is printed"
@@ -68,6 +75,7 @@ class ServeSettings(BaseSettings):
     metrics_port: int = Field(
         default=9464, ge=0, le=65535, description="port of /metrics and /healthz; 0 takes a free one"
     )
+    metrics: CliImplicitFlag[bool] = Field(default=True, description="the status page, /metrics and /healthz at all")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:N"
     )
@@ -88,12 +96,17 @@ class ServeSettings(BaseSettings):
     graph_memory: int = Field(
         default=4096 * _MIB, ge=0, description="bytes that inferred budgets may take, by estimate"
     )
-    max_budget_tokens: int = Field(default=4096, ge=1, description="tokens of the largest budget and of an eager batch")
-    max_items_per_batch: int = Field(default=64, ge=1, description="items that share one forward")
-    max_frames_per_batch: int = Field(default=512, ge=1, description="attention segments that share one forward")
+    max_budget_tokens: int = Field(
+        default=4096, ge=1, le=MAX_PATCHES, description="tokens of the largest budget and of an eager batch"
+    )
+    max_items_per_batch: int = Field(default=64, ge=1, le=MAX_ITEMS, description="items that share one forward")
+    max_frames_per_batch: int = Field(
+        default=512, ge=1, le=MAX_PATCHES, description="attention segments that share one forward"
+    )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="torch.compile of hot shapes on CPU, of blocks inside capture on CUDA; auto is bfloat16 on CPU",
+        description="auto: fused kernels of our own on CUDA, hot shapes compiled in bfloat16 on CPU; "
+        "on: torch.compile, of blocks inside capture on CUDA; off: stock operations",
     )
     attention_backend: str = Field(
         default="auto", description="auto (the fastest that is right), sdpa, varlen, fa3, fa4 or cudnn"
@@ -109,7 +122,23 @@ class ServeSettings(BaseSettings):
         description="bytes of one message; the largest admissible item unless set",
     )
     max_items_per_request: int = Field(default=256, ge=1, le=MAX_ITEMS, description="items of one request")
-    max_patches_per_item: int = Field(default=65536, ge=4, description="patches of one item")
+    max_patches_per_item: int = Field(default=65536, ge=4, le=MAX_PATCHES, description="patches of one item")
+    cache_bytes: int = Field(default=0, ge=0, description="bytes of embeddings to keep by content; 0 keeps none")
+    idle_seconds: float = Field(
+        default=60.0, gt=0, allow_inf_nan=False, description="how long a client may take to send on or to read on"
+    )
+    canary_seconds: float = Field(
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="idle time after which an item of our own goes through the engine; 0 never",
+    )
+    wedge_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="silence of the engine, beyond what its batch explains, after which it counts as hanging",
+    )
     drain_seconds: float = Field(
         default=30.0, ge=0, allow_inf_nan=False, description="how long requests in flight may take at shutdown"
     )
@@ -122,14 +151,34 @@ class ServeSettings(BaseSettings):
     record_trace: Path | None = Field(
         default=None, description="append the sizes of each request's items here, for vitwire-server budgets --trace"
     )
+    tls_cert: Path | None = Field(default=None, description="certificate chain in PEM; reloaded when it changes")
+    tls_key: Path | None = Field(default=None, description="private key of the certificate in PEM, not encrypted")
+    tls_client_ca: Path | None = Field(
+        default=None, description="authority in PEM that every client's certificate has to come from (mutual TLS)"
+    )
+    auth_tokens_file: Path | None = Field(
+        default=None, description="bearer tokens, one a line, a name after each if wanted; reloaded when it changes"
+    )
     reflection: CliImplicitFlag[bool] = Field(default=True, description="gRPC server reflection")
+    channelz: CliImplicitFlag[bool] = Field(
+        default=False, description="gRPC channelz: sockets and calls, for debugging"
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^(https?://)?[^/\s]+/?$",
+        description="OpenTelemetry collector that spans are sent to: host:4317, or https://host:4317 for TLS",
+    )
     log_format: Literal["text", "json"] = Field(default="text", description="format of log lines on stderr")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
 
     @field_validator("budgets", "devices", mode="before")
     @classmethod
     def _list_of_toml(cls, value: object) -> object:
-        return ",".join(map(str, value)) if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        if not value or any(isinstance(each, bool) or not isinstance(each, int | str) for each in value):
+            raise ValueError("a list in TOML holds numbers or names, and at least one")
+        return ",".join(map(str, value))
 
     @field_validator("budgets")
     @classmethod
@@ -153,6 +202,20 @@ class ServeSettings(BaseSettings):
         if last > _LAST_PORT:
             raise ValueError(f"--devices: {len(self.device_list)} consecutive ports would end at {last}")
         return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> "ServeSettings":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        return self
+
+    @property
+    def adapter(self) -> tuple[str, Path] | None:
+        """Name and directory of the adapter to merge."""
+        name, _, folder = (self.lora or "").partition("=")
+        return (name, Path(folder).expanduser()) if name else None
 
     @property
     def device_list(self) -> list[str]:

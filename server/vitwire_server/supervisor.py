@@ -25,7 +25,7 @@ _STEADY_SECONDS = 60.0
 _GRACE_SECONDS = 30.0
 """What draining may take beyond lame duck and drain before the children are killed."""
 _LINE_BYTES = 1 << 20
-_LISTENING = re.compile(rb"listening on \S+:(\d+), metrics on \S+:(\d+)$")
+_LISTENING = re.compile(rb"listening on \S+:(\d+), metrics (?:on \S+:(\d+)|off)$")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -112,7 +112,7 @@ class Child:
     def _note_progress(self, line: bytes) -> None:
         """Free ports stay the same over restarts, for clients that know them."""
         if found := _LISTENING.match(line):
-            self._ports = (int(found[1]), int(found[2]))
+            self._ports = (int(found[1]), int(found[2] or 0))
         elif line.startswith(b"ready: "):
             self._ready_at = time.monotonic()
             self._was_ever_ready = True

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from conftest import Checkpoints
-from vitwire_server.towers.checkpoint import CheckpointError, load_tower, open_checkpoint
-from vitwire_server.towers.preprocessing import read_preprocessing
+from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.files import CheckpointError
 
 Break = Callable[[Path], Any]
 
@@ -52,7 +54,7 @@ PREPROCESSOR = "preprocessor_config.json"
 
 def load(folder: Path) -> None:
     checkpoint = open_checkpoint(str(folder))
-    read_preprocessing(folder, checkpoint.family)
+    checkpoint.preprocessing()
     load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)
 
 
@@ -92,3 +94,14 @@ def test_what_is_broken_is_named(harm: Break, told: str, checkpoints: Checkpoint
     with pytest.raises(CheckpointError, match=told) as error:
         load(folder)
     assert "copy" in str(error.value)
+
+
+def test_a_transformers_that_is_too_old_is_told_of_in_one_sentence(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FAMILIES["qwen2_vl"]
+    monkeypatch.setattr(transformers, "__version__", "5.16.2")
+    with pytest.raises(
+        CheckpointError, match=f"needs transformers {family.transformers} or newer, 5.16.2 is installed"
+    ):
+        open_checkpoint(str(checkpoints("qwen2_vl")))

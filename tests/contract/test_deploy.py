@@ -29,6 +29,7 @@ RELEASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 READINESS = "vitwire.v1.EncoderService"
 LIVENESS = "liveness"
+SECRETS = ("VITWIRE_TLS_CERT", "VITWIRE_TLS_KEY", "VITWIRE_AUTH_TOKENS_FILE")
 UID = 10001
 QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+|)")
 SCALE = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3")}
@@ -82,6 +83,10 @@ def variables(documents: list[Document]) -> dict[str, str]:
     assert "env" not in server(documents)
     found: dict[str, str] = config["data"]
     return found
+
+
+def is_secure(documents: list[Document]) -> bool:
+    return "VITWIRE_TLS_CERT" in variables(documents)
 
 
 def quantity(value: str | int) -> Decimal:
@@ -169,7 +174,7 @@ def test_recommended_labels(documents: list[Document]) -> None:
 
 
 def test_ports_agree(documents: list[Document]) -> None:
-    """Settings, container and Service name the same two ports; the Service is headless and speaks h2c."""
+    """Settings, container and Service name the same two ports; the Service is headless and speaks h2c, or TLS."""
     ports = {port["name"]: port["containerPort"] for port in server(documents)["ports"]}
     settings = variables(documents)
     assert ports == {"grpc": int(settings["VITWIRE_PORT"]), "metrics": int(settings["VITWIRE_METRICS_PORT"])}
@@ -179,14 +184,21 @@ def test_ports_agree(documents: list[Document]) -> None:
     assert service["spec"]["clusterIP"] == "None"
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
     protocols = {port["name"]: port["appProtocol"] for port in service["spec"]["ports"]}
-    assert protocols["grpc"] == "kubernetes.io/h2c"
+    assert protocols["grpc"] == ("https" if is_secure(documents) else "kubernetes.io/h2c")
 
 
 def test_probes_ask_the_health_services(documents: list[Document]) -> None:
     container = server(documents)
     port = {exposed["name"]: exposed["containerPort"] for exposed in container["ports"]}["grpc"]
-    asked = {name: container[name]["grpc"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
-    assert asked == {
+    probes = {name: container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    if is_secure(documents):  # a kubelet's gRPC probes speak no TLS
+        paths = {"startupProbe": "/healthz", "readinessProbe": "/healthz", "livenessProbe": "/livez"}
+        assert {name: probe["httpGet"] for name, probe in probes.items()} == {
+            name: {"port": "metrics", "path": path} for name, path in paths.items()
+        }
+        assert not any("grpc" in probe for probe in probes.values()), "a probe asks in one way"
+        return
+    assert {name: probe["grpc"] for name, probe in probes.items()} == {
         "startupProbe": {"port": port, "service": READINESS},
         "readinessProbe": {"port": port, "service": READINESS},
         "livenessProbe": {"port": port, "service": LIVENESS},
@@ -242,12 +254,32 @@ def test_volumes_are_declared_and_writable_where_needed(documents: list[Document
     volumes = {volume["name"]: volume for volume in pod(documents)["volumes"]}
     for volume in volumes.values():
         assert len(volume) == 2, "a name and one source"
-        assert volume.keys() <= {"name", "emptyDir", "persistentVolumeClaim"}
+        assert volume.keys() <= {"name", "emptyDir", "persistentVolumeClaim", "secret"}
     for container in containers(documents):
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert set(mounts.values()) <= volumes.keys()
         assert "emptyDir" in volumes[mounts["/tmp"]]
     assert variables(documents)["VITWIRE_MODEL"].startswith("/models")
+
+
+def test_secrets_are_mounted_where_the_settings_look(documents: list[Document]) -> None:
+    """Whole, as files mounted by subPath are never renewed; readable by the group, which is the pod's own."""
+    settings = variables(documents)
+    wanted = {str(Path(settings[name]).parent) for name in SECRETS if name in settings}
+    volumes = {each["name"]: each["secret"] for each in pod(documents)["volumes"] if "secret" in each}
+    mounts = [each for each in server(documents)["volumeMounts"] if each["name"] in volumes]
+    assert {each["mountPath"] for each in mounts} == wanted
+    assert all(each["readOnly"] and "subPath" not in each for each in mounts)
+    assert all(each["defaultMode"] == 0o440 for each in volumes.values())
+    assert not any("optional" in each for each in volumes.values()), "without its secret a pod must not start"
+
+
+def test_the_tls_overlay_is_closed() -> None:
+    documents = list(yaml.safe_load_all(render("overlays/gpu-tls")))
+    assert variables(documents).keys() >= {*SECRETS}
+    assert variables(documents)["VITWIRE_REFLECTION"] == "false"
+    only_there = [target for target in TARGETS if is_secure(list(yaml.safe_load_all(render(target))))]
+    assert only_there == ["overlays/gpu-tls"]
 
 
 def test_the_demo_serves_the_checkpoint_it_wrote() -> None:

@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import MODEL_TYPES, Checkpoints
+from conftest import Checkpoints
 from reference import Reference
 from servers import serving
 from vitwire import Client
 from vitwire.integrations.transformers import attach, detach
 
+ATTACHED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""The model types that the integration takes."""
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+
+@pytest.fixture(scope="module", params=ATTACHED)
 def pair(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[tuple[Any, Client]]:
     """A local VLM in float32, and a client of a server that holds the same checkpoint."""
     model = Reference(checkpoints(request.param)).model

@@ -38,7 +38,7 @@ class Case:
 
 def draw(reference: Reference, grid: tuple[int, int, int], ratio: float, seed: int, *, motion: float = 0.3) -> Case:
     """A scene in which each frame differs from a still by some noise."""
-    config = reference.tower.config
+    config = reference.vision_config
     rng = np.random.default_rng(seed)
     columns = 3 * config.temporal_patch_size * config.patch_size**2
     still = rng.standard_normal((1, grid[1] * grid[2], columns))

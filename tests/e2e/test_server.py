@@ -70,7 +70,8 @@ def test_check_and_watch(server: ServerProcess, service: str) -> None:
 
 
 def test_metrics_port(server: ServerProcess) -> None:
-    assert server.page("/healthz") == (200, "ok\n")
+    assert server.page("/healthz") == server.page("/livez") == (200, "ok\n")
+    assert server.page("/")[1].startswith("<!DOCTYPE html>")
     status, text = server.page("/metrics")
     assert status == 200
     assert "vitwire_model_info{" in text

@@ -29,7 +29,7 @@ from perf.models import PUBLISHED, Load, build, draw, items, plain, preprocessin
 from vitwire_server.core.budgets import Budget, Ladder, budget
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.items import Item, total
-from vitwire_server.runtime.attention import choose
+from vitwire_server.runtime.attention import Choice, choose
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
 from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
@@ -41,7 +41,7 @@ CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
 ITEMS, FRAMES = 64, 512
-TIMES = ("plain_sdpa", "plain_flash", "eager", "graph", "graph_compiled", "floor")
+TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after so many repeats or seconds, but not before three repeats."""
@@ -143,17 +143,32 @@ class Bench:
         lanes: Lanes = CudaLanes(self._device) if self._device.type == "cuda" else HostLanes()
         batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
         ladder = _ladder(tower, batches.values())
-        ways = ("eager", "graph", "graph_compiled") if self._options.compile else ("eager", "graph")
+        ways = ("graph_stock", "graph_compiled") if self._options.compile else ("graph_stock",)
         for column in ways:
-            graphs = self._captured(name, column, tower, ladder if column != "eager" else Ladder(), lanes)
-            engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), self._device), lanes)
-            for load in loads:
-                batch, row = batches[load.name], rows[load.name]
-                fitting = graphs.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
-                if column == "eager" or fitting:
-                    self._measure(row, column, partial(_execute, engine, batch, fitting))
-                else:
-                    self._left_out.append(f"{name} {load.name} {column}: no graph")
+            self._column(name, column, tower, ladder, batches, rows, lanes)
+        rewritten = fused(tower, choice)
+        sys.stderr.write(f"{name}: {rewritten} blocks fused\n")
+        for column in ("eager", "graph"):
+            self._column(name, column, tower, ladder, batches, rows, lanes)
+
+    def _column(
+        self,
+        name: str,
+        column: str,
+        tower: PackedTower,
+        ladder: Ladder,
+        batches: dict[str, list[Item]],
+        rows: dict[str, Row],
+        lanes: Lanes,
+    ) -> None:
+        graphs = self._captured(name, column, tower, ladder if column != "eager" else Ladder(), lanes)
+        engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), self._device), lanes)
+        for load, batch in batches.items():
+            fitting = graphs.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
+            if column == "eager" or fitting:
+                self._measure(rows[load], column, partial(_execute, engine, batch, fitting))
+            else:
+                self._left_out.append(f"{name} {load} {column}: no graph")
 
     def _captured(self, name: str, column: str, tower: PackedTower, ladder: Ladder, lanes: Lanes) -> GraphSet:
         recorder: Recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
@@ -236,6 +251,16 @@ def _ladder(tower: PackedTower, batches: Iterable[Sequence[Item]]) -> Ladder:
             max_segments=max(before.max_segments, load.segments),
         )
     return Ladder(tuple(sorted(budgets.values())))
+
+
+def fused(tower: PackedTower, choice: Choice) -> int:
+    """Everything that loading does to a tower on CUDA."""
+    tower.rewrite()
+    if tower.device.type != "cuda":
+        return 0
+    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton
+
+    return fuse(tower.blocks, choice)
 
 
 def _execute(engine: Engine, batch: Sequence[Item], fitting: Budget | None) -> float:

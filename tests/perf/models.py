@@ -1,10 +1,9 @@
 """Vision towers of published and of bench sizes, with random weights, built on a device without a checkpoint."""
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,15 +55,15 @@ def shrunk(fields: Mapping[str, Any], depth: int, hidden: int) -> dict[str, Any]
 def build(model_type: str, fields: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PackedTower:
     """The tower with random weights. Built in `dtype`, never cast to it, so rotary frequencies stay float32."""
     family = FAMILIES[model_type]
-    module, name = family.tower.split(":")
-    tower_class: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    tower_class: Any = family.tower.resolve()
     config_class: Any = type(CONFIG_MAPPING[model_type]().vision_config)
     torch.manual_seed(0)
     with torch.device(device):
         model = tower_class._from_config(config_class(**fields), dtype=dtype, attn_implementation="sdpa")
     model = model.eval().requires_grad_(requires_grad=False).to(device)
     assert all(buffer.dtype is torch.float32 for _, buffer in model.named_buffers()), "rotary frequencies"
-    return PackedTower(family, model)
+    tower: PackedTower = family.build({"tower": model}, SimpleNamespace(vision_config=model.config))
+    return tower
 
 
 def preprocessing() -> dict[Modality, Preprocessing]:

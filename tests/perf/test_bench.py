@@ -57,6 +57,7 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     for row in document["rows"]:
         assert min(row["plain_sdpa"], row["eager"], row["graph"]) > 0
         assert row["plain_flash"] is row["graph_compiled"] is None
+        assert row["graph_stock"] > 0
     assert {row["tower"] for row in document["captures"]} == {"Qwen3-VL-8B", "Qwen2.5-VL-7B", "Qwen2-VL-7B"}
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -135,7 +135,8 @@ def test_info_shows_the_model(vitwire: Callable[..., Result]) -> None:
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["model_type"] == "qwen3_vl"
     assert document["image_preprocessor"]["patch_size"] == 4
-    assert document["budgets"] == [{"tokens": 64, "items": 4, "segments": 4, "segment_patches": 256}]
+    (budget,) = document["budgets"]
+    assert budget == {"tokens": 64, "items": 4, "segments": 4, "segment_patches": 256, "crops": 0}
 
 
 def test_health_is_the_exit_code(running: Running, vitwire: Callable[..., Result]) -> None:

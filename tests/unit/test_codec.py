@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder
-from vitwire_server.core.errors import InvalidRequest, NotCached
+from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
-from vitwire_server.core.items import DType, Item, Modality
-from vitwire_server.core.models import Geometry, Limits, ModelCard
+from vitwire_server.core.items import Ask, DType, Item, Modality
+from vitwire_server.core.models import Geometry, Limits, ModelCard, Preprocessing
 from vitwire_server.rpc.codec import Codec, raise_if_malformed
 
 GEOMETRY = Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0)
@@ -23,7 +23,7 @@ CARD = ModelCard(
     fingerprint="",
     dtype=DType.BFLOAT16,
     geometry=GEOMETRY,
-    preprocessing={},
+    preprocessing=dict.fromkeys(Modality, Preprocessing(1, 64, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3)),
     ladder=Ladder(),
     dropped={},
     limits=Limits(1 << 20, items_per_request=3, patches_per_item=64, queued_items=9, queued_bytes=1 << 20),
@@ -132,9 +132,10 @@ def test_every_wrong_field_is_named_at_once() -> None:
 def test_a_cached_embedding_is_asked_for_without_pixels() -> None:
     sent = wire.Request(pb.EncodeRequest(items=[pb.Item(content_id="cat")]), [wire.ItemTensors()])
     (item,) = CODEC.items(sent)
-    assert isinstance(item, NotCached)
-    with pytest.raises(NotCached):
-        CODEC.header("items[0]", pb.Item(content_id="cat"))
+    assert item == Ask("cat", None, None, CODEC.items(request(message()))[0].output, 0.0)
+    described = pb.Item(content_id="cat", modality=pb.MODALITY_VIDEO, grid=pb.Grid(t=2, h=4, w=6), keep_ratio=0.5)
+    asked = CODEC.header("items[0]", described, DType.FLOAT16)
+    assert asked == Ask("cat", Modality.VIDEO, Grid(2, 4, 6), DType.FLOAT16, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_videos_may_be_pruned_to_a_share_of_their_tokens(ratio: float, rows: int
     clip = message(
         modality=pb.MODALITY_VIDEO, grid__t=10, grid__h=2, grid__w=2, pixels__shape=[40, FULL], keep_ratio=ratio
     )
-    header = CODEC.header("items[0]", clip)
+    header = CODEC.header("items[0]", clip, DType.FLOAT32)
     item = header.item(bytes(header.nbytes), DType.FLOAT32)
     assert item.keep_ratio == (ratio if 1e-40 < ratio < 1 else pytest.approx(0))
     assert (header.rows, item.rows, item.footprint.tokens) == (rows, rows, 10)
@@ -153,10 +154,10 @@ def test_videos_may_be_pruned_to_a_share_of_their_tokens(ratio: float, rows: int
 
 
 def test_a_header_must_leave_its_bytes_out() -> None:
-    header = CODEC.header("items[4]", message())
+    header = CODEC.header("items[4]", message(), DType.FLOAT32)
     assert header.nbytes == 8 * SINGLE
     with pytest.raises(InvalidRequest, match=r"items\[4\]\.pixels\.data"):
-        CODEC.header("items[4]", message(pixels__data=b"123"))
+        CODEC.header("items[4]", message(pixels__data=b"123"), DType.FLOAT32)
 
 
 def _messages() -> st.SearchStrategy[pb.Item]:

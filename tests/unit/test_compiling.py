@@ -11,13 +11,13 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.runtime.attention import choose
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
-from vitwire_server.towers.packed import Metadata, PackedTower
+from vitwire_server.towers.tower import Metadata, Tower
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def tower(checkpoints: Callable[[str], Path]) -> PackedTower:
+def tower(checkpoints: Callable[[str], Path]) -> Tower:
     checkpoint = open_checkpoint(str(checkpoints("qwen3_vl")))
     tower = load_tower(checkpoint, dtype=torch.float32, device=CPU, track=lambda shards, *_: shards).tower
     choice = choose("auto", CPU, tower.dtype, *tower.heads, captured=False)
@@ -26,7 +26,7 @@ def tower(checkpoints: Callable[[str], Path]) -> PackedTower:
 
 
 @torch.inference_mode()  # as the engine makes them: torch guards on it
-def batch(tower: PackedTower, *grids: Grid) -> tuple[torch.Tensor, Metadata]:
+def batch(tower: Tower, *grids: Grid) -> tuple[torch.Tensor, Metadata]:
     metadata = tower.reserve(tower.exact(grids))
     tower.prepare(grids, metadata)
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +35,7 @@ def batch(tower: PackedTower, *grids: Grid) -> tuple[torch.Tensor, Metadata]:
 
 
 def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
-    tower: PackedTower, monkeypatch: pytest.MonkeyPatch
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitwire_server.runtime.compiling._GAIN", 0.0)  # whatever it gains here
     hot = HotShapes(tower, hits=3, most=1)
@@ -65,7 +65,7 @@ def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "nothing compiles on the way"
 
 
-def test_blocks_are_compiled_within_capture_only(tower: PackedTower) -> None:
+def test_blocks_are_compiled_within_capture_only(tower: Tower) -> None:
     pixels, metadata = batch(tower, Grid(1, 8, 6))
     with torch.inference_mode():
         expected = tower.forward(pixels, metadata)

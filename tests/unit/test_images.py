@@ -541,6 +541,15 @@ def test_the_limit_holds_where_pillow_has_none(tmp_path: Path, monkeypatch: pyte
         image_patches(image, loose())
 
 
+def test_programs_are_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "endless.eps"
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n{} loop\n")
+    with pytest.raises(ValueError, match="EPS is a program"):
+        image_patches(path, loose())
+    with Image.open(path) as image, pytest.raises(ValueError, match="EPS is a program"):
+        image_patches(image, loose())
+
+
 # -- what is imported ------------------------------------------------------------------------------
 
 

@@ -52,6 +52,30 @@ def test_items_are_hits_plus_fallbacks_plus_cache_hits(metrics: Metrics) -> None
     assert value(metrics, "vitwire_items_total", path="graph", modality="image") == 2
 
 
+def test_cache_hits_are_items_and_the_canary_is_none(metrics: Metrics) -> None:
+    before = value(metrics, "vitwire_items_total")
+    metrics.cache_hit(Modality.VIDEO)
+    metrics.cache_missed()
+    metrics.canary_sang(is_well=False)
+    metrics.cache_changed(500, 2)
+    metrics.admitted_changed(3, 700)
+    assert value(metrics, "vitwire_items_total") == before + 1
+    assert value(metrics, "vitwire_items_total", path="cache", modality="video") == 1
+    assert value(metrics, "vitwire_cache_hits_total") == value(metrics, "vitwire_cache_misses_total") == 1
+    assert value(metrics, "vitwire_canaries_total", result="failed") == 1
+    assert (value(metrics, "vitwire_cache_bytes"), value(metrics, "vitwire_cache_evictions_total")) == (500, 2)
+    assert (value(metrics, "vitwire_admitted_items"), value(metrics, "vitwire_admitted_bytes")) == (3, 700)
+
+
+def test_what_was_too_late_or_left_is_told_by_stage(metrics: Metrics) -> None:
+    metrics.item_dropped("admission", "deadline")
+    metrics.item_dropped("queue", "deadline")
+    metrics.item_dropped("send", "cancelled")
+    assert value(metrics, "vitwire_expired_total", stage="admission") == 1
+    assert value(metrics, "vitwire_expired_total") == 2
+    assert value(metrics, "vitwire_cancelled_total", stage="send") == value(metrics, "vitwire_cancelled_total") == 1
+
+
 def test_padding_is_what_the_budget_has_beyond_the_items(metrics: Metrics) -> None:
     assert value(metrics, "vitwire_tokens_total", kind="real") == 540
     assert value(metrics, "vitwire_tokens_total", kind="padding") == 24

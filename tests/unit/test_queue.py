@@ -12,9 +12,9 @@ from vitwire_server.scheduling.queue import Queue
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 
 
-def entry(ticket: Ticket, index: int, nbytes: int = 3) -> Entry:
+def entry(ticket: Ticket, index: int, nbytes: int = 3, tokens: int = 256) -> Entry:
     pixels = Pixels(bytes(nbytes), DType.UINT8, (1, nbytes))
-    item = Item(Modality.IMAGE, Grid(1, 2, 2), pixels, Footprint(4, 1, 1, 4), DType.FLOAT32)
+    item = Item(Modality.IMAGE, Grid(1, 2, 2 * tokens), pixels, Footprint(4 * tokens, tokens, 1, 4), DType.FLOAT32)
     return Entry(ticket, index, item, 0.0)
 
 
@@ -73,25 +73,68 @@ def test_interactive_requests_go_before_batch_ones() -> None:
     assert [e.ticket for e in queue.peek(1)] == [interactive]
 
 
+def test_a_batch_item_leads_every_sixteenth_batch_so_that_it_does_not_starve() -> None:
+    queue, batch = Queue(), ticket()
+    batch.priority = Priority.BATCH
+    queue.push(entry(batch, 0))
+    queue.push(entry(batch, 1))
+    led: list[int] = []
+    for number in range(40):
+        queue.push(entry(ticket(), 0))
+        window = queue.window(64, tokens=256)
+        led += [number] if window[0].ticket is batch else []
+        queue.take(window)
+    assert led == [15, 31]
+
+
+def test_the_window_is_one_batch_and_at_least_one_item() -> None:
+    queue, only = Queue(), ticket()
+    for index, tokens in enumerate((1000, 50, 50, 50)):
+        queue.push(entry(only, index, tokens=tokens))
+    assert [e.index for e in queue.window(64, tokens=120)] == [0]
+    queue.take(queue.window(64, tokens=120))
+    assert [e.index for e in queue.window(64, tokens=120)] == [1, 2]
+    assert [e.index for e in queue.window(1, tokens=120)] == [1]
+
+
+def test_only_work_of_the_same_or_a_higher_priority_is_ahead() -> None:
+    queue, interactive, batch = Queue(), ticket(), ticket()
+    batch.priority = Priority.BATCH
+    queue.push(entry(interactive, 0, tokens=100))
+    queue.push(entry(batch, 0, tokens=700))
+    assert queue.tokens_ahead(Priority.INTERACTIVE, 10_000) == 100
+    assert queue.tokens_ahead(Priority.BATCH, 10_000) == 800
+    assert queue.tokens_ahead(Priority.BATCH, 44) == 100 + 44 + 256, "of each request as much, and a turn"
+
+
 class TestAdmission:
     def test_refuses_beyond_items_and_beyond_bytes(self) -> None:
-        admission = Admission(max_items=2, max_bytes=100)
-        first = admission.admit(1, 60)
+        told: list[tuple[int, int]] = []
+        admission = Admission(2, 100, lambda *held: told.append(held))
+        (first,) = admission.admit([60])
         with pytest.raises(Overloaded) as full:
-            admission.admit(1, 60)
+            admission.admit([60])
         assert full.value.reason == "bytes"
         assert 0.1 <= full.value.retry_seconds <= 1
-        admission.admit(1, 10)
+        admission.admit([10])
         with pytest.raises(Overloaded) as full:
-            admission.admit(1, 0)
+            admission.admit([0])
         assert full.value.reason == "items"
         first.release()
         assert admission.held == (1, 10)
+        assert told == [(1, 60), (2, 70), (1, 10)]
 
     def test_what_is_larger_than_everything_is_let_in_alone(self) -> None:
         admission = Admission(max_items=2, max_bytes=100)
-        permit = admission.admit(5, 1000)
+        permits = admission.admit([200] * 5)
         assert admission.held == (5, 1000)
-        permit.release()
-        permit.release()
+        for permit in permits * 2:
+            permit.release()
         assert admission.held == (0, 0)
+
+    def test_items_are_admitted_all_or_none(self) -> None:
+        admission = Admission(max_items=4, max_bytes=100)
+        admission.admit([1])
+        with pytest.raises(Overloaded):
+            admission.admit([1] * 4)
+        assert admission.held == (1, 1)

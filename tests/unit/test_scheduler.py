@@ -7,15 +7,20 @@ from threading import Event, Thread
 import pytest
 
 from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.costs import Costs
 from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, Unavailable
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
+from vitwire_server.core.plans import Batch as Planned
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, Outcome
 from vitwire_server.core.runner import Collected, Running, Timings
+from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.scheduler import Scheduler
-from vitwire_server.scheduling.tickets import Entry, Ticket
+from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
+
+COSTS = Costs(replay_fixed=2e-3, replay_token=9.6e-6, eager_fixed=3.9e-3, eager_token=9.6e-6, eager_floor=4.5e-3)
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Notes:
     batches: list[BatchReport] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     queued: tuple[int, int] = (0, 0)
+    canaries: list[bool] = field(default_factory=list)
 
     def batch_ran(self, report: BatchReport) -> None:
         self.batches.append(report)
@@ -72,15 +78,18 @@ class Notes:
     def heartbeat(self) -> None:
         pass
 
+    def canary_sang(self, *, is_well: bool) -> None:
+        self.canaries.append(is_well)
+
 
 class Rig:
     """A scheduler over a recorder, run to its end on demand."""
 
-    def __init__(self, runner: Recorder, tokens: int = 100) -> None:
+    def __init__(self, runner: Recorder, tokens: int = 100, canary: Canary | None = None) -> None:
         self.now = 0.0
         self.runner, self.notes = runner, Notes()
-        planner = Planner(Ladder(), Bounds(tokens, 64, 64), without_graph=Fallback.GRAPHS_OFF)
-        self.scheduler = Scheduler(runner, planner, self.notes, clock=lambda: self.now)
+        planner = Planner(Ladder(), Bounds(tokens, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=COSTS)
+        self.scheduler = Scheduler(runner, planner, self.notes, canary=canary, clock=lambda: self.now)
         self.outcomes: list[tuple[int, int, Outcome]] = []
 
     def ticket(self, deadline: float | None = None) -> Ticket:
@@ -236,3 +245,122 @@ def test_an_idle_scheduler_takes_work_at_once() -> None:
     rig.scheduler.close()
     thread.join(10)
     assert not thread.is_alive()
+
+
+class TestDeadlines:
+    """A forward of 100 tokens is predicted to take 4.86 ms, one of a token 4.5 ms: the floor."""
+
+    def test_an_idle_server_refuses_only_what_its_own_time_cannot_meet(self) -> None:
+        rig = Rig(Recorder())
+        rig.scheduler.check_deadline(rig.ticket(deadline=None), 10_000)
+        rig.scheduler.check_deadline(rig.ticket(deadline=0.0046), 1)
+        with pytest.raises(DeadlineExceeded, match=r"0\.0045 s are needed, 0\.004 s are left"):
+            rig.scheduler.check_deadline(rig.ticket(deadline=0.004), 1, items=3)
+        assert rig.notes.dropped == [("admission", "deadline")] * 3
+
+    def test_what_waits_counts_by_its_share_and_by_its_priority(self) -> None:
+        rig = Rig(Recorder())
+        rig.submit(rig.ticket(), *[100] * 50)  # 50 batches of 4.86 ms
+        single = rig.ticket(deadline=0.05)
+        rig.scheduler.check_deadline(single, 100)  # waits for a turn and as much again, not for all
+        with pytest.raises(DeadlineExceeded):
+            rig.scheduler.check_deadline(single, 2000)
+        batch = rig.ticket()
+        batch.priority = Priority.BATCH
+        rig.submit(batch, *[100] * 50)
+        rig.scheduler.check_deadline(single, 100)
+        batch.deadline = 0.05
+        with pytest.raises(DeadlineExceeded):
+            rig.scheduler.check_deadline(batch, 100)
+
+    def test_what_runs_counts_at_the_pace_that_was_measured(self) -> None:
+        runner = Recorder()
+        rig = Rig(runner)
+
+        def slow(items: Sequence[Item]) -> None:
+            """Ten times as slow as predicted; halfway through the second batch somebody asks."""
+            rig.now += 10 * 0.00486 / 2
+            if len(runner.events) > 2:
+                rig.scheduler.check_deadline(rig.ticket(deadline=rig.now + 0.04), 1)
+                with pytest.raises(DeadlineExceeded):
+                    rig.scheduler.check_deadline(rig.ticket(deadline=rig.now + 0.02), 1)
+            rig.now += 10 * 0.00486 / 2
+
+        runner.on_launch = slow
+        rig.submit(rig.ticket(), 100, 100)
+        rig.finish()
+        assert len(runner.events) == 4
+
+    def test_a_slow_past_refuses_nothing_on_an_idle_server(self) -> None:
+        runner = Recorder()
+        rig = Rig(runner)
+
+        def slow(_: Sequence[Item]) -> None:
+            rig.now += 60.0
+
+        runner.on_launch = slow
+        rig.submit(rig.ticket(), 100)
+        rig.scheduler._step()
+        rig.scheduler.check_deadline(rig.ticket(deadline=rig.now + 0.1), 100)
+
+
+class TestCanary:
+    """It sings when nobody else does, and what it finds is told."""
+
+    @staticmethod
+    def rig(fails: list[bool]) -> Rig:
+        def fail(items: Sequence[Item]) -> EncodeFailed | None:
+            return EncodeFailed("NaN") if items[0].footprint.tokens == 7 and fails.pop(0) else None
+
+        canary = Canary(item(7), Planned((0,), None, Fallback.GRAPHS_OFF), seconds=10.0)
+        return Rig(Recorder(on_launch=fail), canary=canary)
+
+    def test_only_after_idleness_and_counted_as_nobody_s_item(self) -> None:
+        rig = self.rig([False] * 9)
+        rig.now = 9.0
+        rig.scheduler._step()
+        assert rig.runner.events == []
+        rig.now = 11.0
+        rig.scheduler._step()
+        rig.scheduler._step()
+        assert rig.runner.events == [("launch", 1), ("collect", 1)]
+        assert rig.notes.canaries == [True]
+        assert (rig.notes.batches, rig.outcomes) == ([], [])
+        rig.now = 20.0
+        rig.submit(rig.ticket(), 50)
+        rig.scheduler._step()
+        rig.now = 29.0
+        rig.scheduler._step()
+        assert rig.notes.canaries == [True], "a user's batch shows as much"
+        rig.now = 31.0
+        rig.scheduler._step()
+        assert rig.notes.canaries == [True, True]
+
+    def test_two_failures_in_a_row_are_an_ailment_and_a_success_ends_it(self) -> None:
+        rig = self.rig([True, False, True, True, False])
+        ailments: list[bool] = []
+        for _ in range(5):
+            rig.now += 11.0
+            rig.scheduler._step()
+            ailments.append(bool(rig.scheduler.ailment))
+        assert ailments == [False, False, False, True, False]
+        assert rig.notes.canaries == [False, True, False, False, True]
+
+
+def test_silence_is_what_the_work_does_not_explain() -> None:
+    runner = Recorder()
+    rig = Rig(runner)
+    silences: list[float] = []
+
+    def hang(_: Sequence[Item]) -> None:
+        rig.now += 0.04
+        silences.append(rig.scheduler.silence())
+        rig.now += 100.0
+        silences.append(rig.scheduler.silence())
+
+    runner.on_launch = hang
+    rig.submit(rig.ticket(), 100)
+    rig.scheduler._step()
+    assert silences[0] == 0.0, "a batch may take ten times what was predicted"
+    assert silences[1] == pytest.approx(100.04 - 0.0486, abs=0.01)
+    assert rig.scheduler.silence() == 0.0

@@ -33,6 +33,11 @@ def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.Monkey
         (["--model", "m", "--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
         (["--model", "m", "--budgets", "0"], "--budgets: .*at least 1"),
         (["--model", "m", "--budgets", "64,9999"], "budgets: 9999 is more than max_budget_tokens 4096"),
+        (["--model", "m", "--max-patches-per-item", "99999999999999"], "--max-patches-per-item: .* 1048576 .*'99999"),
+        (["--model", "m", "--max-budget-tokens", "99999999999999"], "--max-budget-tokens: .* 1048576 .*'99999"),
+        (["--model", "m", "--cache-bytes", "-1"], "--cache-bytes: .*'-1'"),
+        (["--model", "m", "--idle-seconds", "0"], "--idle-seconds: .*'0'"),
+        (["--model", "m", "--wedge-seconds", "inf"], "--wedge-seconds: .*'inf'"),
         (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
     ],
 )
@@ -41,11 +46,21 @@ def test_a_wrong_setting_is_named(flags: list[str], told: str) -> None:
         resolve(flags)
 
 
-@pytest.mark.parametrize("content", ["port = \n", "colour = 3\n"])
-def test_a_wrong_file_is_named(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("port = \n", r"vitwire\.toml"),
+        ("colour = 3\n", "colour"),
+        ("budgets = [[1]]\n", r"--budgets: a list in TOML .*\[\[1\]\]"),
+        ("budgets = []\n", "--budgets: a list in TOML"),
+        ("budgets = [true]\n", "--budgets: a list in TOML"),
+        ("devices = [{ cpu = 1 }]\n", "--devices: a list in TOML"),
+    ],
+)
+def test_a_wrong_file_is_named(content: str, told: str, tmp_path: Path) -> None:
     toml = tmp_path / "vitwire.toml"
     toml.write_text(content)
-    with pytest.raises(UsageError, match=r"vitwire\.toml|colour"):
+    with pytest.raises(UsageError, match=told):
         resolve(["--model", "m", "--config", str(toml)])
 
 
@@ -64,3 +79,25 @@ def test_settings_are_frozen_and_every_flag_explains_itself() -> None:
     with pytest.raises(ValidationError):
         settings.port = 1
     assert all(field.description for field in ServeSettings.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--tls-cert", "c"], "go together"),
+        (["--tls-key", "k"], "go together"),
+        (["--tls-client-ca", "a"], "needs --tls-cert"),
+        (["--otlp-endpoint", "grpc://collector:4317"], "--otlp-endpoint"),
+        (["--otlp-endpoint", "http://collector:4317/v1 traces"], "--otlp-endpoint"),
+    ],
+)
+def test_flags_that_need_each_other(flags: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        resolve(["--model", "m", *flags])
+
+
+def test_what_can_be_closed_and_opened() -> None:
+    given = resolve(["--model", "m", "--no-metrics", "--channelz", "--otlp-endpoint", "https://collector:4317"])
+    assert (given.metrics, given.channelz, given.otlp_endpoint) == (False, True, "https://collector:4317")
+    default = resolve(["--model", "m"])
+    assert (default.metrics, default.channelz, default.otlp_endpoint) == (True, False, None)

@@ -99,3 +99,12 @@ def test_lines_carry_their_process(pretend: Pretend, capfd: pytest.CaptureFixtur
     spoken = [label for label in ("cpu.0", "cpu.1") if f"[{label}] no newline\n" in out]
     assert spoken, "the first to end has said everything; the other one may have been stopped before"
     assert any(f'{{"process": "{label}", "level": "info"}}\n' in err for label in spoken)
+
+
+def test_ports_are_kept_where_metrics_are_off(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
+    off = 'echo "listening on 127.0.0.1:4001, metrics off"\n'
+    _, calls = pretend(off + READY + DYING)
+    flags = [call.split() for call in calls if "--device cpu" in call]
+    ports = [(each[each.index("--port", 12) + 1], each[-1]) for each in flags]
+    assert ports[0] == ("0", "0")
+    assert set(ports[1:]) == {("4001", "0")}

@@ -6,6 +6,7 @@ import typer
 
 import vitwire
 from vitwire import allocator
+from vitwire.cli._bench import bench
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info
 
@@ -13,6 +14,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command()(encode)
 app.command()(info)
 app.command()(health)
+app.command()(bench)
 
 
 def _version(wanted: bool) -> None:

@@ -110,6 +110,96 @@ PRIORITY_INTERACTIVE: Priority.ValueType  # 1
 PRIORITY_BATCH: Priority.ValueType  # 2
 Global___Priority: typing_extensions.TypeAlias = Priority
 
+class _TilingRule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TilingRule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TILING_RULE_UNSPECIFIED: _TilingRule.ValueType  # 0
+    TILING_RULE_STRETCH: _TilingRule.ValueType  # 1
+    """One tile, to which the image is stretched."""
+    TILING_RULE_SQUARE: _TilingRule.ValueType  # 2
+    """One tile; the image is centred on the background."""
+    TILING_RULE_CLOSEST_RATIO: _TilingRule.ValueType  # 3
+    """The layout of the nearest aspect ratio, over which the image is stretched."""
+    TILING_RULE_BEST_FIT: _TilingRule.ValueType  # 4
+    """The listed layout that keeps most of the image, centred on the background."""
+    TILING_RULE_CANVAS: _TilingRule.ValueType  # 5
+    """The layout that scales least, the image at its top left."""
+    TILING_RULE_WINDOWS: _TilingRule.ValueType  # 6
+    """Square windows over large or long images, resized to crops."""
+
+class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
+    """What the layout of an image's tiles follows from."""
+
+TILING_RULE_UNSPECIFIED: TilingRule.ValueType  # 0
+TILING_RULE_STRETCH: TilingRule.ValueType  # 1
+"""One tile, to which the image is stretched."""
+TILING_RULE_SQUARE: TilingRule.ValueType  # 2
+"""One tile; the image is centred on the background."""
+TILING_RULE_CLOSEST_RATIO: TilingRule.ValueType  # 3
+"""The layout of the nearest aspect ratio, over which the image is stretched."""
+TILING_RULE_BEST_FIT: TilingRule.ValueType  # 4
+"""The listed layout that keeps most of the image, centred on the background."""
+TILING_RULE_CANVAS: TilingRule.ValueType  # 5
+"""The layout that scales least, the image at its top left."""
+TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
+"""Square windows over large or long images, resized to crops."""
+Global___TilingRule: typing_extensions.TypeAlias = TilingRule
+
+class _Overview:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _OverviewEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Overview.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    OVERVIEW_UNSPECIFIED: _Overview.ValueType  # 0
+    OVERVIEW_NONE: _Overview.ValueType  # 1
+    OVERVIEW_FIRST: _Overview.ValueType  # 2
+    OVERVIEW_LAST: _Overview.ValueType  # 3
+
+class Overview(_Overview, metaclass=_OverviewEnumTypeWrapper):
+    """Where the tile comes that shows the whole image."""
+
+OVERVIEW_UNSPECIFIED: Overview.ValueType  # 0
+OVERVIEW_NONE: Overview.ValueType  # 1
+OVERVIEW_FIRST: Overview.ValueType  # 2
+OVERVIEW_LAST: Overview.ValueType  # 3
+Global___Overview: typing_extensions.TypeAlias = Overview
+
+class _Resizing:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ResizingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Resizing.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RESIZING_UNSPECIFIED: _Resizing.ValueType  # 0
+    """By area."""
+    RESIZING_AREA: _Resizing.ValueType  # 1
+    """Area within the bounds, in multiples of a token."""
+    RESIZING_LONGEST_SIDE: _Resizing.ValueType  # 2
+    """The longer side at most the root of max_pixels, rounded up to tokens."""
+    RESIZING_MOST_PATCHES: _Resizing.ValueType  # 3
+    """As near to max_pixels as patches, rounded up, allow."""
+    RESIZING_MOST_TOKENS: _Resizing.ValueType  # 4
+    """As near to max_pixels as tokens, rounded down, allow."""
+
+class Resizing(_Resizing, metaclass=_ResizingEnumTypeWrapper):
+    """What the size of an image follows from that is cut into patches."""
+
+RESIZING_UNSPECIFIED: Resizing.ValueType  # 0
+"""By area."""
+RESIZING_AREA: Resizing.ValueType  # 1
+"""Area within the bounds, in multiples of a token."""
+RESIZING_LONGEST_SIDE: Resizing.ValueType  # 2
+"""The longer side at most the root of max_pixels, rounded up to tokens."""
+RESIZING_MOST_PATCHES: Resizing.ValueType  # 3
+"""As near to max_pixels as patches, rounded up, allow."""
+RESIZING_MOST_TOKENS: Resizing.ValueType  # 4
+"""As near to max_pixels as tokens, rounded down, allow."""
+Global___Resizing: typing_extensions.TypeAlias = Resizing
+
 @typing.final
 class Grid(google.protobuf.message.Message):
     """Patch grid of an item: frames (after temporal merging), rows and columns, in
@@ -183,12 +273,12 @@ class Item(google.protobuf.message.Message):
     def grid(self) -> Global___Grid: ...
     @property
     def crops(self) -> Global___Tensor:
-        """Second view of two-resolution towers."""
+        """Second view of two-resolution towers, (crops, C, H, W)."""
 
     @property
     def pixels(self) -> Global___Tensor:
-        """(t*h*w, C*T*p*p) patches; uint8 before rescaling and normalisation is
-        accepted, and for images the frame axis T may be left out.
+        """(t*h*w, C*T*p*p) patches, or (tiles, C, H, W); uint8 before rescaling and
+        normalisation is accepted, and for images the frame axis T may be left out.
         """
 
     def __init__(
@@ -506,6 +596,8 @@ class GetModelResponse(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     SERVER_VERSION_FIELD_NUMBER: builtins.int
     DROPPED_BUDGETS_FIELD_NUMBER: builtins.int
+    RASTER_PATCHES_FIELD_NUMBER: builtins.int
+    CHANNELS_LAST_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hub id or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -527,6 +619,12 @@ class GetModelResponse(google.protobuf.message.Message):
     attention_backend: builtins.str
     device: builtins.str
     server_version: builtins.str
+    raster_patches: builtins.bool
+    """Patches come row by row of the whole image; otherwise those of one token
+    (merge_size x merge_size of them) are neighbours.
+    """
+    channels_last: builtins.bool
+    """The columns of a patch are (p, p, C); otherwise (C, T, p, p)."""
     @property
     def image_preprocessor(self) -> Global___Preprocessor:
         """How pixels of each modality are prepared."""
@@ -565,9 +663,11 @@ class GetModelResponse(google.protobuf.message.Message):
         device: builtins.str = ...,
         server_version: builtins.str = ...,
         dropped_budgets: collections.abc.Iterable[Global___DroppedBudget] | None = ...,
+        raster_patches: builtins.bool = ...,
+        channels_last: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 
@@ -604,6 +704,8 @@ class Preprocessor(google.protobuf.message.Message):
     RESCALE_FACTOR_FIELD_NUMBER: builtins.int
     RESAMPLE_FIELD_NUMBER: builtins.int
     BOUNDS_SPAN_FRAMES_FIELD_NUMBER: builtins.int
+    RESIZING_FIELD_NUMBER: builtins.int
+    TILING_FIELD_NUMBER: builtins.int
     min_pixels: builtins.int
     """Area bounds of the resized image, in pixels."""
     max_pixels: builtins.int
@@ -612,12 +714,18 @@ class Preprocessor(google.protobuf.message.Message):
     """Resampling filter as Pillow numbers it: 2 bilinear, 3 bicubic."""
     bounds_span_frames: builtins.bool
     """True when the area bounds count all frames of a clip together."""
+    resizing: Global___Resizing.ValueType
+    """What the size of a resized image follows from."""
     @property
     def mean(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Normalisation per channel: (pixel * rescale_factor - mean) / std."""
 
     @property
     def std(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def tiling(self) -> Global___Tiling:
+        """How tile towers cut an image; absent for towers that take patches."""
+
     def __init__(
         self,
         *,
@@ -628,10 +736,124 @@ class Preprocessor(google.protobuf.message.Message):
         rescale_factor: builtins.float = ...,
         resample: builtins.int = ...,
         bounds_span_frames: builtins.bool = ...,
+        resizing: Global___Resizing.ValueType = ...,
+        tiling: Global___Tiling | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bounds_span_frames", b"bounds_span_frames", "max_pixels", b"max_pixels", "mean", b"mean", "min_pixels", b"min_pixels", "resample", b"resample", "rescale_factor", b"rescale_factor", "std", b"std"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tiling", b"tiling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bounds_span_frames", b"bounds_span_frames", "max_pixels", b"max_pixels", "mean", b"mean", "min_pixels", b"min_pixels", "resample", b"resample", "rescale_factor", b"rescale_factor", "resizing", b"resizing", "std", b"std", "tiling", b"tiling"]) -> None: ...
 
 Global___Preprocessor: typing_extensions.TypeAlias = Preprocessor
+
+@typing.final
+class Tiling(google.protobuf.message.Message):
+    """How images are cut into tiles of one size. In the item's grid, t is the
+    number of tiles, and h and w are the rows and columns that were cut; where
+    there are several, one more may show the whole image. Frames of a clip are
+    tiles of their own: (frames, 1, 1).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    TILE_FIELD_NUMBER: builtins.int
+    OVERVIEW_FIELD_NUMBER: builtins.int
+    MIN_TILES_FIELD_NUMBER: builtins.int
+    MAX_TILES_FIELD_NUMBER: builtins.int
+    LAYOUTS_FIELD_NUMBER: builtins.int
+    BACKGROUND_FIELD_NUMBER: builtins.int
+    MIN_SIDE_FIELD_NUMBER: builtins.int
+    MAX_SIDE_FIELD_NUMBER: builtins.int
+    CROP_FIELD_NUMBER: builtins.int
+    CROP_BACKGROUND_FIELD_NUMBER: builtins.int
+    CROP_RESAMPLE_FIELD_NUMBER: builtins.int
+    rule: Global___TilingRule.ValueType
+    overview: Global___Overview.ValueType
+    """Where the tile comes that shows all of an image that was cut. In towers
+    with crops, that tile alone is the item's pixels.
+    """
+    min_tiles: builtins.int
+    max_tiles: builtins.int
+    min_side: builtins.int
+    """Neither side of a resized image is shorter."""
+    max_side: builtins.int
+    """Larger images are first resized to this longer side; 0 leaves them."""
+    crop_resample: builtins.int
+    """The second view's filter, where it is another one."""
+    @property
+    def tile(self) -> Global___PixelSize:
+        """Size of a tile: pixels are (tiles, 3, height, width)."""
+
+    @property
+    def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
+        """Layouts to choose from, where the rule lists them."""
+
+    @property
+    def background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Value of each channel where there is no image; zero if empty."""
+
+    @property
+    def crop(self) -> Global___PixelSize:
+        """Size of a row of the second view: crops are (crops, 3, height, width)."""
+
+    @property
+    def crop_background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        rule: Global___TilingRule.ValueType = ...,
+        tile: Global___PixelSize | None = ...,
+        overview: Global___Overview.ValueType = ...,
+        min_tiles: builtins.int = ...,
+        max_tiles: builtins.int = ...,
+        layouts: collections.abc.Iterable[Global___TileLayout] | None = ...,
+        background: collections.abc.Iterable[builtins.int] | None = ...,
+        min_side: builtins.int = ...,
+        max_side: builtins.int = ...,
+        crop: Global___PixelSize | None = ...,
+        crop_background: collections.abc.Iterable[builtins.int] | None = ...,
+        crop_resample: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "crop", b"crop", "crop_resample", b"crop_resample", "tile", b"tile"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "background", b"background", "crop", b"crop", "crop_background", b"crop_background", "crop_resample", b"crop_resample", "layouts", b"layouts", "max_side", b"max_side", "max_tiles", b"max_tiles", "min_side", b"min_side", "min_tiles", b"min_tiles", "overview", b"overview", "rule", b"rule", "tile", b"tile"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_crop_resample", b"_crop_resample"]) -> typing.Literal["crop_resample"] | None: ...
+
+Global___Tiling: typing_extensions.TypeAlias = Tiling
+
+@typing.final
+class TileLayout(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    rows: builtins.int
+    columns: builtins.int
+    def __init__(
+        self,
+        *,
+        rows: builtins.int = ...,
+        columns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "rows", b"rows"]) -> None: ...
+
+Global___TileLayout: typing_extensions.TypeAlias = TileLayout
+
+@typing.final
+class PixelSize(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEIGHT_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    height: builtins.int
+    width: builtins.int
+    def __init__(
+        self,
+        *,
+        height: builtins.int = ...,
+        width: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["height", b"height", "width", b"width"]) -> None: ...
+
+Global___PixelSize: typing_extensions.TypeAlias = PixelSize
 
 @typing.final
 class Budget(google.protobuf.message.Message):
@@ -643,12 +865,15 @@ class Budget(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
     SEGMENT_PATCHES_FIELD_NUMBER: builtins.int
+    CROPS_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     items: builtins.int
     segments: builtins.int
     """Attention segments: frames of images and clips."""
     segment_patches: builtins.int
     """Longest segment, in patches."""
+    crops: builtins.int
+    """Rows of the second view, in towers that take one."""
     def __init__(
         self,
         *,
@@ -656,8 +881,9 @@ class Budget(google.protobuf.message.Message):
         items: builtins.int = ...,
         segments: builtins.int = ...,
         segment_patches: builtins.int = ...,
+        crops: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "segment_patches", b"segment_patches", "segments", b"segments", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crops", b"crops", "items", b"items", "segment_patches", b"segment_patches", "segments", b"segments", "tokens", b"tokens"]) -> None: ...
 
 Global___Budget: typing_extensions.TypeAlias = Budget
 

@@ -7,7 +7,8 @@ from functools import cached_property
 from vitwire_server.core.grids import Footprint
 
 _FEWEST_SEGMENTS = 8
-_TOKENS_PER_SEGMENT = 48
+_TOKENS_PER_SEGMENT = 16
+_LONGEST = 8192
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,6 +21,8 @@ class Budget:
     """Attention segments of real items; padding has segments of its own."""
     max_segment_patches: int
     """Bound of the longest attention segment, in patches: the static `max_seqlen`."""
+    max_crops: int = 0
+    """Rows of the second view, in towers that take one; their tokens are among `tokens`."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.max_items, self.max_segments, self.max_segment_patches) < 1:
@@ -32,6 +35,7 @@ class Budget:
             and items <= self.max_items
             and load.segments <= self.max_segments
             and load.longest <= self.max_segment_patches
+            and load.crops <= self.max_crops
         )
 
 
@@ -65,17 +69,17 @@ class Ladder:
 def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budget:
     """A budget of `tokens` with the bounds that its size gives.
 
-    The longest segment may be the whole budget, so that one large image fits. Attention kernels
-    launch a grid of segment slots times the longest segment, in which slots without a segment are
-    empty blocks; so there are only as many slots as segments of 48 tokens fill (an image of
-    224 x 224 has 49), and eight at least.
+    The longest segment may be the whole budget, so that one large image fits, up to the size from which
+    a forward keeps the device busy by its attention alone and a graph gains nothing (measured:
+    docs/performance.md). Slots without a segment cost an attention kernel something; so there are only as
+    many as segments of 16 tokens fill, and eight at least.
     """
     segments = min(max_frames, max(_FEWEST_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))
     return Budget(
         tokens=tokens,
         max_items=max(1, min(max_items, tokens, segments)),
         max_segments=segments,
-        max_segment_patches=tokens * merge * merge,
+        max_segment_patches=min(tokens * merge * merge, _LONGEST),
     )
 
 

@@ -33,16 +33,15 @@ class Costs:
 
 
 ASSUMED = Costs(
-    replay_fixed=2.0e-3,
-    replay_token=9.6e-6,
-    eager_fixed=3.9e-3,
-    eager_token=9.6e-6,
-    eager_floor=4.5e-3,
+    replay_fixed=1.5e-3,
+    replay_token=8.3e-6,
+    eager_fixed=2.5e-3,
+    eager_token=8.3e-6,
+    eager_floor=7.6e-3,
 )
-"""Assumed where nothing was measured: the tower of Qwen3-VL-8B on an H200.
+"""Taken where nothing was measured: lines through what Qwen3-VL-8B's tower took on an H200 (docs/performance.md).
 
-A token costs 7.2 us at the device's bf16 rate, taken at 75 % of it. A batch costs about 2 ms beside
-its tokens (gaps between kernels, staging, copy-out), an unfused eager forward about as much again,
-and never less than the 4.5 ms that launching some 800 kernels takes. Simulated graphs use it too:
-on a CPU every measurement would say that padding is pure loss.
+A replay took 1.9 ms for 49 tokens and 14.6 ms for 1568, an eager forward 15.4 ms for 1568 and never less than
+the 7.6 ms that launching its kernels takes. Simulated graphs use it too: on a CPU every measurement would
+say that padding is pure loss.
 """

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 
 class Grid(NamedTuple):
-    """Frames (after temporal merging), rows and columns of an item, in patches."""
+    """Frames (after temporal merging), rows and columns of an item, in patches.
+
+    In tile towers: how many tiles, and the rows and columns that they were cut in.
+    """
 
     t: int
     h: int
@@ -31,13 +34,22 @@ class Footprint(NamedTuple):
     """
 
     patches: int
-    """Rows of the pixel tensor."""
+    """Rows of the pixel tensor: patches, or whole tiles."""
     tokens: int
-    """Rows of the embedding."""
+    """Tokens of a budget: patches over the merged area. Rows of the embedding, and those that pooling takes off."""
     segments: int
     """Attention segments (frames, unless the tower attends over whole clips)."""
     longest: int
     """Longest attention segment, in patches."""
+    crops: int = 0
+    """Rows of the second view's tensor, in towers that take one."""
+    pooled: int = 0
+    """Rows that pooling over frames takes off, in towers that do so."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding."""
+        return self.tokens - self.pooled
 
 
 def retained(tokens: int, frames: int, keep_ratio: float) -> int:

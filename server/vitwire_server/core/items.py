@@ -59,11 +59,27 @@ class Item:
     """Type of the rows to return."""
     keep_ratio: float = 0.0
     """Share of a clip's tokens to return, in (0, 1); 0 returns all."""
+    crops: Pixels | None = None
+    """The second view; None where the item has none."""
+    content_id: str = ""
+    """What the client calls the content; empty if nothing."""
 
     @property
     def rows(self) -> int:
         """Rows to return: known before anything runs."""
-        return retained(self.footprint.tokens, self.grid.t, self.keep_ratio)
+        return retained(self.footprint.rows, self.grid.t, self.keep_ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An item without pixels: asks for the embedding that is cached under a name."""
+
+    content_id: str
+    modality: Modality | None
+    """None where the client did not say; any will do."""
+    grid: Grid | None
+    output: DType
+    keep_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +100,6 @@ def total(footprints: Sequence[Footprint]) -> Footprint:
         tokens=sum(f.tokens for f in footprints),
         segments=sum(f.segments for f in footprints),
         longest=max((f.longest for f in footprints), default=0),
+        crops=sum(f.crops for f in footprints),
+        pooled=sum(f.pooled for f in footprints),
     )

@@ -1,15 +1,20 @@
 """What is told about the model that a server holds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
+from vitwire_server.core.tilings import Tiling
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of a tower that clients, codec and planner need to know."""
+    """Sizes of a tower that clients, codec and planner need to know: those of rows of patches."""
 
     patch: int
     merge: int
@@ -19,10 +24,150 @@ class Geometry:
     """Columns of a row, deepstack included."""
     levels: int
     """Deepstack levels: a row is `[main | level 0 | level 1 | ...]`."""
+    raster: bool = False
+    """Patches come row by row of the whole image, rather than token by token."""
+    channels_last: bool = False
+    """The columns of a patch are (p, p, C), rather than (C, T, p, p)."""
+    longest_side: int | None = None
+    """Rows and columns of a frame at most, in patches, where positions are looked up in a table."""
 
     def columns(self, *, frames: int) -> int:
-        """Columns of a pixel row that holds `frames` frames."""
+        """Columns of a patch that holds `frames` frames."""
         return self.channels * frames * self.patch * self.patch
+
+    @property
+    def row(self) -> int:
+        """Elements of one row of the tower's input."""
+        return self.columns(frames=self.temporal)
+
+    @property
+    def crop_row(self) -> int:
+        """Elements of one row of its second input; 0 if it takes none."""
+        return 0
+
+    def patches(self, grid: Grid) -> int:
+        """Patches that an item of this grid has."""
+        return grid.patches
+
+    def shapes(self, grid: Grid, modality: Modality) -> list[Shape]:
+        """The shapes that the pixels of an item may have."""
+        full = (grid.patches, self.columns(frames=self.temporal))
+        single = (grid.patches, self.columns(frames=1))
+        return [full] if modality is Modality.VIDEO or full == single else [full, single]
+
+    def crops(self, grid: Grid) -> Shape | None:
+        """The shape of an item's second view; None if an item of this grid has none."""
+        del grid
+        return None
+
+    @property
+    def prunes(self) -> bool:
+        """Whether each token is of one frame, so that those of a clip can be left out one by one."""
+        return True
+
+    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        """What is wrong about a grid of positive sides: the side, empty for all of them, and why."""
+        for name, value in (("h", grid.h), ("w", grid.w)):
+            if value % self.merge:
+                yield name, f"must be a multiple of the merge size {self.merge}, got {value}"
+            elif self.longest_side is not None and value > self.longest_side:
+                yield name, f"must be at most {self.longest_side} for this model, got {value}"
+        if modality is Modality.IMAGE and grid.t > 1:
+            yield "t", f"must be 1 for an image, got {grid.t}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClipGeometry(Geometry):
+    """Sizes of a tower of patches that is particular about the frames of a clip."""
+
+    most_frames: int | None = None
+    """Frames of a clip at most."""
+    pooled: int = 1
+    """Frames that a clip's token is made of, whatever else it is: a clip has a multiple of so many; 0 for all."""
+
+    @property
+    def prunes(self) -> bool:
+        return self.pooled == 1
+
+    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        # Not super(): a dataclass with slots is made anew, and is no longer the class that super() means.
+        yield from Geometry.wrong(self, grid, modality)
+        if self.most_frames is not None and grid.t > self.most_frames:
+            yield "t", f"must be at most {self.most_frames} for this model, got {grid.t}"
+        if self.pooled > 1 and grid.t > 1 and grid.t % self.pooled:
+            yield "t", f"must be 1 or a multiple of {self.pooled} for this model, got {grid.t}"
+
+
+@dataclass(frozen=True, slots=True)
+class TileGeometry(Geometry):
+    """Sizes of a tower that takes tiles of one size.
+
+    A grid is (tiles, rows, columns): an image is one tile, or cut in rows x columns tiles beside which
+    one more may show all of it; every frame of a clip is a tile of its own. A second view is either
+    those tiles, in another size than the one that shows everything (`crops_replace`), or everything
+    once more.
+    """
+
+    tile: tuple[int, int] = (0, 0)
+    """Height and width of a tile, in pixels."""
+    crop: tuple[int, int] | None = None
+    """Height and width of a row of the second view; None if there is no such view."""
+    crops_replace: bool = False
+    """The tiles come as crops, and only the one that shows everything as pixels."""
+
+    @property
+    def row(self) -> int:
+        return self.channels * self.tile[0] * self.tile[1]
+
+    @property
+    def crop_row(self) -> int:
+        return self.channels * self.crop[0] * self.crop[1] if self.crop else 0
+
+    def patches(self, grid: Grid) -> int:
+        tiles, crops = self.split(grid)
+        area = tiles * self.tile[0] * self.tile[1]
+        if self.crop:
+            area += crops * self.crop[0] * self.crop[1]
+        return area // self.patch**2
+
+    def split(self, grid: Grid) -> tuple[int, int]:
+        """Rows of an item's pixels, and of its crops."""
+        if self.crops_replace:
+            return 1, grid.t - 1
+        return grid.t, grid.t if self.crop else 0
+
+    def shapes(self, grid: Grid, modality: Modality) -> list[Shape]:
+        del modality
+        return [(self.split(grid)[0], self.channels, *self.tile)]
+
+    def crops(self, grid: Grid) -> Shape | None:
+        _, rows = self.split(grid)
+        return (rows, self.channels, *self.crop) if self.crop and rows else None
+
+    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        tiles = grid.h * grid.w
+        if modality is Modality.VIDEO:
+            if tiles != 1:
+                yield "", f"of a clip is (frames, 1, 1), got {grid}"
+            elif self.crops_replace and grid.t > 1:
+                yield "t", f"must be 1, as this model takes frames as items of their own, got {grid.t}"
+        elif grid.t not in (tiles, tiles + 1) or (self.crops_replace and grid.t == tiles > 1):
+            yield "t", f"must be the number of tiles, got {grid.t} where {grid.h} rows and {grid.w} columns were cut"
+
+
+class Resizing(StrEnum):
+    """What the size follows from that an image is resized to before it is cut into patches."""
+
+    AREA = "area"
+    """Its area: within the bounds, nearly in its own shape."""
+    LONGEST_SIDE = "longest_side"
+    """Its longer side, which is at most the root of the upper bound; then up to whole tokens."""
+    MOST_PATCHES = "most_patches"
+    """The upper bound, met as closely as whole patches allow, by rounding up."""
+    MOST_TOKENS = "most_tokens"
+    """The upper bound, met as closely as whole tokens allow, by rounding down."""
+    OTHER = "other"
+    """In a way that clients do not know: they are told of no settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +182,13 @@ class Preprocessing:
     rescale_factor: float
     resample: int
     """Pillow's number of the filter."""
-    bounds_span_frames: bool
+    bounds_span_frames: bool = False
+    resizing: Resizing = Resizing.AREA
+    crop_mean: tuple[float, ...] = ()
+    crop_std: tuple[float, ...] = ()
+    """Normalisation of the second view; empty if it is that of the first."""
+    tiling: Tiling | None = None
+    """How images are cut, for towers that take tiles."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,10 @@ class ItemReport:
     """Rows returned."""
     queued: float
     encoded: float
+    started: float = 0.0
+    """When the item's batch started, on the scheduler's clock."""
+    timings: Timings | None = None
+    """Stages of the item's batch; None if nothing ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +75,5 @@ class Monitor(Protocol):
     def queue_changed(self, items: int, nbytes: int) -> None: ...
 
     def heartbeat(self) -> None: ...
+
+    def canary_sang(self, *, is_well: bool) -> None: ...

@@ -1,17 +1,53 @@
-"""The metrics port: `/metrics` for Prometheus, `/healthz` for everybody else."""
+"""The metrics port: `/metrics` for Prometheus, `/healthz` and `/livez` for probes, `/` for people."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET, AF_INET6
 from threading import Thread
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
 
+from vitwire_server.core.health import Health
+from vitwire_server.observe.page import page, policy
+from vitwire_server.observe.readings import History, Readings
+
 _log = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 10
+_TEXT = "text/plain; charset=utf-8"
+
+
+class Answer(NamedTuple):
+    """What a path answers."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+
+
+Routes = Mapping[str, Callable[[str], Answer]]
+"""By path; they are given the Accept header."""
+
+
+def _routes(registry: CollectorRegistry, history: History, health: Health) -> Routes:
+    return {
+        "/": lambda _: _document(page(Readings(registry), history.points, health)),
+        "/metrics": lambda accept: Answer(HTTPStatus.OK, *_exposition(registry, accept)),
+        "/healthz": lambda _: _verdict(health.is_ready, "not ready"),
+        "/livez": lambda _: _verdict(health.is_alive, "not alive"),
+    }
+
+
+def _document(text: str) -> Answer:
+    return Answer(HTTPStatus.OK, "text/html; charset=utf-8", text.encode())
+
+
+def _verdict(is_well: bool, otherwise: str) -> Answer:
+    status = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
+    return Answer(status, _TEXT, b"ok\n" if is_well else f"{otherwise}\n".encode())
 
 
 def _exposition(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
@@ -24,31 +60,32 @@ def _exposition(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
 
 
 class MetricsServer:
-    """Serves a registry and a health verdict over HTTP, in daemon threads."""
+    """Serves a registry and a server's health over HTTP, in daemon threads."""
 
-    def __init__(self, registry: CollectorRegistry, ready: Callable[[], bool], host: str, port: int) -> None:
+    def __init__(self, registry: CollectorRegistry, health: Health, host: str, port: int) -> None:
         """Bind; raises OSError if the address is taken. Port 0 takes a free one."""
+        self._history = History(registry)
+        routes = _routes(registry, self._history, health)
 
-        class Page(BaseHTTPRequestHandler):
+        class Pages(BaseHTTPRequestHandler):
             timeout = _TIMEOUT_SECONDS
 
             def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                if path == "/metrics":
-                    self._answer(HTTPStatus.OK, *_exposition(registry, self.headers.get("Accept", "")))
-                elif path == "/healthz":
-                    is_ready = ready()
-                    status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-                    self._answer(status, "text/plain; charset=utf-8", b"ok\n" if is_ready else b"not ready\n")
+                route = routes.get(self.path.partition("?")[0])
+                if route:
+                    self._answer(route(self.headers.get("Accept", "")))
                 else:
-                    self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"/metrics or /healthz\n")
+                    self._answer(Answer(HTTPStatus.NOT_FOUND, _TEXT, f"{', '.join(routes)}\n".encode()))
 
-            def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", content_type)
-                self.send_header("Content-Length", str(len(body)))
+            def _answer(self, answer: Answer) -> None:
+                self.send_response(answer.status)
+                self.send_header("Content-Type", answer.content_type)
+                self.send_header("Content-Length", str(len(answer.body)))
+                self.send_header("Content-Security-Policy", policy())
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("Cache-Control", "no-store")
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(answer.body)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's signature
                 """Scrapes are not worth a log line."""
@@ -62,7 +99,7 @@ class MetricsServer:
                 _log.debug("metrics port: %s", client_address, exc_info=True)
 
         try:
-            self._server = Server((host, port), Page)
+            self._server = Server((host, port), Pages)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -74,9 +111,11 @@ class MetricsServer:
 
     def start(self) -> None:
         """Answer from now on."""
+        self._history.start()
         self._thread.start()
 
     def stop(self) -> None:
         """Close the port."""
+        self._history.stop()
         self._server.shutdown()
         self._server.server_close()

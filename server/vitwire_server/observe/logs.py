@@ -1,12 +1,23 @@
-"""Log lines on stderr, as text or as one JSON object a line."""
+"""Log lines on stderr, as text or as one JSON object a line; of many that are alike only a few."""
 
 import json
 import logging
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from threading import Lock, Timer
+
+from vitwire_server.observe.request_ids import REQUEST_ID
+from vitwire_server.observe.tracing import SPAN
+
+_MOST = 10
+_SECONDS = 10.0
+_MOST_KINDS = 1000
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (RFC 3339, UTC), level, logger, message, and the error if any."""
+    """One JSON object a line: time (RFC 3339, UTC), level, logger, message, request, trace, and the error if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Called by logging."""
@@ -16,17 +27,87 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if name := REQUEST_ID.get():
+            line["request_id"] = name
+        if span := SPAN.get():
+            line["trace_id"] = span.trace_id
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
 
 
+class TextFormatter(logging.Formatter):
+    """A line to read, with the request's id at its end."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
+        """Called by `format`, before it adds tracebacks."""
+        name = REQUEST_ID.get()
+        return super().formatMessage(record) + (f" [request {name}]" if name else "")
+
+
+@dataclass(slots=True)
+class _Window:
+    """Lines of one kind since `start`."""
+
+    start: float
+    shown: int = 0
+    left_out: int = 0
+
+
+class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg] # to stderr, whatever that is
+    """Shows at most `most` lines of a kind in `seconds`, and then tells how many it left out.
+
+    A kind is a logger, a level, a message before its arguments are filled in, and the record's own `kind`
+    where it has one: all of them constants of the code, so there are only so many.
+    """
+
+    def __init__(self, most: int = _MOST, seconds: float = _SECONDS) -> None:
+        super().__init__()
+        self._most = most
+        self._seconds = seconds
+        self._windows: dict[Hashable, _Window] = {}
+        self._counting = Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by logging, under the handler's lock."""
+        if self._shows(record):
+            super().emit(record)
+
+    def _shows(self, record: logging.LogRecord) -> bool:
+        kind = (record.name, record.levelno, record.msg, getattr(record, "kind", None))
+        with self._counting:
+            now = time.monotonic()
+            window = self._windows.get(kind)
+            if len(self._windows) >= _MOST_KINDS:  # some other package's messages are no constants
+                self._windows = {each: held for each, held in self._windows.items() if held.left_out}
+            if window is None or (now - window.start >= self._seconds and not window.left_out):
+                window = self._windows[kind] = _Window(now)
+            if window.shown < self._most:
+                window.shown += 1
+                return True
+            window.left_out += 1
+            if window.left_out == 1:  # its timer tells the count, and closes the window
+                timer = Timer(max(0.0, window.start + self._seconds - now), self._tell, [kind, record])
+                timer.daemon = True
+                timer.start()
+            return False
+
+    def _tell(self, kind: Hashable, example: logging.LogRecord) -> None:
+        with self._counting:
+            count = self._windows.pop(kind).left_out
+        text = "%d more lines like this in %g s were left out, the first of them: %s"
+        arguments = (count, self._seconds, example.getMessage())
+        told = logging.LogRecord(example.name, example.levelno, "", 0, text, arguments, None)
+        with self.lock or Lock():
+            super().emit(told)
+
+
 def configure_logs(log_format: str, level: str) -> None:
     """Send the server's log to stderr; other packages speak from warnings on."""
-    handler = logging.StreamHandler()
-    if log_format == "json":
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    handler = LimitedHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("vitwire_server").setLevel(level.upper())

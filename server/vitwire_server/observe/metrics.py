@@ -30,6 +30,7 @@ class Metrics:
         self._hits = counter("graph_hits", "Items encoded by a replay", "modality", "budget")
         self._replays = counter("graph_replays", "Replays", "budget")
         self._fallbacks = counter("eager_fallbacks", "Items encoded eagerly, and why", "modality", "reason")
+        self._graph_tokens = counter("graph_tokens", "Tokens computed by replays", "budget", "kind")
         self._tokens = counter("tokens", "Tokens computed", "kind")
         self._batch_items = self._histogram("batch_items", "Items of a batch", _ITEMS)
         self._batch_requests = self._histogram("batch_requests", "Requests that a batch has items of", _ITEMS)
@@ -41,11 +42,16 @@ class Metrics:
         self.inflight = gauge("inflight_requests", "RPCs that carry items, in flight")
         self.rejected = counter("rejected", "Requests turned away", "reason")
         self._cancelled = counter("cancelled", "Items dropped or finished unseen", "stage")
-        self._expired = counter("expired", "Items whose deadline passed before device time was spent")
-        counter("cache_hits", "Items answered from the cache")
-        counter("cache_misses", "Items looked for in the cache in vain")
-        counter("cache_evictions", "Embeddings that left the cache for others")
-        gauge("cache_bytes", "Bytes of cached embeddings")
+        self._expired = counter("expired", "Items whose deadline passed, or could not be met, by stage", "stage")
+        self._admitted_items = gauge("admitted_items", "Items that permits are out for")
+        self._admitted_bytes = gauge("admitted_bytes", "Bytes that permits are out for")
+        self.tickets_opened = counter("tickets_opened", "RPCs that opened a ticket")
+        self.tickets_closed = counter("tickets_closed", "RPCs that closed their ticket")
+        self._cache_hits = counter("cache_hits", "Items answered from the cache, or by another item's forward")
+        self._cache_misses = counter("cache_misses", "Items looked for in the cache in vain")
+        self._cache_evictions = counter("cache_evictions", "Embeddings that left the cache for others")
+        self._cache_bytes = gauge("cache_bytes", "Bytes of cached embeddings")
+        self._canaries = counter("canaries", "Forwards of the canary while idle", "result")
         self._captured = gauge("graphs_captured", "Budgets with a graph")
         self._dropped = gauge("graphs_dropped", "Budgets whose capture failed")
         self._capture_seconds = gauge("graph_capture_seconds", "Time that capture took")
@@ -66,6 +72,8 @@ class Metrics:
             padding = report.budget.tokens - report.tokens
             self._replays.labels(str(report.budget.tokens)).inc()
             self._fill.observe(report.tokens / report.budget.tokens)
+            self._graph_tokens.labels(str(report.budget.tokens), "real").inc(report.tokens)
+            self._graph_tokens.labels(str(report.budget.tokens), "padding").inc(padding)
         self._tokens.labels("real").inc(report.tokens)
         self._tokens.labels("padding").inc(padding)
         self._batch_items.observe(len(report.items))
@@ -84,7 +92,7 @@ class Metrics:
     def item_dropped(self, stage: str, reason: str) -> None:
         """An item was cancelled, or its deadline passed while it waited."""
         if reason == "deadline":
-            self._expired.inc()
+            self._expired.labels(stage).inc()
         else:
             self._cancelled.labels(stage).inc()
 
@@ -97,11 +105,34 @@ class Metrics:
         """The engine's thread came by."""
         self._heartbeat.set_to_current_time()
 
+    def canary_sang(self, *, is_well: bool) -> None:
+        """The canary went through the engine."""
+        self._canaries.labels("ok" if is_well else "failed").inc()
+
     # -- the rest of the server ---------------------------------------------------------------
 
     def sent(self, seconds: float) -> None:
         """The rows of an item were written to the stream."""
         self._stages.labels("send").observe(seconds)
+
+    def admitted_changed(self, items: int, nbytes: int) -> None:
+        """Permits are now out for so much."""
+        self._admitted_items.set(items)
+        self._admitted_bytes.set(nbytes)
+
+    def cache_hit(self, modality: Modality) -> None:
+        """An item was answered from the cache."""
+        self._cache_hits.inc()
+        self._items.labels(modality, Path.CACHE).inc()
+
+    def cache_missed(self) -> None:
+        """An item was looked for in vain."""
+        self._cache_misses.inc()
+
+    def cache_changed(self, nbytes: int, evicted: int) -> None:
+        """The cache now holds so much, `evicted` embeddings fewer."""
+        self._cache_bytes.set(nbytes)
+        self._cache_evictions.inc(evicted)
 
     def graphs_captured(self, budgets: Iterable[Budget], dropped: int, seconds: float, nbytes: int) -> None:
         """Capture is done; budgets show in the exposition before their first hit."""
@@ -136,8 +167,12 @@ class Metrics:
             self._tokens.labels(kind)
         for bound in ("items", "bytes"):
             self.rejected.labels(bound)
-        for stage in ("queue", "encoded"):
+        for stage in ("queue", "encoded", "send"):
             self._cancelled.labels(stage)
+        for stage in ("admission", "queue"):
+            self._expired.labels(stage)
+        for result in ("ok", "failed"):
+            self._canaries.labels(result)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"vitwire_{name}", text, labels, registry=self.registry)

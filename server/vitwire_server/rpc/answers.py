@@ -6,8 +6,10 @@ from typing import TypeVar
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.models import ModelCard
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import ModelCard, Resizing
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
+from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.rpc.codec import DTYPES
 from vitwire_server.rpc.status import duration, status_of
 
@@ -15,6 +17,9 @@ Answer = TypeVar("Answer", pb.EncodeResponse, pb.EncodeStreamResponse)
 
 CHUNK_BYTES = 1 << 20
 _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+_RULES = {rule: pb.TilingRule.Value(f"TILING_RULE_{rule.name}") for rule in TilingRule}
+_OVERVIEWS = {place: pb.Overview.Value(f"OVERVIEW_{place.name}") for place in Overview}
+_RESIZINGS = {rule: pb.Resizing.Value(f"RESIZING_{rule.name}") for rule in Resizing if rule is not Resizing.OTHER}
 _PATHS = {Path.GRAPH: pb.PATH_GRAPH, Path.EAGER: pb.PATH_EAGER, Path.CACHE: pb.PATH_CACHE}
 
 
@@ -51,24 +56,13 @@ def _report(outcome: Encoded) -> pb.ItemReport:
 def model_message(card: ModelCard) -> pb.GetModelResponse:
     """The card as the answer to GetModel."""
     geometry, limits = card.geometry, card.limits
-    image, video = (
-        pb.Preprocessor(
-            min_pixels=settings.min_pixels,
-            max_pixels=settings.max_pixels,
-            mean=settings.mean,
-            std=settings.std,
-            rescale_factor=settings.rescale_factor,
-            resample=settings.resample,
-            bounds_span_frames=settings.bounds_span_frames,
-        )
-        for _, settings in sorted(card.preprocessing.items())
-    )
     budgets = [
         pb.Budget(
             tokens=budget.tokens,
             items=budget.max_items,
             segments=budget.max_segments,
             segment_patches=budget.max_segment_patches,
+            crops=budget.max_crops,
         )
         for budget in card.ladder
     ]
@@ -83,8 +77,10 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         merge_size=geometry.merge,
         temporal_patch_size=geometry.temporal,
         channels=geometry.channels,
-        image_preprocessor=image,
-        video_preprocessor=video,
+        raster_patches=geometry.raster,
+        channels_last=geometry.channels_last,
+        image_preprocessor=_preprocessor(card, Modality.IMAGE),
+        video_preprocessor=_preprocessor(card, Modality.VIDEO),
         budgets=budgets,
         limits=pb.Limits(
             request_bytes=limits.request_bytes,
@@ -99,3 +95,41 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         server_version=card.version,
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
     )
+
+
+def _preprocessor(card: ModelCard, modality: Modality) -> pb.Preprocessor | None:
+    settings = card.preprocessing.get(modality)
+    if settings is None or settings.resizing is Resizing.OTHER:
+        return None
+    return pb.Preprocessor(
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+        mean=settings.mean,
+        std=settings.std,
+        rescale_factor=settings.rescale_factor,
+        resample=settings.resample,
+        bounds_span_frames=settings.bounds_span_frames,
+        resizing=_RESIZINGS[settings.resizing],
+        tiling=_tiling(settings.tiling) if settings.tiling else None,
+    )
+
+
+def _tiling(tiling: Tiling) -> pb.Tiling:
+    return pb.Tiling(
+        rule=_RULES[tiling.rule],
+        tile=_size(tiling.tile),
+        overview=_OVERVIEWS[tiling.overview],
+        min_tiles=tiling.min_tiles,
+        max_tiles=tiling.max_tiles,
+        layouts=[pb.TileLayout(rows=rows, columns=columns) for rows, columns in tiling.layouts],
+        background=tiling.background,
+        min_side=tiling.min_side,
+        max_side=tiling.max_side,
+        crop=_size(tiling.crop) if tiling.crop else None,
+        crop_background=tiling.crop_background,
+        crop_resample=tiling.crop_resample,
+    )
+
+
+def _size(size: tuple[int, int]) -> pb.PixelSize:
+    return pb.PixelSize(height=size[0], width=size[1])

@@ -1,16 +1,32 @@
 """One RPC in flight: what it holds, and where its outcomes arrive."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
-from vitwire_server.core.errors import Overloaded
-from vitwire_server.core.items import Item
-from vitwire_server.core.reports import Outcome
+from vitwire_server.core.errors import NotCached, Overloaded
+from vitwire_server.core.items import Ask, Item
+from vitwire_server.core.reports import Encoded, Outcome
+from vitwire_server.rpc.contents import key_of, name_of
 from vitwire_server.scheduling.admission import Admission, Permit
+from vitwire_server.scheduling.flights import Flights, Visit
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 from vitwire_server.scheduling.traces import TraceWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all RPCs work with."""
+
+    scheduler: Scheduler
+    admission: Admission
+    flights: Flights
+    fingerprint: str
+    """Of the tower's weights."""
+    trace: TraceWriter | None = None
 
 
 class Call:
@@ -20,22 +36,31 @@ class Call:
     and the permits; `close` gives both back whatever happened before.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, admission: Admission, remaining: float | None, trace: TraceWriter | None = None
-    ) -> None:
+    def __init__(self, shared: Shared, principal: str, remaining: float | None) -> None:
         """`remaining` seconds are left until the caller's deadline; None for no deadline."""
-        self._trace = trace
-        self._scheduler = scheduler
-        self._admission = admission
+        self._shared = shared
+        self._principal = principal
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set()
         self._submitted: set[int] = set()
+        self._unsent: set[int] = set()
+        self._visits: dict[int, Visit] = {}
         self._permits: dict[int, Permit] = {}
         self._released = asyncio.Event()
         self._finished = False
         self._outcomes: asyncio.Queue[tuple[int, Outcome] | Exception | None] = asyncio.Queue()
-        deadline = None if remaining is None else scheduler.now() + remaining
+        deadline = None if remaining is None else shared.scheduler.now() + remaining
         self._ticket = Ticket(self._deliver, deadline)
+
+    @property
+    def wants_digests(self) -> bool:
+        """Whether `submit` needs to know what items show."""
+        return self._shared.flights.is_on
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no item is open."""
+        return not self._open
 
     def set_priority(self, priority: Priority) -> None:
         """Before the first item is submitted."""
@@ -49,31 +74,56 @@ class Call:
         """Items that an outcome will be sent for."""
         self._open.update(indices)
 
-    def admit(self, index: int, items: int, nbytes: int) -> None:
-        """Take the right to have `items` items in the server until `index` is released. Raises Overloaded."""
-        self._permits[index] = self._admission.admit(items, nbytes)
+    def admit(self, nbytes: Mapping[int, int]) -> None:
+        """Take the right to have items of so many bytes in the server, all or none, each until it is released.
+
+        Raises Overloaded.
+        """
+        permits = self._shared.admission.admit(list(nbytes.values()))
+        self._permits |= dict(zip(nbytes, permits, strict=True))
 
     async def admit_in_turn(self, index: int, nbytes: int) -> None:
         """As `admit` for one item, but waits while this call itself holds what is missing. Raises Overloaded."""
         while True:
             try:
-                return self.admit(index, 1, nbytes)
+                return self.admit({index: nbytes})
             except Overloaded:
                 if not self._submitted:
                     raise
             self._released.clear()
             await self._released.wait()
 
-    def submit(self, items: Sequence[tuple[int, Item]]) -> None:
-        """Queue items that were admitted. Raises Unavailable when the server shuts down."""
-        self._submitted.update(index for index, _ in items)
-        now = self._scheduler.now()
-        self._scheduler.submit(Entry(self._ticket, index, item, now) for index, item in items)
-        if self._trace:
-            self._trace.record(item for _, item in items)
+    def check_deadline(self, tokens: int, items: int = 1) -> None:
+        """Raises DeadlineExceeded if items of so many tokens cannot be done in time."""
+        self._shared.scheduler.check_deadline(self._ticket, tokens, items)
+
+    def find(self, ask: Ask) -> Encoded | NotCached:
+        """The answer to an item without pixels."""
+        name = name_of(ask, self._principal, self._shared.fingerprint)
+        assert name is not None, "an item without pixels has a content_id"
+        return self._shared.flights.find(name, ask)
+
+    def submit(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
+        """Queue items that were admitted, unless one of the same content is cached or on its way.
+
+        `digests` has each item's if `wants_digests`. Raises DeadlineExceeded for all of them together, and
+        Unavailable when the server shuts down.
+        """
+        visits = {index: self._visit(index, item, digests[index]) for index, item in items.items() if digests}
+        flights = self._shared.flights
+        due = [item.footprint.tokens for i, item in items.items() if i not in visits or not flights.holds(visits[i])]
+        if due:
+            self.check_deadline(sum(due), len(due))
+        self._submitted.update(items)
+        self._visits |= visits
+        self._queue({i: item for i, item in items.items() if i not in visits or flights.enter(visits[i])})
+        if self._shared.trace:
+            self._shared.trace.record(items.values())
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """The outcome of an item is known."""
+        self._visits.pop(index, None)
+        self._unsent.add(index)
         self._outcomes.put_nowait((index, outcome))
 
     def fail(self, error: Exception) -> None:
@@ -102,6 +152,7 @@ class Call:
         """The outcome of an item was sent; a second call does nothing."""
         self._open.discard(index)
         self._submitted.discard(index)
+        self._unsent.discard(index)
         if permit := self._permits.pop(index, None):
             permit.release()
         self._released.set()
@@ -115,19 +166,45 @@ class Call:
             self._released.clear()
             await self._released.wait()
 
-    def close(self) -> None:
-        """Cancel what still waits, and give back every permit and every row that was not sent."""
-        self._scheduler.cancel(self._ticket)
+    def close(self) -> int:
+        """Cancel what still waits, and give back every permit and every row; returns how many items had unsent ones."""
+        self._shared.scheduler.cancel(self._ticket)
         self._ticket.deliver = _nobody
+        visits, self._visits = self._visits, {}
+        for visit in visits.values():
+            self._shared.flights.left(visit)
+        unsent = len(self._unsent)
         for index in list(self._permits):
             self.release(index)
         while not self._outcomes.empty():
             self._outcomes.get_nowait()
+        return unsent
+
+    def _visit(self, index: int, item: Item, digest: bytes) -> Visit:
+        shared = self._shared
+        return Visit(
+            key_of(item, digest, self._principal, shared.fingerprint),
+            name_of(item, self._principal, shared.fingerprint),
+            self._ticket.priority,
+            run=lambda: self._queue({index: item}),
+            settle=partial(self.settle, index),
+        )
+
+    def _queue(self, items: Mapping[int, Item]) -> None:
+        now = self._shared.scheduler.now()
+        self._shared.scheduler.submit(Entry(self._ticket, index, item, now) for index, item in items.items())
 
     def _deliver(self, index: int, outcome: Outcome) -> None:
         """Called by the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: the process is about to exit
-            self._loop.call_soon_threadsafe(self.settle, index, outcome)
+            self._loop.call_soon_threadsafe(self._landed, index, outcome)
+
+    def _landed(self, index: int, outcome: Outcome) -> None:
+        visit = self._visits.pop(index, None)
+        if visit:
+            self._shared.flights.landed(visit, outcome)
+        if not self._ticket.cancelled:
+            self.settle(index, outcome)
 
 
 def _nobody(index: int, outcome: Outcome) -> None:

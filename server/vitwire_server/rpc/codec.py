@@ -1,16 +1,16 @@
 """Messages to items: everything a client sends is checked here, on the host, before it is queued."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import InvalidRequest, NotCached, Violation
+from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.grids import Footprint, Grid, retained
-from vitwire_server.core.items import DType, Item, Modality, Pixels
-from vitwire_server.core.models import ModelCard
+from vitwire_server.core.items import Ask, DType, Item, Modality, Pixels
+from vitwire_server.core.models import ModelCard, Shape
 from vitwire_server.scheduling.tickets import Priority
 
 DTYPES = {
@@ -30,25 +30,33 @@ class Header:
 
     modality: Modality
     grid: Grid
-    dtype: DType
-    shape: tuple[int, int]
+    pixels: Pixels
+    """Type and shape; no bytes are there yet."""
+    crops: Pixels | None
     footprint: Footprint
     keep_ratio: float
+    content_id: str
 
     @property
     def rows(self) -> int:
         """Rows to return."""
-        return retained(self.footprint.tokens, self.grid.t, self.keep_ratio)
+        return retained(self.footprint.rows, self.grid.t, self.keep_ratio)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pixels that the description asks for."""
-        return self.shape[0] * self.shape[1] * self.dtype.size
+        """Bytes that the description asks for, those of both views."""
+        return self.pixels.nbytes + (self.crops.nbytes if self.crops else 0)
 
     def item(self, data: wire.Buffer, output: DType) -> Item:
-        """The item, once its `nbytes` bytes are there."""
-        pixels = Pixels(data, self.dtype, self.shape)
-        return Item(self.modality, self.grid, pixels, self.footprint, output, self.keep_ratio)
+        """The item, once its `nbytes` bytes are there: those of the pixels, then those of the crops."""
+        view = memoryview(data)
+        return self.of(wire.ItemTensors(view[: self.pixels.nbytes], view[self.pixels.nbytes :]), output)
+
+    def of(self, tensors: wire.ItemTensors, output: DType) -> Item:
+        """The item with the bytes of its tensors."""
+        pixels = replace(self.pixels, data=tensors.pixels)
+        crops = replace(self.crops, data=tensors.crops) if self.crops else None
+        return Item(self.modality, self.grid, pixels, self.footprint, output, self.keep_ratio, crops, self.content_id)
 
 
 class Codec:
@@ -60,10 +68,10 @@ class Codec:
 
     def weight(self, item: Item | Header, output: DType) -> int:
         """Bytes that an item holds on the host from admission to its answer: pixels, then rows."""
-        nbytes = item.nbytes if isinstance(item, Header) else item.pixels.nbytes
+        nbytes = item.pixels.nbytes + (item.crops.nbytes if item.crops else 0)
         return nbytes + item.rows * self._card.geometry.width * output.size
 
-    def items(self, request: wire.Request) -> list[Item | NotCached]:
+    def items(self, request: wire.Request) -> list[Item | Ask]:
         """The items of an Encode request. Raises InvalidRequest with every wrong field."""
         violations: list[Violation] = []
         message = request.message
@@ -92,16 +100,17 @@ class Codec:
         """The priority that a checked number stands for; unspecified means interactive."""
         return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
 
-    def header(self, field: str, item: pb.Item) -> Header:
-        """The description of an item that is uploaded in chunks. Raises InvalidRequest or NotCached."""
+    def header(self, field: str, item: pb.Item, output: DType) -> Header | Ask:
+        """The description of an item that is uploaded in chunks. Raises InvalidRequest."""
         violations: list[Violation] = []
-        header = self._header(field, item, violations)
-        if item.pixels.data:
-            violations.append(Violation(f"{field}.pixels.data", "must be left out, the bytes follow in chunks"))
+        header = self._header(field, item, output, violations)
+        violations += [
+            Violation(f"{field}.{name}.data", "must be left out, the bytes follow in chunks")
+            for name, tensor in (("pixels", item.pixels), ("crops", item.crops))
+            if tensor.data
+        ]
         if violations:
             raise InvalidRequest(violations)
-        if isinstance(header, NotCached):
-            raise header
         assert header is not None, "a description that breaks no rule is complete"
         return header
 
@@ -123,68 +132,93 @@ class Codec:
 
     def _item(
         self, field: str, item: pb.Item, tensors: wire.ItemTensors, output: DType, violations: list[Violation]
-    ) -> Item | NotCached | None:
-        header = self._header(field, item, violations)
-        if header is None or isinstance(header, NotCached):
+    ) -> Item | Ask | None:
+        header = self._header(field, item, output, violations)
+        if header is None or isinstance(header, Ask):
             return header
-        if len(tensors.pixels) != header.nbytes:
-            reason = f"has {len(tensors.pixels)} bytes, type and shape ask for {header.nbytes}"
-            violations.append(Violation(f"{field}.pixels.data", reason))
-            return None
-        return header.item(tensors.pixels, output)
+        wrong = [
+            Violation(f"{field}.{name}.data", f"has {len(data)} bytes, type and shape ask for {described.nbytes}")
+            for name, data, described in (
+                ("pixels", tensors.pixels, header.pixels),
+                ("crops", tensors.crops, header.crops),
+            )
+            if described and len(data) != described.nbytes
+        ]
+        violations += wrong
+        return None if wrong else header.of(tensors, output)
 
-    def _header(self, field: str, item: pb.Item, violations: list[Violation]) -> Header | NotCached | None:
+    def _header(self, field: str, item: pb.Item, output: DType, violations: list[Violation]) -> Header | Ask | None:
         """The checked description; None if it broke a rule, which is then in `violations`."""
         wrong = list(self._wrong_extras(item))
         wants_cached = bool(item.content_id) and not item.HasField("pixels")
-        if wants_cached and not wrong:
-            return NotCached(f"{field}: no embedding of content_id {item.content_id!r} is cached")
         modality = _MODALITIES.get(item.modality)
-        dtype = DTYPES.get(item.pixels.data_type)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
+        if wants_cached and not wrong:
+            return Ask(item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item))
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
-        if dtype is None:
-            wrong.append(Violation("pixels.data_type", "must be FLOAT32, FLOAT16, BFLOAT16 or UINT8"))
-        wrong += list(self._wrong_grid(grid, modality)) or self._wrong_shape(tuple(item.pixels.shape), grid, modality)
+        elif modality not in self._card.preprocessing:
+            wrong.append(Violation("modality", f"{self._card.model_type} takes no {modality}s"))
+        wrong += _wrong_type("pixels", item.pixels)
+        wrong += list(self._wrong_grid(grid, modality)) or self._wrong_shapes(item, grid, modality)
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
-        if wrong or modality is None or dtype is None:
+        if wrong or modality is None:
             return None
-        rows, columns = item.pixels.shape
-        return Header(modality, grid, dtype, (rows, columns), self._footprint(grid), _keep_ratio(item))
+        crops = _described(item.crops) if item.HasField("crops") else None
+        footprint, ratio = self._footprint(grid), _keep_ratio(item)
+        return Header(modality, grid, _described(item.pixels), crops, footprint, ratio, item.content_id)
 
     def _wrong_grid(self, grid: Grid, modality: Modality | None) -> Iterator[Violation]:
-        merge = self._card.geometry.merge
+        geometry = self._card.geometry
         for name, value in zip("thw", grid, strict=True):
             if value < 1:
                 yield Violation(f"grid.{name}", "must be positive")
-            elif name != "t" and value % merge:
-                yield Violation(f"grid.{name}", f"must be a multiple of the merge size {merge}, got {value}")
-        if modality is Modality.IMAGE and grid.t > 1:
-            yield Violation("grid.t", f"must be 1 for an image, got {grid.t}")
-        most = self._card.limits.patches_per_item
-        if grid.patches > most:
-            yield Violation("grid", f"has {grid.patches} patches, at most {most} are accepted")
+        for name, reason in geometry.wrong(grid, modality):
+            yield Violation(f"grid.{name}" if name else "grid", reason)
+        most, patches = self._card.limits.patches_per_item, geometry.patches(grid)
+        if patches > most:
+            yield Violation("grid", f"has {patches} patches, at most {most} are accepted")
 
-    def _wrong_shape(self, shape: tuple[int, ...], grid: Grid, modality: Modality | None) -> Iterator[Violation]:
+    def _wrong_shapes(self, item: pb.Item, grid: Grid, modality: Modality | None) -> Iterator[Violation]:
         geometry = self._card.geometry
-        full = (grid.patches, geometry.columns(frames=geometry.temporal))
-        single = (grid.patches, geometry.columns(frames=1))
-        accepted = [full] if modality is Modality.VIDEO else [full, single]
-        if shape not in accepted:
-            told = " or ".join(str(list(option)) for option in accepted)
-            given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
-            yield Violation("pixels.shape", f"must be {told} for grid {grid}, got {given}")
+        yield from _wrong_shape("pixels", item.pixels, grid, geometry.shapes(grid, modality or Modality.IMAGE))
+        crops = geometry.crops(grid)
+        if crops is None and item.HasField("crops"):
+            scope = f"for grid {grid}" if geometry.crop_row else "at all"
+            yield Violation("crops", f"{self._card.model_type} takes no second view {scope}")
+        elif crops is not None and not item.HasField("crops"):
+            yield Violation("crops", f"must be {list(crops)} for grid {grid}, is missing")
+        elif crops is not None:
+            yield from _wrong_type("crops", item.crops)
+            yield from _wrong_shape("crops", item.crops, grid, [crops])
 
     def _wrong_extras(self, item: pb.Item) -> Iterator[Violation]:
-        if item.HasField("crops"):
-            yield Violation("crops", f"{self._card.model_type} takes no second view")
         if not 0 <= item.keep_ratio <= 1:
             yield Violation("keep_ratio", f"must be in [0, 1], got {item.keep_ratio:g}")
         elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:
             yield Violation("keep_ratio", "must be 0 for an image: only videos are pruned")
+        elif item.keep_ratio and not self._card.geometry.prunes:
+            yield Violation("keep_ratio", f"must be 0: a token of {self._card.model_type} is of several frames")
         if len(item.content_id) > _MAX_CONTENT_ID:
             yield Violation("content_id", f"must have at most {_MAX_CONTENT_ID} characters")
+
+
+def _wrong_type(name: str, tensor: pb.Tensor) -> Iterator[Violation]:
+    if tensor.data_type not in DTYPES:
+        yield Violation(f"{name}.data_type", "must be FLOAT32, FLOAT16, BFLOAT16 or UINT8")
+
+
+def _wrong_shape(name: str, tensor: pb.Tensor, grid: Grid, accepted: Sequence[Shape]) -> Iterator[Violation]:
+    shape = tuple(tensor.shape)
+    if shape not in accepted:
+        told = " or ".join(str(list(option)) for option in accepted)
+        given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
+        yield Violation(f"{name}.shape", f"must be {told} for grid {grid}, got {given}")
+
+
+def _described(tensor: pb.Tensor) -> Pixels:
+    """A tensor of a checked type and shape, without its bytes."""
+    return Pixels(b"", DTYPES[tensor.data_type], tuple(tensor.shape))
 
 
 def _keep_ratio(item: pb.Item) -> float:

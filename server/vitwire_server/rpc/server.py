@@ -1,16 +1,26 @@
-"""The gRPC server: ports, health, reflection."""
+"""The gRPC server: ports, credentials, health, reflection."""
 
+import logging
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 import grpc
+from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from vitwire_server.observe.tracing import Tracer
+from vitwire_server.rpc.certificates import Certificates
+from vitwire_server.rpc.principals import Gate
 from vitwire_server.rpc.service import SERVICE, EncoderService, handlers
+from vitwire_server.rpc.strict import Strict
+from vitwire_server.rpc.tokens import Tokens
+from vitwire_server.rpc.trail import Trail
 
+_log = logging.getLogger(__name__)
 LIVENESS = "liveness"
 _READINESS = ("", SERVICE)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -24,43 +34,90 @@ def bracketed(host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where to listen."""
+    """Where to listen, and who is let in."""
 
     host: str
     port: int
     """0 takes a free one."""
     unix_socket: Path | None = None
+    """Speaks no TLS: the permissions of the file say who may connect."""
+    certificates: Certificates | None = None
+    """None listens without TLS."""
+    tokens: Tokens | None = None
+    """None asks nobody for a token."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes it unsafe to listen at this address; nothing where only this machine can connect."""
+        if _is_loopback(self.host):
+            return []
+        mutual = self.certificates is not None and self.certificates.mutual
+        open_to_all = "serves everybody who reaches the port: see --auth-tokens-file, or --tls-client-ca"
+        in_the_clear = "sends pixels, embeddings and tokens in the clear: see --tls-cert and --tls-key"
+        told = {open_to_all: not (self.tokens or mutual), in_the_clear: self.certificates is None}
+        return [reason for reason, holds in told.items() if holds]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Services beside the encoder."""
+
+    reflection: bool = False
+    channelz: bool = False
 
 
 class RpcServer:
-    """EncoderService with health and reflection on one port. To be built on a running event loop."""
+    """EncoderService with health on one port. To be built on a running event loop."""
 
-    def __init__(self, service: EncoderService, *, max_message_bytes: int, with_reflection: bool) -> None:
+    def __init__(
+        self,
+        service: EncoderService,
+        listen: Listen,
+        *,
+        max_message_bytes: int,
+        extras: Extras,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._listen = listen
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(
+            interceptors=[Trail(SERVICE, tracer), Strict(), *([Gate(listen.tokens)] if listen.tokens else [])],
             options=(
                 # A second server on the same port must fail, not share it silently.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.enable_channelz", int(extras.channelz)),
                 # A half-open connection gives its permits back within a minute and a half.
                 ("grpc.keepalive_time_ms", 60_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-            )
+            ),
         )
         self._server.add_generic_rpc_handlers((handlers(service),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if with_reflection:
+        if extras.channelz:
+            channelz.add_channelz_servicer(self._server)
+        if extras.reflection:
             names = (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, listen: Listen) -> int:
+    async def start(self) -> int:
         """Listen, alive but not ready; returns the port. Raises OSError if it is taken."""
+        listen = self._listen
+        for reason in listen.warnings:
+            _log.warning("listening on %s, which %s", listen.host, reason)
         await self.set_ready(ready=False)
         await self.set_alive(alive=True)
         try:
-            port = self._server.add_insecure_port(f"{bracketed(listen.host)}:{listen.port}")
+            port = self._open(f"{bracketed(listen.host)}:{listen.port}")
         except RuntimeError as error:
             raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
         try:
@@ -70,6 +127,11 @@ class RpcServer:
             raise OSError(f"cannot listen on {listen.unix_socket}: {error}") from error
         await self._server.start()
         return port
+
+    def _open(self, address: str) -> int:
+        if self._listen.certificates is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._listen.certificates.credentials())
 
     async def set_ready(self, *, ready: bool) -> None:
         """What readiness probes and balancers see."""

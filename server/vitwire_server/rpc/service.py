@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,26 +13,29 @@ import grpc
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
-from vitwire_server.core.items import Item
+from vitwire_server.core.errors import DeadlineExceeded, Overloaded, Unavailable
+from vitwire_server.core.health import Health, State
+from vitwire_server.core.items import Ask, Item
 from vitwire_server.core.models import ModelCard
+from vitwire_server.core.reports import Encoded
 from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.answers import Answer, frames, model_message
-from vitwire_server.rpc.calls import Call
+from vitwire_server.rpc.bodies import Bodies
+from vitwire_server.rpc.calls import Call, Shared
 from vitwire_server.rpc.codec import Codec, raise_if_malformed
-from vitwire_server.rpc.status import code_of, message_of, trailers_of
+from vitwire_server.rpc.contents import digest_of
+from vitwire_server.rpc.edge import Context, Edge
+from vitwire_server.rpc.principals import principal
 from vitwire_server.rpc.uploads import Uploads
-from vitwire_server.scheduling.admission import Admission
-from vitwire_server.scheduling.scheduler import Scheduler
-from vitwire_server.scheduling.traces import TraceWriter
 
 _log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
-Context = grpc.aio.ServicerContext[Any, Any]
-_WHOLE = -1
-"""Under which an Encode call holds the one permit for all its items, until it is closed."""
-_IDLE_SECONDS = 60.0
+_QUIET = 10
+"""How many times as long as an upload may stand still a stream may stay open with nothing in flight."""
+_LARGE_BYTES = 4 << 20
+"""Digests of more than this are left to a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,87 +44,96 @@ class Serving:
 
     card: ModelCard
     codec: Codec
-    scheduler: Scheduler
+    shared: Shared
 
 
 class EncoderService:
     """Serves the three methods on an event loop; UNAVAILABLE until it has a model to serve with."""
 
-    def __init__(self, metrics: Metrics, admission: Admission, trace: TraceWriter | None = None) -> None:
+    def __init__(self, metrics: Metrics, health: Health, bodies: Bodies, patience: float) -> None:
+        """`patience` is how many seconds a client may take to send or to read on."""
         self._metrics = metrics
-        self._admission = admission
-        self._trace = trace
-        self.serving: Serving | None = None
-        self._active = 0
+        self._health = health
+        self._bodies = bodies
+        self._patience = patience
+        self._edge = Edge(metrics, patience)
         self._draining = False
-        self._idle = asyncio.Event()
+        self.serving: Serving | None = None
 
     async def drain(self, seconds: float) -> None:
         """Turn new requests away and wait until those in flight are answered, at most so long."""
         self._draining = True
-        self._note_idle()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+        await self._edge.idle(seconds)
 
-    def _note_idle(self) -> None:
-        if self._draining and not self._active:
-            self._idle.set()
-
-    async def encode(self, request: wire.Request | wire.Malformed, context: Context) -> None:
+    async def encode(self, _: object, context: Context) -> None:
         """`Encode`: every item in one message; each is answered as soon as its batch is done."""
-        async with self._rpc("Encode", context):
-            serving = self._ready()
-            raise_if_malformed(request)
-            assert isinstance(request, wire.Request)
-            items = serving.codec.items(request)
-            call = self._call(serving, context)
-            try:
-                call.set_priority(serving.codec.priority(request.message.priority))
-                self._submit(serving.codec, call, items)
-                await self._answer_all(pb.EncodeResponse, call, context)
-            finally:
-                call.close()
+        await self._edge.run("Encode", context, self._encode(context))
 
     async def encode_stream(self, _: object, context: Context) -> None:
         """`EncodeStream`: items in chunks, many in flight, answered as each is done."""
-        async with self._rpc("EncodeStream", context):
-            serving = self._ready()
-            call = self._call(serving, context)
+        await self._edge.run("EncodeStream", context, self._encode_stream(context))
+
+    async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
+        """`GetModel`: what is served, and within which limits."""
+        return await self._edge.run("GetModel", context, self._get_model(request))
+
+    async def _encode(self, context: Context) -> bool:
+        serving = self._ready()
+        with self._call(serving, context) as call:
+            await self._submit(serving.codec, call, await self._bodies.read(context))
+            await self._answer_all(pb.EncodeResponse, call, context)
+        return True
+
+    async def _encode_stream(self, context: Context) -> bool:
+        serving = self._ready()
+        with self._call(serving, context) as call:
             reading = asyncio.create_task(self._read(serving, call, context))
             try:
                 await self._answer_all(pb.EncodeStreamResponse, call, context)
             finally:
                 reading.cancel()
-                call.close()
+        return True
 
-    async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
-        """`GetModel`: what is served, and within which limits."""
-        async with self._rpc("GetModel", context):
-            raise_if_malformed(request)
-            return model_message(self._ready().card)
-        raise AssertionError("what the RPC raises is never swallowed")
+    async def _get_model(self, request: object) -> pb.GetModelResponse:
+        raise_if_malformed(request)
+        return model_message(self._ready().card)
 
     def _ready(self) -> Serving:
-        if self.serving is None:
-            raise Unavailable("the model is still loading")
         if self._draining:
             raise Unavailable("the server is draining")
+        if self._health.state is State.FAILED:
+            raise Unavailable(f"the server cannot encode: {self._health.reason}")
+        if self.serving is None:
+            raise Unavailable("the model is still loading")
         return self.serving
 
-    def _call(self, serving: Serving, context: Context) -> Call:
-        return Call(serving.scheduler, self._admission, context.time_remaining(), self._trace)
+    @contextmanager
+    def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
+        """A call that is closed whatever happens, and counted."""
+        call = Call(serving.shared, principal(context), context.time_remaining())
+        self._metrics.tickets_opened.inc()
+        try:
+            yield call
+        finally:
+            for _ in range(call.close()):
+                self._metrics.item_dropped("send", "cancelled")
+            self._metrics.tickets_closed.inc()
 
     @staticmethod
-    def _submit(codec: Codec, call: Call, items: list[Item | NotCached]) -> None:
-        """Admit all items or none, then queue them."""
+    async def _submit(codec: Codec, call: Call, request: wire.Request | wire.Malformed) -> None:
+        """Check a request, admit all of its items or none, and queue them."""
+        raise_if_malformed(request)
+        assert isinstance(request, wire.Request)
+        items = codec.items(request)
+        call.set_priority(codec.priority(request.message.priority))
         call.open(range(len(items)))
-        work = [(index, item) for index, item in enumerate(items) if isinstance(item, Item)]
-        if work:
-            call.admit(_WHOLE, len(work), sum(codec.weight(item, item.output) for _, item in work))
-        for index, item in enumerate(items):
-            if isinstance(item, NotCached):
-                call.settle(index, item)
-        call.submit(work)
+        work = {index: item for index, item in enumerate(items) if isinstance(item, Item)}
+        found = {index: call.find(item) for index, item in enumerate(items) if isinstance(item, Ask)}
+        rows = {index: len(answer.embedding.data) for index, answer in found.items() if isinstance(answer, Encoded)}
+        call.admit({index: codec.weight(item, item.output) for index, item in work.items()} | rows)
+        for index, answer in found.items():
+            call.settle(index, answer)
+        call.submit(work, await _digests(work) if call.wants_digests else {})
         call.finish()
 
     async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> None:
@@ -134,15 +146,17 @@ class EncoderService:
             for frame in frames(kind, index, outcome):
                 if frame.message.HasField("error") or frame.message.chunk.last:
                     call.release(index)  # once the client has this frame, the item's number is free
-                await _write(context, frame)
-            self._metrics.sent(time.perf_counter() - start)
+                await self._write(context, frame)
+            sending = time.perf_counter() - start
+            self._metrics.sent(sending)
+            trace_item(index, outcome, sending)
 
     async def _read(self, serving: Serving, call: Call, context: Context) -> None:
         """Take the stream's messages; ends the call with whatever goes wrong on the way."""
         limits = serving.card.limits
-        uploads = Uploads(serving.codec, call, serving.card.dtype, limits.items_per_request)
+        uploads = Uploads(serving.codec, call, serving.card.dtype, limits.items_per_request, self._patience)
         try:
-            while (message := await self._message(uploads, context)) is not grpc.aio.EOF:
+            while (message := await self._message(uploads, call, context)) is not grpc.aio.EOF:
                 raise_if_malformed(message)
                 await uploads.take(message.message, message.data)
                 await call.room(limits.items_per_request)
@@ -151,71 +165,45 @@ class EncoderService:
         except Exception as error:  # noqa: BLE001 - the RPC, which waits for outcomes, maps it
             call.fail(error)
 
-    @staticmethod
-    async def _message(uploads: Uploads, context: Context) -> Any:  # noqa: ANN401 - grpc's reader has no type
-        """The next message; an upload that stands still must not hold its permit for ever."""
+    async def _message(self, uploads: Uploads, call: Call, context: Context) -> Any:  # noqa: ANN401 - grpc's has no type
+        """The next message; an upload that stands still must not hold its permit for ever, nor a stream its place."""
+        seconds = uploads.time_left() if uploads.waiting else self._patience * _QUIET if call.is_idle else None
         try:
-            return await asyncio.wait_for(context.read(), _IDLE_SECONDS if uploads.waiting else None)
+            async with asyncio.timeout(seconds):
+                return await context.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"no bytes arrived for {_IDLE_SECONDS:g} s while an upload was open") from None
+            slow = "an upload was open, and too slow" if uploads.waiting else "nothing was in flight"
+            raise DeadlineExceeded(f"no message came for {seconds:.3g} s while {slow}") from None
 
-    @asynccontextmanager
-    async def _rpc(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Counts an RPC and maps what it raises; the one place that catches everything."""
-        start = time.perf_counter()
-        code = grpc.StatusCode.OK
-        self._metrics.inflight.inc()
-        self._active += 1
+    async def _write(self, context: Context, frame: wire.Frame[Answer]) -> None:
+        """Send a message. Raises CancelledError where the client is gone, DeadlineExceeded where it does not read."""
         try:
-            yield
-        except EncoderError as error:
-            code = code_of(error)
-            if isinstance(error, Overloaded):
-                self._metrics.rejected.labels(error.reason).inc()
-            await context.abort(code, message_of(error), trailers_of(error))
-        except asyncio.CancelledError:
-            code = _cancellation(context)
-            raise
-        except Exception:  # noqa: BLE001 - the edge: a bug ends its RPC, not the server
-            if context.cancelled():  # the client left while rows were being written
-                code = grpc.StatusCode.CANCELLED
-                raise asyncio.CancelledError from None
-            code = grpc.StatusCode.INTERNAL
-            _log.exception("%s failed, request %s", method, _request_id(context))
-            await context.abort(code, "internal error, see the server's log")
-        finally:
-            self._active -= 1
-            self._note_idle()
-            self._metrics.inflight.dec()
-            self._metrics.requests.labels(method, code.name).inc()
-            self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start)
+            async with asyncio.timeout(self._patience):
+                await context.write(frame)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the answer was not read on for {self._patience:g} s") from None
+        except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
+            _log.debug("a client left while it was answered: %r", error)
+            raise asyncio.CancelledError from None
 
 
-async def _write(context: Context, frame: wire.Frame[Answer]) -> None:
-    """Send a message. Raises CancelledError where the client is gone."""
-    try:
-        await context.write(frame)
-    except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
-        _log.debug("a client left while it was answered: %r", error)
-        raise asyncio.CancelledError from None
+async def _digests(items: Mapping[int, Item]) -> dict[int, bytes]:
+    """What each item shows."""
 
+    def digests() -> dict[int, bytes]:
+        return {index: digest_of(item) for index, item in items.items()}
 
-def _request_id(context: Context) -> str:
-    """What the client calls its request, for the log."""
-    return str(dict(context.invocation_metadata() or ()).get("x-request-id", "without id"))
-
-
-def _cancellation(context: Context) -> grpc.StatusCode:
-    remaining = context.time_remaining()
-    expired = remaining is not None and remaining <= 0
-    return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+    if sum(item.pixels.nbytes for item in items.values()) <= _LARGE_BYTES:
+        return digests()
+    return await asyncio.to_thread(digests)
 
 
 def handlers(service: EncoderService) -> grpc.GenericRpcHandler:
     """The service's methods with serialisers that do not copy tensors."""
     read_stream = partial(wire.read_chunk, pb.EncodeStreamRequest)
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "Encode": grpc.unary_stream_rpc_method_handler(service.encode, wire.read_request, wire.write_chunk),
+        # On the wire a method that takes one message is a stream of one; as such, it is asked for when there is room.
+        "Encode": grpc.stream_stream_rpc_method_handler(service.encode, wire.read_request, wire.write_chunk),
         "EncodeStream": grpc.stream_stream_rpc_method_handler(service.encode_stream, read_stream, wire.write_chunk),
         "GetModel": grpc.unary_unary_rpc_method_handler(
             service.get_model, partial(wire.read_plain, pb.GetModelRequest), pb.GetModelResponse.SerializeToString

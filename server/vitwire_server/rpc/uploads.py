@@ -1,21 +1,31 @@
 """Items that arrive in chunks on one stream."""
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import EncoderError, InvalidRequest, Violation
-from vitwire_server.core.items import DType
+from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
+from vitwire_server.core.items import Ask, DType
+from vitwire_server.core.reports import Encoded
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec, Header
+from vitwire_server.rpc.contents import Digest
+
+_SLOWEST = 64 << 10
+"""Bytes a second that an upload has to reach on average, or it holds its permit for ever."""
 
 
 @dataclass(slots=True)
 class _Upload:
     header: Header
     data: memoryview
+    digest: Digest | None
+    """None where nobody wants to know."""
+    due: float
+    """When it has to be whole, on the monotonic clock."""
     filled: int = 0
 
 
@@ -32,6 +42,8 @@ class Uploads:
     output: DType
     most: int
     """Unfinished uploads that may be open at once."""
+    patience: float
+    """Seconds that an upload may stand still."""
     _unfinished: dict[int, _Upload] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
     _started: bool = False
@@ -40,6 +52,11 @@ class Uploads:
     def waiting(self) -> bool:
         """Whether bytes of some item are still to come."""
         return bool(self._unfinished)
+
+    def time_left(self) -> float:
+        """Seconds until the first of what is still to come is too late, at most `patience`."""
+        due = min((upload.due for upload in self._unfinished.values()), default=float("inf"))
+        return max(0.0, min(self.patience, due - time.monotonic()))
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
         """Handle one message. Raises InvalidRequest where the stream cannot go on."""
@@ -71,13 +88,27 @@ class Uploads:
         self._refused.discard(number)
         self.call.open([number])
         try:
-            header = self.codec.header(f"items[{number}]", item)
+            header = self.codec.header(f"items[{number}]", item, self.output)
+            if isinstance(header, Ask):
+                await self._answer(number, header)
+                return
+            if not self.call.wants_digests:  # else it may be cached, which its bytes will tell
+                self.call.check_deadline(header.footprint.tokens)
             await self.call.admit_in_turn(number, self.codec.weight(header, self.output))
         except EncoderError as error:
             self._refuse(number, error)
             return
         # Not zeroed first: every byte is written before anybody reads it.
-        self._unfinished[number] = _Upload(header, np.empty(header.nbytes, np.uint8).data)
+        data = np.empty(header.nbytes, np.uint8).data
+        due = time.monotonic() + self.patience + header.nbytes / _SLOWEST
+        self._unfinished[number] = _Upload(header, data, Digest() if self.call.wants_digests else None, due)
+
+    async def _answer(self, number: int, ask: Ask) -> None:
+        """What is cached, or not. Raises Overloaded."""
+        outcome = self.call.find(ask)
+        if isinstance(outcome, Encoded):
+            await self.call.admit_in_turn(number, len(outcome.embedding.data))
+        self.call.settle(number, outcome)
 
     def _append(self, number: int, data: wire.Buffer) -> None:
         if number in self._refused:
@@ -92,9 +123,18 @@ class Uploads:
             return
         upload.data[upload.filled : end] = data
         upload.filled = end
+        if upload.digest:
+            upload.digest.add(data)
         if end == upload.header.nbytes:
-            del self._unfinished[number]
-            self.call.submit([(number, upload.header.item(upload.data, self.output))])
+            self._submit(number, upload)
+
+    def _submit(self, number: int, upload: _Upload) -> None:
+        del self._unfinished[number]
+        digests = {number: upload.digest.value()} if upload.digest else {}
+        try:
+            self.call.submit({number: upload.header.item(upload.data, self.output)}, digests)
+        except DeadlineExceeded as error:
+            self._refuse(number, error)
 
     def _refuse(self, number: int, error: EncoderError) -> None:
         self._unfinished.pop(number, None)

@@ -23,8 +23,10 @@ from transformers import AttentionInterface
 
 _log = logging.getLogger(__name__)
 _REPEATS = 5
-_SEGMENTS = (1024, 256, 64, 256, 0, 0)
-"""Patches of the segments that backends are checked and timed on: images of several sizes, and slots left empty."""
+_CALLS = 8
+_SEGMENTS = (1024, 256, 64, 256, *[0] * 28)
+"""Patches of the segments that backends are checked and timed on: images of several sizes, and as many slots
+as a budget for them has."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 """`q, k, v (rows, heads, head_dim)`, boundaries `(segments + 1,)` int32, longest, scale; rows like `q`."""
@@ -39,6 +41,8 @@ class Backend:
     """Imports what it needs. Raises ImportError, ValueError or RuntimeError where that is not there."""
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
+    head_dims: frozenset[int] = frozenset()
+    """Sizes of a head that it was made for; empty if any."""
     syncs: bool = False
     """Reads the boundaries on the host, so it cannot be captured on CUDA."""
 
@@ -47,10 +51,11 @@ class Backend:
         """The name that transformers knows it by."""
         return f"vitwire_flash_{self.name}"
 
-    def runs(self, device: torch.device, dtype: torch.dtype, *, captured: bool) -> bool:
+    def runs(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, captured: bool) -> bool:
         """Whether it can serve there at all."""
         capturable = not (captured and self.syncs and device.type == "cuda")
-        return device.type in self.devices and dtype in self.dtypes and capturable
+        fits = not self.head_dims or head_dim in self.head_dims
+        return device.type in self.devices and dtype in self.dtypes and fits and capturable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +64,24 @@ class Choice:
 
     backend: Backend
     reason: str
+    attend: Attend
+
+
+def _opaque(name: str, attend: Attend) -> Attend:
+    """`attend`, which torch.compile does not look into: it cannot trace loops over boundaries, nor our kernels."""
+    operator = torch.library.custom_op(f"vitwire::{name}", attend, mutates_args=())
+    operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        within = operator if torch.compiler.is_compiling() else attend
+        out: Tensor = within(q, k, v, boundaries, longest, scale)
+        return out
+
+    return attended
 
 
 def _segment_sdpa() -> Attend:
-    """`segment_sdpa`, opaque to torch.compile, which cannot trace a loop over boundaries."""
-    opaque = torch.library.custom_op("vitwire::segment_sdpa", segment_sdpa, mutates_args=())
-    opaque.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.vitwire.segment_sdpa(q, k, v, boundaries, longest, scale)
-            return out
-        return segment_sdpa(q, k, v, boundaries, longest, scale)
-
-    return attend
+    return _opaque("segment_sdpa", segment_sdpa)
 
 
 def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
@@ -113,15 +122,13 @@ def _varlen(impl: str | None = None) -> Attend:
     return attend
 
 
-def _cudnn() -> Attend:
-    forward = torch.ops.aten._cudnn_attention_forward  # noqa: SLF001 - torch's only way to ragged cuDNN attention
+def _triton() -> Attend:
+    from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - triton comes with CUDA
 
     def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        out: Tensor = forward(q, k, v, None, boundaries, boundaries, longest, longest, False, scale=scale)[0]
-        return out
+        return segment_attention(q, k, v, boundaries, longest, scale)
 
-    return attend
+    return _opaque("segment_attention", attend)
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -129,10 +136,10 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("sdpa", _segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
+        Backend("triton", _triton, ("cuda",), _HALF, frozenset({16, 32, 64, 72, 80, 88, 96, 128})),
         Backend("varlen", _varlen, ("cuda", "meta"), _HALF),
         Backend("fa3", partial(_varlen, "FA3"), ("cuda",), _HALF),
         Backend("fa4", partial(_varlen, "FA4"), ("cuda",), _HALF),
-        Backend("cudnn", _cudnn, ("cuda",), _HALF),
     )
 }
 
@@ -142,7 +149,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head
 
     Raises ValueError if there is no such backend, or if it does not run on this device and dtype.
     """
-    fitting = [backend for backend in BACKENDS.values() if backend.runs(device, dtype, captured=captured)]
+    fitting = [backend for backend in BACKENDS.values() if backend.runs(device, dtype, head_dim, captured=captured)]
     if name != "auto":
         fitting = [backend for backend in fitting if backend.name == name]
     loaded = {backend.name: attend for backend in fitting if (attend := _loaded(backend, quiet=name == "auto"))}
@@ -156,7 +163,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head
         loaded[chosen] = BACKENDS[chosen].load()  # the flash implementation is one switch for all of torch
     AttentionInterface.register(BACKENDS[chosen].implementation, _packed(loaded[chosen]))
     _log.info("attention: %s, %s", chosen, reason)
-    return Choice(BACKENDS[chosen], reason)
+    return Choice(BACKENDS[chosen], reason, loaded[chosen])
 
 
 def _loaded(backend: Backend, *, quiet: bool) -> Attend | None:
@@ -188,7 +195,7 @@ def _fastest(
                 _log.warning("attention: %s is off by %.1e, not used", name, error)
                 continue
             run = partial(attend, query, key, value, boundaries, max(_SEGMENTS), scale)
-            seconds[name] = _seconds(run, device)
+            seconds[name] = _seconds(run, device, syncs=BACKENDS[name].syncs)
         except (RuntimeError, TypeError) as failure:
             _log.warning("attention: %s failed: %s", name, str(failure).partition("\n")[0])
     if not seconds:
@@ -197,15 +204,28 @@ def _fastest(
     return min(seconds, key=seconds.__getitem__), f"the fastest of: {told}"
 
 
-def _seconds(run: Callable[[], Tensor], device: torch.device) -> float:
+def _seconds(run: Callable[[], object], device: torch.device, *, syncs: bool) -> float:
+    """The median time of one call; on CUDA within a graph, where the host's part does not count."""
+    calls = 1
+    if device.type == "cuda" and not syncs:
+        run, calls = _recorded(run), _CALLS
     taken = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
+        taken.append((time.perf_counter() - start) / calls)
     return median(taken[1:])
+
+
+def _recorded(run: Callable[[], object]) -> Callable[[], object]:
+    """A replay of `_CALLS` calls. Raises RuntimeError for what cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            run()
+    return graph.replay
 
 
 def _packed(attend: Attend) -> Callable[..., tuple[Tensor, None]]:

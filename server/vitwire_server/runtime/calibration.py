@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from statistics import median
 
 import torch
@@ -12,46 +13,48 @@ from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import sample_grids
-from vitwire_server.towers.packed import PackedTower
+from vitwire_server.towers.tower import Tower
 
 _REPEATS = 5
 _EAGER_TOKENS = (16, 64, 256, 1024, 4096)
 
 
-def sample_items(tower: PackedTower, grids: Sequence[Grid]) -> list[Item]:
+def sample_items(tower: Tower, grids: Sequence[Grid]) -> list[Item]:
     """Images of these grids in uint8, all of the same grey."""
-    columns = tower.geometry.columns(frames=1)
-    return [
-        Item(
-            Modality.IMAGE,
-            grid,
-            Pixels(bytes([128]) * (grid.patches * columns), DType.UINT8, (grid.patches, columns)),
-            tower.footprint(grid),
-            DType.of(str(tower.dtype).removeprefix("torch.")),
-        )
-        for grid in grids
-    ]
+    geometry, output = tower.geometry, DType.of(str(tower.dtype).removeprefix("torch."))
+    items = []
+    for grid in grids:
+        pixels, second = geometry.shapes(grid, Modality.IMAGE)[-1], geometry.crops(grid)
+        crops = _grey(second) if second else None
+        items.append(Item(Modality.IMAGE, grid, _grey(pixels), tower.footprint(grid), output, crops=crops))
+    return items
 
 
-def measure_costs(engine: Engine, tower: PackedTower, ladder: Ladder, most: int, items: int) -> Costs:
+def _grey(shape: tuple[int, ...]) -> Pixels:
+    return Pixels(bytes([128]) * prod(shape), DType.UINT8, shape)
+
+
+def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items: int) -> Costs:
     """Time every captured budget, full, and eager forwards of a few sizes up to `most` tokens.
 
-    Both run on images of 256 tokens and a rest, so that attention within segments, which does not
-    depend on how items are packed, weighs the same on both sides.
+    Both run on images of 256 tokens and a rest, or of one tile, so that attention within segments, which
+    does not depend on how items are packed, weighs the same on both sides.
     """
 
-    def seconds(tokens: int, run: Callable[[list[Item]], float]) -> float:
-        batch = sample_items(tower, sample_grids(tokens, items, tower.geometry.merge))
+    def seconds(batch: list[Item], run: Callable[[list[Item]], float]) -> float:
         run(batch)
         return median(run(batch) for _ in range(_REPEATS))
 
     measured = {
-        budget.tokens: seconds(budget.tokens, lambda batch, budget=budget: _timed(engine, batch, budget))  # type: ignore[misc]
+        budget.tokens: seconds(
+            sample_items(tower, tower.samples(budget.tokens, budget.max_items)),
+            lambda batch, budget=budget: _timed(engine, batch, budget),  # type: ignore[misc]
+        )
         for budget in ladder
     }
-    sizes = sorted({min(size, most) for size in _EAGER_TOKENS})
-    eager = {size: seconds(size, lambda batch: _timed(engine, batch, None)) for size in sizes}
+    batches = [sample_items(tower, tower.samples(min(size, most), items)) for size in _EAGER_TOKENS]
+    sized = {sum(item.footprint.tokens for item in batch): batch for batch in batches}
+    eager = {size: seconds(batch, lambda batch: _timed(engine, batch, None)) for size, batch in sized.items()}
     return fit(measured, eager)
 
 

@@ -16,7 +16,7 @@ import torch._inductor.config
 from torch import Tensor
 
 from vitwire_server.towers.metadata import Capacity
-from vitwire_server.towers.packed import Metadata, PackedTower
+from vitwire_server.towers.tower import Metadata, Tower
 
 _log = logging.getLogger(__name__)
 _MOST_COUNTED = 1024
@@ -34,7 +34,7 @@ class HotShapes:
     thread calls `forward`.
     """
 
-    def __init__(self, tower: PackedTower, *, hits: int = 32, most: int = 8) -> None:
+    def __init__(self, tower: Tower, *, hits: int = 32, most: int = 8) -> None:
         self._tower = tower
         self._hits = hits
         self._most = most
@@ -51,7 +51,7 @@ class HotShapes:
         return frozenset(self._ready)
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        """As `PackedTower.forward`, compiled if this shape is hot; never waits for a compilation."""
+        """As `Tower.forward`, compiled if this shape is hot; never waits for a compilation."""
         shape = metadata.capacity
         if compiled := self._ready.get(shape):
             return compiled(pixels, metadata)
@@ -101,13 +101,13 @@ def _seconds(forward: Forward, pixels: Tensor, metadata: Metadata) -> float:
 
 
 @contextmanager
-def compiled_blocks(tower: PackedTower) -> Iterator[None]:
+def compiled_blocks(tower: Tower) -> Iterator[None]:
     """Within it, calls of the tower's blocks are compiled for their static shapes.
 
     Capture runs in it, so graphs hold fused kernels while eager forwards, whose shapes vary, stay as
     they are.
     """
-    blocks: list[Any] = list(tower.model.blocks)
+    blocks: list[Any] = list(tower.blocks)
     torch._dynamo.config.recompile_limit = 256  # noqa: SLF001 - one compilation per budget
     for block in blocks:
         block.compile(dynamic=False)

@@ -15,7 +15,7 @@ from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.lanes import TORCH_TYPES, Landing, Lanes
 from vitwire_server.runtime.pruning import prune
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.towers.packed import Metadata, PackedTower
+from vitwire_server.towers.tower import Metadata, Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Engine:
 
     def __init__(
         self,
-        tower: PackedTower,
+        tower: Tower,
         graphs: GraphSet,
         stager: Stager,
         lanes: Lanes,
@@ -113,7 +113,9 @@ class Engine:
 
     def _launch(self, items: Sequence[Item], budget: Budget | None) -> Launch:
         start = time.perf_counter()
-        sources = self._lanes.upload([item.pixels for item in items])
+        crops = [item.crops for item in items if item.crops]
+        sources = self._lanes.upload([item.pixels for item in items] + crops)
+        stage_in = time.perf_counter() - start
         with self._lanes.computing():
             forward = self._replay(items, sources, budget) if budget else self._eager(items, sources)
             parts = self._tower.split(forward, [item.footprint for item in items])
@@ -123,11 +125,11 @@ class Engine:
             geometry = self._tower.geometry
             rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
         landing = self._lanes.download([*rows, finite, kept])
-        return Launch(items, landing, time.perf_counter() - start)
+        return Launch(items, landing, stage_in)
 
     def _replay(self, items: Sequence[Item], sources: Sequence[Tensor], budget: Budget) -> Tensor:
         graph = self._graphs[budget]
-        graph.load([item.grid for item in items], lambda out: self._fill(items, sources, out))
+        graph.load([item.grid for item in items], lambda pixels, crops: self._fill(items, sources, pixels, crops))
         return graph.replay()
 
     def _eager(self, items: Sequence[Item], sources: Sequence[Tensor]) -> Tensor:
@@ -135,15 +137,26 @@ class Engine:
         grids = [item.grid for item in items]
         metadata = tower.reserve(tower.exact(grids))
         tower.prepare(grids, metadata)
-        columns = tower.geometry.columns(frames=tower.geometry.temporal)
-        pixels = torch.empty(metadata.capacity.patches, columns, dtype=tower.dtype, device=tower.device)
-        self._fill(items, sources, pixels)
+        pixels = self._rows(metadata.capacity.patches, tower.geometry.row)
+        if tower.geometry.crop_row:
+            metadata.crops = self._rows(metadata.capacity.crops, tower.geometry.crop_row)
+        self._fill(items, sources, pixels, metadata.crops)
         return self._forward(pixels, metadata)
 
-    def _fill(self, items: Sequence[Item], sources: Sequence[Tensor], out: Tensor) -> None:
+    def _rows(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=self._tower.dtype, device=self._tower.device)
+
+    def _fill(self, items: Sequence[Item], sources: Sequence[Tensor], pixels: Tensor, crops: Tensor | None) -> None:
+        """Write the items' pixels, which are the first of `sources`, and their crops, which are the rest."""
         patches = [item.footprint.patches for item in items]
-        for item, source, rows in zip(items, sources, torch.split(out, patches), strict=True):
+        for item, source, rows in zip(items, sources[: len(items)], torch.split(pixels, patches), strict=True):
             self._stager.stage(source, item.modality, rows)
+        if crops is None:
+            return
+        twofold = [item for item in items if item.crops]
+        views = torch.split(crops, [item.footprint.crops for item in twofold])
+        for item, source, rows in zip(twofold, sources[len(items) :], views, strict=True):
+            self._stager.stage(source, item.modality, rows, crops=True)
 
 
 def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.packed import PackedTower
+from vitwire_server.core.items import total
+from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _WARM_UPS = 3
 
-Fill = Callable[[Tensor], None]
-"""Writes the pixels of a batch into the rows it is given."""
+Fill = Callable[[Tensor, Tensor | None], None]
+"""Writes the pixels of a batch, and its crops in towers that take some, into the rows it is given."""
 
 
 class Recorder(Protocol):
@@ -86,57 +87,83 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
 
-class Arena:
-    """Static input and output of all graphs, sized for the largest budget.
+class Slab:
+    """Static input rows of all graphs, of which each uses the first so many.
 
-    Graphs replay one after the other, so each uses the first rows of the same two buffers, which
-    lie outside the pool of the graphs. Input rows from `_dirty` on are zero, which is all that the
-    reset of a stale tail relies on.
+    Rows from `_dirty` on are zero, which is all that the reset of a stale tail relies on.
     """
 
-    def __init__(self, tower: PackedTower, largest: Budget) -> None:
-        geometry = tower.geometry
-        patches = largest.tokens * geometry.merge**2
-        columns = geometry.columns(frames=geometry.temporal)
-        self.pixels = torch.zeros(patches, columns, dtype=tower.dtype, device=tower.device)
-        self.rows = torch.zeros(largest.tokens, geometry.width, dtype=tower.dtype, device=tower.device)
+    def __init__(self, rows: int, columns: int, tower: Tower) -> None:
+        self.tensor = torch.zeros(rows, columns, dtype=tower.dtype, device=tower.device)
         self._dirty = 0
+
+    def take(self, used: int, capacity: int) -> Tensor:
+        """The first `used` rows, for the caller to write; those from there to `capacity` become padding.
+
+        Raises ValueError if there are more rows than the capacity.
+        """
+        if used > capacity:
+            raise ValueError(f"{used} rows of pixels do not fit a budget of {capacity}")
+        stale = self._dirty
+        self._dirty = used if stale <= capacity else stale
+        self.tensor[used : max(used, min(stale, capacity))].zero_()
+        return self.tensor[:used]
+
+
+class Arena:
+    """Static inputs and output of all graphs, sized for the largest of their budgets.
+
+    Graphs replay one after the other, so each uses the first rows of the same buffers, which lie
+    outside the pool of the graphs.
+    """
+
+    def __init__(self, tower: Tower, budgets: Sequence[Budget]) -> None:
+        geometry = tower.geometry
+        capacities = [tower.capacity(budget) for budget in budgets]
+        tokens = max(budget.tokens for budget in budgets)
+        self.inputs = Slab(max(capacity.patches for capacity in capacities), geometry.row, tower)
+        crops = max(capacity.crops for capacity in capacities)
+        self.views = Slab(crops, geometry.crop_row, tower) if geometry.crop_row else None
+        self.rows = torch.zeros(tokens, geometry.width, dtype=tower.dtype, device=tower.device)
+
+    @property
+    def pixels(self) -> Tensor:
+        """The input buffer."""
+        return self.inputs.tensor
+
+    @property
+    def crops(self) -> Tensor | None:
+        """The buffer of the second view, in towers that take one."""
+        return self.views.tensor if self.views else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return self.pixels.nbytes + self.rows.nbytes
-
-    def fill(self, fill: Fill, used: int, capacity: int) -> None:
-        """Write `used` input rows; those from there to `capacity` become padding."""
-        stale = self._dirty
-        self._dirty = max(stale, used)
-        fill(self.pixels[:used])
-        self.pixels[used : max(used, min(stale, capacity))].zero_()
-        if stale <= capacity:
-            self._dirty = used
+        """Bytes of all buffers."""
+        return self.pixels.nbytes + self.rows.nbytes + (self.crops.nbytes if self.crops is not None else 0)
 
 
 class Graph:
     """One recorded forward with the metadata buffers it reads."""
 
-    def __init__(self, tower: PackedTower, budget: Budget, arena: Arena, recorder: Recorder) -> None:
+    def __init__(self, tower: Tower, budget: Budget, arena: Arena, recorder: Recorder) -> None:
         """Record the forward on a batch of the budget's size. Raises RuntimeError."""
         self.budget = budget
         self.metadata = tower.reserve(tower.capacity(budget))
+        if arena.crops is not None:
+            self.metadata.crops = arena.crops[: self.metadata.capacity.crops]
         self._tower = tower
         self._arena = arena
+        self._pixels = arena.pixels[: self.metadata.capacity.patches]
         self._rows = arena.rows[: budget.tokens]
-        self.load(sample_grids(budget.tokens, budget.max_items, tower.geometry.merge), _no_pixels)
+        self.load(tower.samples(budget.tokens, budget.max_items), _no_pixels)
         self._replay = recorder.record(self._forward)
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
-        used = sum(grid.patches for grid in grids)
-        patches = self.metadata.capacity.patches
-        if used > patches:
-            raise ValueError(f"{used} patches do not fit a budget of {patches}")
-        self._arena.fill(fill, used, patches)
+        capacity, load = self.metadata.capacity, total([self._tower.footprint(grid) for grid in grids])
+        pixels = self._arena.inputs.take(load.patches, capacity.patches)
+        crops = self._arena.views.take(load.crops, capacity.crops) if self._arena.views else None
+        fill(pixels, crops)
         self._tower.prepare(grids, self.metadata)
 
     def replay(self) -> Tensor:
@@ -145,7 +172,7 @@ class Graph:
         return self._rows
 
     def _forward(self) -> None:
-        self._rows.copy_(self._tower.forward(self._arena.pixels[: self.metadata.capacity.patches], self.metadata))
+        self._rows.copy_(self._tower.forward(self._pixels, self.metadata))
 
 
 class GraphSet:
@@ -154,7 +181,7 @@ class GraphSet:
     @torch.inference_mode()
     def __init__(
         self,
-        tower: PackedTower,
+        tower: Tower,
         ladder: Ladder,
         recorder: Recorder,
         track: Callable[[Iterable[Budget]], Iterable[Budget]] = lambda budgets: budgets,
@@ -165,7 +192,7 @@ class GraphSet:
         self._graphs: dict[Budget, Graph] = {}
         for budget in track(sorted(ladder, reverse=True)):
             try:
-                self.arena = self.arena or Arena(tower, budget)
+                self.arena = self.arena or Arena(tower, [each for each in ladder if each <= budget])
                 self._graphs[budget] = Graph(tower, budget, self.arena, recorder)
             except RuntimeError as error:
                 self._drop(budget, str(error).partition("\n")[0])
@@ -193,14 +220,7 @@ class GraphSet:
             torch.cuda.empty_cache()
 
 
-def sample_grids(tokens: int, items: int, merge: int) -> list[Grid]:
-    """At most `items` images that together have exactly `tokens` tokens: squares of 256, and a strip."""
-    squares = min(tokens // 256, items - 1)
-    grids = [Grid(1, 16 * merge, 16 * merge)] * squares
-    if rest := tokens - 256 * squares:
-        grids.append(Grid(1, merge, merge * rest))
-    return grids
-
-
-def _no_pixels(rows: Tensor) -> None:
-    rows.zero_()
+def _no_pixels(pixels: Tensor, crops: Tensor | None) -> None:
+    pixels.zero_()
+    if crops is not None:
+        crops.zero_()

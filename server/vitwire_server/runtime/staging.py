@@ -1,6 +1,7 @@
 """Pixels of any accepted form to the tower's input, on the device."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,14 +22,31 @@ class Stager:
     ) -> None:
         self._geometry = geometry
         self._affine = {modality: _affine(settings, device) for modality, settings in preprocessing.items()}
+        self._crops = {
+            modality: _affine(
+                replace(settings, mean=settings.crop_mean or settings.mean, std=settings.crop_std or settings.std),
+                device,
+            )
+            for modality, settings in preprocessing.items()
+        }
 
-    def stage(self, source: Tensor, modality: Modality, out: Tensor) -> None:
-        """Write `patches * C*T*p*p` or `patches * C*1*p*p` elements into `out (patches, C*T*p*p)`."""
+    def stage(self, source: Tensor, modality: Modality, out: Tensor, *, crops: bool = False) -> None:
+        """Write `patches * C*T*p*p` or `patches * C*1*p*p` elements into `out (patches, C*T*p*p)`.
+
+        Tiles, which are rows too, are `C*H*W` elements each; those of `crops` may be normalised differently.
+        """
         geometry = self._geometry
-        area = geometry.patch**2
+        if geometry.channels_last:
+            shaped = source.view(out.shape[0], -1, geometry.channels)
+            if source.dtype is torch.uint8:
+                scale, offset = self._affine[modality]
+                shaped = torch.mul(shaped, scale.view(-1)).add_(offset.view(-1))
+            out.view(shaped.shape).copy_(shaped)
+            return
+        area = out.shape[1] // (geometry.channels * geometry.temporal)
         shaped = source.view(out.shape[0], geometry.channels, -1, area)
         if source.dtype is torch.uint8:
-            scale, offset = self._affine[modality]
+            scale, offset = (self._crops if crops else self._affine)[modality]
             shaped = torch.mul(shaped, scale).add_(offset)
         out.view(out.shape[0], geometry.channels, geometry.temporal, area).copy_(shaped)
 

@@ -1,16 +1,17 @@
 """Admission: how much may be in the server at once, in items and in bytes."""
 
+from collections.abc import Callable, Sequence
 from threading import Lock
 
 from vitwire_server.core.errors import Overloaded
 
 
 class Permit:
-    """The right to have items and bytes in the server; released once, by whoever holds it."""
+    """The right to have one item of some bytes in the server; released once, by whoever holds it."""
 
-    def __init__(self, admission: "Admission", items: int, nbytes: int) -> None:
+    def __init__(self, admission: "Admission", nbytes: int) -> None:
         self._admission = admission
-        self._held = (items, nbytes)
+        self._held = (1, nbytes)
 
     def release(self) -> None:
         """Give everything back; a second call does nothing."""
@@ -25,23 +26,25 @@ class Admission:
     request can always be served.
     """
 
-    def __init__(self, max_items: int, max_bytes: int) -> None:
+    def __init__(self, max_items: int, max_bytes: int, changed: Callable[[int, int], None] = lambda *_: None) -> None:
+        """`changed` is told the items and bytes that are out on permits."""
         self._max_items = max_items
         self._max_bytes = max_bytes
+        self._changed = changed
         self._lock = Lock()
         self._items = 0
         self._nbytes = 0
 
-    def admit(self, items: int, nbytes: int) -> Permit:
-        """A permit for `items` items of `nbytes` bytes together. Raises Overloaded when full."""
+    def admit(self, nbytes: Sequence[int]) -> list[Permit]:
+        """A permit for each of items of so many bytes, all or none. Raises Overloaded when full."""
+        items, together = len(nbytes), sum(nbytes)
         with self._lock:
             if self._items and self._items + items > self._max_items:
                 raise self._full("items", self._items, self._max_items)
-            if self._nbytes and self._nbytes + nbytes > self._max_bytes:
+            if self._nbytes and self._nbytes + together > self._max_bytes:
                 raise self._full("bytes", self._nbytes, self._max_bytes)
-            self._items += items
-            self._nbytes += nbytes
-            return Permit(self, items, nbytes)
+            self._count(items, together)
+        return [Permit(self, each) for each in nbytes]
 
     @property
     def held(self) -> tuple[int, int]:
@@ -51,8 +54,12 @@ class Admission:
 
     def _give_back(self, items: int, nbytes: int) -> None:
         with self._lock:
-            self._items -= items
-            self._nbytes -= nbytes
+            self._count(-items, -nbytes)
+
+    def _count(self, items: int, nbytes: int) -> None:
+        self._items += items
+        self._nbytes += nbytes
+        self._changed(self._items, self._nbytes)
 
     def _full(self, what: str, held: int, most: int) -> Overloaded:
         """Tells to come back later the fuller it is: after 0.1 to 1 second."""

@@ -68,11 +68,26 @@ class Planner:
             batches += [Batch(tuple(sorted(group)), None, reason) for group in groups]
         return Plan(tuple(sorted(batches, key=lambda batch: batch.items[0])))
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the largest batch, an item that runs alone aside."""
+        return self._ladder.largest.tokens if self._ladder.largest else self._bounds.tokens
+
+    def estimate(self, tokens: int) -> float:
+        """Predicted time of so many tokens in as few batches as can hold them."""
+        full, rest = divmod(tokens, self.capacity)
+        return full * self._least(self.capacity) + (self._least(rest) if rest else 0.0)
+
     def seconds(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
         """Predicted time of a batch."""
         if batch.budget is None:
             return self._costs.eager(sum(footprints[item].tokens for item in batch.items))
         return self._costs.replay(batch.budget.tokens)
+
+    def _least(self, tokens: int) -> float:
+        """Predicted time of the cheapest batch that holds `tokens`."""
+        replays = (self._costs.replay(budget.tokens) for budget in self._ladder if budget.tokens >= tokens)
+        return min((self._costs.eager(tokens), *replays))
 
     def _fallback(self, footprint: Footprint) -> Fallback | None:
         """Why no graph can take this item alone; None if one can."""

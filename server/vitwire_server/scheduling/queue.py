@@ -1,25 +1,29 @@
-"""Items waiting for the engine, a share per request."""
+"""Items waiting for the engine: two priorities, and a share of each for every request in it."""
 
-from collections import OrderedDict
 from collections.abc import Iterable
 
+from vitwire_server.scheduling.shares import Shares
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 
-Share = dict[int, Entry]
-"""Items of one request by their index, in the order they came."""
+_QUANTUM = 256
+"""Tokens of one turn: an image of 512 x 512 in most families."""
+_PATIENCE = 15
+"""Batches that pass batch-priority items by before one of them leads."""
 
 
 class Queue:
-    """First in, first out within a request; requests of one priority take turns, one item each.
+    """First in, first out within a request; requests of one priority share by deficit round robin.
 
-    A request of 200 images therefore delays a single image by one item, not by 200. Interactive
-    requests go before batch ones. Not thread-safe: the scheduler's lock guards it.
+    A single image beside a request of 200 is in the next batch. Interactive requests go before batch
+    ones, but every sixteenth batch is led by a batch one if any waits, so that none starves. Not
+    thread-safe: the scheduler's lock guards it.
     """
 
     def __init__(self) -> None:
-        self._shares: dict[Priority, OrderedDict[Ticket, Share]] = {level: OrderedDict() for level in Priority}
+        self._levels: dict[Priority, Shares[Ticket, Entry]] = {level: Shares(_QUANTUM) for level in Priority}
         self._items = 0
         self._nbytes = 0
+        self._passed_by = 0
 
     def __len__(self) -> int:
         return self._items
@@ -31,36 +35,63 @@ class Queue:
 
     def push(self, entry: Entry) -> None:
         """Append to the share of the entry's ticket."""
-        self._shares[entry.ticket.priority].setdefault(entry.ticket, {})[entry.index] = entry
+        self._level(entry).push(entry.ticket, entry, max(1, entry.item.footprint.tokens))
         self._count(entry, 1)
+
+    def window(self, limit: int, tokens: int) -> list[Entry]:
+        """Entries to pack the next batch from: the first `limit` of at most `tokens` tokens, one at least.
+
+        A planner that saw more could fill the batch with what came later, and leave a turn for another one.
+        """
+        entries = self.peek(limit)
+        left = tokens
+        for position, entry in enumerate(entries):
+            left -= entry.item.footprint.tokens
+            if left < 0 and position:
+                return entries[:position]
+        return entries
 
     def peek(self, limit: int) -> list[Entry]:
         """Up to `limit` entries in the order they should run."""
-        entries: list[Entry] = []
-        for level in Priority:
-            turns = [iter(share.values()) for share in self._shares[level].values()]
-            while turns and len(entries) < limit:
-                drawn = [(turn, next(turn, None)) for turn in turns[: limit - len(entries)]]
-                entries += [entry for _, entry in drawn if entry]
-                turns = [turn for turn, entry in drawn if entry] + turns[len(drawn) :]
-        return entries
+        first, second = (self._levels[level] for level in Priority)
+        if self._passed_by < _PATIENCE or not second:
+            ahead = first.order(limit)
+            return ahead + second.order(limit - len(ahead))
+        (leader,) = second.order(1)
+        ahead = [leader, *first.order(limit - 1)]
+        return ahead + second.order(limit - len(ahead) + 1)[1:]
+
+    def tokens_ahead(self, priority: Priority, tokens: int) -> int:
+        """Tokens that would run before a new request of `tokens` tokens is done, as far as can be told now."""
+        higher = sum(shares.backlog for level, shares in self._levels.items() if level < priority)
+        return higher + self._levels[priority].ahead(tokens)
 
     def take(self, entries: Iterable[Entry]) -> None:
-        """Remove entries that wait; their requests go to the end of the line."""
-        for entry in entries:
-            shares = self._shares[entry.ticket.priority]
-            del shares[entry.ticket][entry.index]
-            shares.move_to_end(entry.ticket)
-            if not shares[entry.ticket]:
-                del shares[entry.ticket]
+        """Remove entries that run now; their requests pay for them."""
+        taken = list(entries)
+        for level, shares in self._levels.items():
+            own = [(entry.ticket, entry) for entry in taken if entry.ticket.priority is level]
+            if level is Priority.BATCH and taken:
+                self._passed_by = 0 if own or not shares else self._passed_by + 1
+            if own:
+                shares.take(own)
+        for entry in taken:
             self._count(entry, -1)
+
+    def drop(self, entry: Entry) -> None:
+        """Remove an entry that will not run."""
+        self._level(entry).drop(entry.ticket, entry)
+        self._count(entry, -1)
 
     def remove(self, ticket: Ticket) -> list[Entry]:
         """Remove and return what still waits of one request."""
-        removed = list(self._shares[ticket.priority].pop(ticket, {}).values())
+        removed = self._levels[ticket.priority].remove(ticket)
         for entry in removed:
             self._count(entry, -1)
         return removed
+
+    def _level(self, entry: Entry) -> Shares[Ticket, Entry]:
+        return self._levels[entry.ticket.priority]
 
     def _count(self, entry: Entry, sign: int) -> None:
         self._items += sign

@@ -5,8 +5,6 @@ language model may be absent from disk.
 """
 
 import hashlib
-import importlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +16,16 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from vitwire_server.towers.families import FAMILIES, Family
-from vitwire_server.towers.packed import PackedTower
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.family import Family, Module, Weights
+from vitwire_server.towers.files import CheckpointError, read_json
+from vitwire_server.towers.lora import Adapter
+from vitwire_server.towers.tower import Tower
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -30,10 +33,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Track = Callable[[Iterable[str], str, int], Iterable[str]]
 """Wraps an iterable in a progress bar: items, description, how many."""
-
-
-class CheckpointError(Exception):
-    """The checkpoint cannot be served; the message is one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,21 @@ class Checkpoint:
     on_hub: bool
     """True if `folder` is the hub's cache, where shards are fetched as they are needed."""
     family: Family
-    vision_config: Any
+    config: Any
+    """The whole checkpoint's configuration."""
     dtype: torch.dtype
     """What the checkpoint says it was saved in."""
+
+    def preprocessing(self) -> dict[Modality, Preprocessing]:
+        """Settings of its processor for each modality it takes. Raises CheckpointError."""
+        return self.family.preprocessing(self.folder, self.config)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A tower on its device, and the SHA-256 over its weights."""
 
-    tower: PackedTower
+    tower: Tower
     fingerprint: str
 
 
@@ -76,54 +80,46 @@ def open_checkpoint(model: str) -> Checkpoint:
             f"{transformers.__version__} is installed"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        vision_config = config.vision_config
+        config = family.read_config(folder, settings)
+        vision_config = family.tower.configuration(config)
         dtype = config.dtype or vision_config.dtype or torch.float32
     except (ValueError, OSError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {error}") from error
     if dtype not in _DTYPES:
         raise CheckpointError(f"{model}: weights in {dtype} are not supported")
     model_id = model if on_hub else folder.resolve().name
-    return Checkpoint(model_id, folder, on_hub, family, vision_config, dtype)
+    return Checkpoint(model_id, folder, on_hub, family, config, dtype)
 
 
-def load_tower(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, track: Track) -> Loaded:
-    """Read the tower's weights and build it. Raises CheckpointError.
+def load_tower(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    track: Track,
+    adapter: Adapter | None = None,
+) -> Loaded:
+    """Read the tower's weights, merge an adapter into them, and build it. Raises CheckpointError.
 
     The tower is built in `dtype` rather than cast to it: casting a built module would round its
     rotary frequencies too.
     """
     weights = _read_weights(checkpoint, track)
+    if adapter:
+        adapter.merge(checkpoint.family, checkpoint.config, weights)
     transformers.utils.logging.disable_progress_bar()
-    tower_class: Any = _tower_class(checkpoint.family)
-    try:
-        model, info = tower_class.from_pretrained(
-            None, config=checkpoint.vision_config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
-        )
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
-        told = str(error).partition("\n")[0]
-        raise CheckpointError(f"{checkpoint.folder}: no vision tower can be built of it: {told}") from error
-    wrong = {
-        key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]
+    parts = {
+        name: _module(checkpoint, name, module, weights[name], dtype).eval().requires_grad_(requires_grad=False)
+        for name, module in checkpoint.family.modules.items()
     }
-    if wrong:
-        told = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in wrong.items())
-        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit the vision tower ({told})")
-    model.eval().requires_grad_(requires_grad=False).to(device)
-    return Loaded(PackedTower(checkpoint.family, model), _fingerprint(weights))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError if there is none."""
+    for part in parts.values():
+        part.to(device)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} holds no {path.name}: is it a model directory in hub layout?") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
+        tower = checkpoint.family.build(parts, checkpoint.config)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.folder}: no vision tower can be built of it: {error}") from error
+    tower.rewrite()
+    return Loaded(tower, _fingerprint(weights))
 
 
 def _folder(model: str) -> tuple[Path, bool]:
@@ -142,43 +138,90 @@ def _download(model: str, patterns: list[str]) -> Path:
         raise CheckpointError(f"{model} is no directory here and could not be fetched from the hub: {error}") from error
 
 
-def _tower_class(family: Family) -> type[PreTrainedModel]:
-    module, name = family.tower.split(":")
-    tower: type[PreTrainedModel] = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-    return tower
+def _module(checkpoint: Checkpoint, name: str, module: Module, weights: Weights, dtype: torch.dtype) -> nn.Module:
+    """One module with its weights, on the host. Raises CheckpointError."""
+    try:
+        source = module.resolve()
+        config = module.configuration(checkpoint.config)
+        built, info = (
+            _pretrained(source, config, weights, dtype)
+            if issubclass(source, PreTrainedModel)
+            else _plain(source, config, weights, dtype)
+        )
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
+        told = str(error).partition("\n")[0]
+        raise CheckpointError(f"{checkpoint.folder}: no vision {name} can be built of it: {told}") from error
+    wrong = {key: sorted(map(str, keys)) for key, keys in info.items() if keys}
+    if wrong:
+        told = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in wrong.items())
+        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit the vision {name} ({told})")
+    return built
 
 
-def _read_weights(checkpoint: Checkpoint, track: Track) -> Mapping[str, Tensor]:
-    """The tower's weights by their names within the tower."""
+def _pretrained(
+    source: Any,  # noqa: ANN401 - from_pretrained is typed in part only
+    config: Any,  # noqa: ANN401
+    weights: Weights,
+    dtype: torch.dtype,
+) -> tuple[nn.Module, dict[str, Any]]:
+    model, info = source.from_pretrained(
+        None, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+    )
+    return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+
+def _plain(
+    source: type[nn.Module],
+    config: Any,  # noqa: ANN401
+    weights: Weights,
+    dtype: torch.dtype,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A module that is no model of transformers: its buffers stay as they are computed, in float32."""
+    module = source(config)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    held = module.state_dict()
+    mismatched = [name for name in held.keys() & weights.keys() if held[name].shape != weights[name].shape]
+    info = module.load_state_dict({k: v for k, v in weights.items() if k not in mismatched}, strict=False)
+    missing = [name for name in info.missing_keys if name not in mismatched]
+    return module, {"missing_keys": missing, "unexpected_keys": info.unexpected_keys, "mismatched_keys": mismatched}
+
+
+def _read_weights(checkpoint: Checkpoint, track: Track) -> dict[str, Weights]:
+    """The weights of each module of the family, by their names within it."""
     shards = _vision_shards(checkpoint)
     if checkpoint.on_hub:
         _download(checkpoint.model_id, list(shards))
-    weights: dict[str, Tensor] = {}
+    modules = checkpoint.family.modules
+    weights: dict[str, Weights] = {module: {} for module in modules}
     for shard in track(list(shards), "loading", len(shards)):
         path = checkpoint.folder / shard
         if not path.exists():
             raise CheckpointError(f"{checkpoint.folder}: {shard} is missing, and it holds weights of the vision tower")
         try:
             with safe_open(path, framework="pt") as tensors:
-                weights |= {name: tensors.get_tensor(key) for name, key in shards[shard].items()}
+                for module, name, key in shards[shard]:
+                    weights[module][name] = tensors.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is no safetensors file of this checkpoint: {error}") from error
-    return weights
+    return {
+        name: module.convert(weights[name], module.configuration(checkpoint.config)) for name, module in modules.items()
+    }
 
 
-def _vision_shards(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """For each shard with vision weights: name within the tower to name in the shard."""
-    prefixes = checkpoint.family.prefixes
+def _vision_shards(checkpoint: Checkpoint) -> dict[str, list[tuple[str, str, str]]]:
+    """For each shard with vision weights: module, name within the module, and name in the shard."""
     if checkpoint.on_hub and not (checkpoint.folder / _INDEX).exists():
         _download(checkpoint.model_id, [_SINGLE])
     keys = _weight_map(checkpoint.folder)
-    prefix = next((p for p in prefixes if any(key.startswith(p) for key in keys)), None)
-    if prefix is None:
-        raise CheckpointError(f"{checkpoint.folder} holds no vision tower: no weight is named {' or '.join(prefixes)}*")
-    shards: dict[str, dict[str, str]] = {}
-    for key, shard in keys.items():
-        if key.startswith(prefix):
-            shards.setdefault(shard, {})[key.removeprefix(prefix)] = key
+    shards: dict[str, list[tuple[str, str, str]]] = {}
+    for name, module in checkpoint.family.modules.items():
+        named = {key: found for key in keys if (found := module.name(key)) is not None}
+        if not named:
+            told = " or ".join(f"{prefix}*" for prefix in module.prefixes)
+            raise CheckpointError(f"{checkpoint.folder} holds no vision {name}: no weight is named {told}")
+        for key, found in named.items():
+            shards.setdefault(keys[key], []).append((name, found, key))
     return shards
 
 
@@ -198,10 +241,16 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
         raise CheckpointError(f"{folder / _SINGLE} is no safetensors file: {error}") from error
 
 
-def _fingerprint(weights: Mapping[str, Tensor]) -> str:
+def _fingerprint(weights: Mapping[str, Weights]) -> str:
+    """SHA-256 over all weights; names of a module beside the tower begin with the module's."""
+    named = {
+        name if module == "tower" else f"{module}.{name}": tensor
+        for module, own in weights.items()
+        for name, tensor in own.items()
+    }
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].contiguous()
+    for name in sorted(named):
+        tensor = named[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -3,7 +3,7 @@
 transformers' `vision_utils` takes each of these tensors from the caller's keyword arguments when
 it is given. With all of them given, the stock forward has no host synchronisation and no
 data-dependent shape, so it can be captured and padded: padding rows are attention segments of
-their own at the tail. Three kinds of metadata cover the packed towers.
+their own at the tail. A few kinds of metadata cover the packed towers.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,8 @@ class Capacity:
     """Bound of the longest segment, in patches: the forward's `max_seqlen`."""
     windows: int = 0
     """Slots for attention windows, those of padding included; 0 in towers without windows."""
+    crops: int = 0
+    """Rows of the second view, in towers that take one."""
 
 
 class Part(Protocol):
@@ -50,20 +52,62 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`(patches, columns)`. Padding keeps what lay there before: a row of any grid is a valid row."""
+    """One row for each patch, or each token. Padding keeps what lay there before: a row of any grid is a valid row."""
 
-    columns: int
+    shape: tuple[int, ...]
+    """Of one row."""
     dtype: torch.dtype
+    per_token: bool = False
     on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
-        return torch.zeros((capacity.patches, self.columns), dtype=self.dtype, device=device)
+        rows = capacity.tokens if self.per_token else capacity.patches
+        return torch.zeros((rows, *self.shape), dtype=self.dtype, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         at = 0
         for rows in measured:
             buffer[at : at + len(rows)].copy_(rows)
             at += len(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where each token is gathered from: `(tokens, sources)` int64, numbers within the item laid out from its start.
+
+    Padding keeps what lay there before, which is the number of some row.
+    """
+
+    columns: int
+    patches: int = 1
+    """Patches of one numbered row."""
+    on_host: bool = False
+
+    def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
+        return torch.zeros((capacity.tokens, self.columns), dtype=torch.int64, device=device)
+
+    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
+        at, used = 0, 0
+        for rows, own in zip(measured, patches, strict=True):
+            torch.add(rows, used // self.patches, out=buffer[at : at + len(rows)])
+            at += len(rows)
+            used += own
+
+
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """`(segments, 3)` int64: the grid of each segment. Those of padding keep what lay there before."""
+
+    on_host: bool = False
+
+    def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
+        return torch.ones((capacity.segments, 3), dtype=torch.int64, device=device)
+
+    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
+        at = 0
+        for grids in measured:
+            buffer[at : at + len(grids)].copy_(grids)
+            at += len(grids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,64 @@
+"""The size that an image is resized to before it is cut into patches, by the rules of several families."""
+
+import math
+from collections.abc import Callable
+
+from vitwire._patches import Preprocessor, Size, smart_resize
+
+_FINENESS = 1e-5
+_LARGEST_SCALE = 100.0
+
+
+def resized(height: int, width: int, settings: Preprocessor, frames: int = 1) -> Size:
+    """Height and width to resize to. Raises ValueError for what the model's processor could not take either."""
+    if min(height, width) < 1:
+        raise ValueError(f"expected at least one pixel, got a frame of {height}x{width}")
+    if settings.resizing == "area":
+        return smart_resize(height, width, settings, frames)
+    return RULES[settings.resizing](height, width, settings)
+
+
+def _longest_side(height: int, width: int, settings: Preprocessor) -> Size:
+    """The longer side is at most the root of the area bound; both are rounded up to whole tokens."""
+    shrink = max(height, width) / math.isqrt(settings.max_pixels)
+    if shrink > 1:
+        height, width = math.floor(height / shrink), math.floor(width / shrink)
+    factor = settings.factor
+    return max(1, -(-height // factor)) * factor, max(1, -(-width // factor)) * factor
+
+
+def _most_patches(height: int, width: int, settings: Preprocessor) -> Size:
+    """The largest scale, found by bisection, at which the patches, rounded up, are not too many."""
+    patch, most = settings.factor, settings.max_pixels // settings.factor**2
+
+    def patches(scale: float) -> Size:
+        return max(1, math.ceil(height * scale / patch)), max(1, math.ceil(width * scale / patch))
+
+    low, high = _FINENESS / 10, _LARGEST_SCALE
+    while high - low >= _FINENESS:
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.prod(patches(middle)) <= most else (low, middle)
+    rows, columns = patches(low)
+    return rows * patch, columns * patch
+
+
+def _most_tokens(height: int, width: int, settings: Preprocessor) -> Size:
+    """Scaled to the area bound, both sides rounded down to whole tokens."""
+    factor = settings.factor
+    scale = math.sqrt(settings.max_pixels / (height * width))
+    rows, columns = math.floor(height * scale / factor), math.floor(width * scale / factor)
+    most = settings.max_pixels // factor**2
+    if not rows and not columns:
+        raise ValueError(f"an image of {height}x{width} becomes less than one token")
+    if not rows:
+        rows, columns = 1, min(width // height, most)
+    elif not columns:
+        rows, columns = min(height // width, most), 1
+    return rows * factor, columns * factor
+
+
+RULES: dict[str, Callable[[int, int, Preprocessor], Size]] = {
+    "longest_side": _longest_side,
+    "most_patches": _most_patches,
+    "most_tokens": _most_tokens,
+}

@@ -1,0 +1,294 @@
+"""From an image to tiles of one size: which layout, and what each tile shows.
+
+Each rule is that of a family's stock Hugging Face processor; pixels stay uint8.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from vitwire._patches import CHANNELS, Grid, Pixels, Size
+
+Resizer = Callable[[Pixels, Size, int], Pixels]
+"""Any picture at a size."""
+
+_ELONGATED, _VERY_ELONGATED = 1.5, 4
+_NARROW = 32
+_ROUNDED_UP = 0.2
+"""Share of a window from which on a rest gets a window of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a model's processor cuts images into tiles."""
+
+    rule: str
+    """stretch, square, closest_ratio, best_fit, canvas or windows."""
+    tile: Size
+    """Height and width of a tile."""
+    overview: str = "none"
+    """Where the tile comes that shows all of an image that was cut: none, first or last."""
+    min_tiles: int = 1
+    max_tiles: int = 1
+    layouts: tuple[tuple[int, int], ...] = ()
+    """Rows and columns to choose from, for best_fit."""
+    background: tuple[int, ...] = ()
+    min_side: int = 0
+    max_side: int = 0
+    crop: Size | None = None
+    """Height and width of a row of the second view."""
+    crop_background: tuple[int, ...] = ()
+    crop_resample: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in _RULES:
+            raise ValueError(f"tiling by {self.rule!r} is not known to this client; a newer one may know it")
+        if min(*self.tile, *(self.crop or (1, 1))) < 1 or not 1 <= self.min_tiles <= self.max_tiles:
+            raise ValueError(f"tiles of {self.tile}, {self.min_tiles} to {self.max_tiles} of them, cannot be cut")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image, and how to resize it."""
+
+    size: Size
+    pixels: Pixels
+    resizer: Resizer
+    resample: int
+
+    def at(self, size: Size, resample: int | None = None) -> Pixels:
+        """(H, W, 3) of the picture at a size."""
+        return self.resizer(self.pixels, size, self.resample if resample is None else resample)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Pixels `(tiles, 3, H, W)` of one image, its grid, and its second view, if it has one."""
+
+    pixels: Pixels
+    grid: Grid
+    crops: Pixels | None = None
+
+
+def cut(picture: Picture, tiling: Tiling) -> Tiles:
+    """The tiles of an image."""
+    return _RULES[tiling.rule](picture, tiling)
+
+
+# -- one tile ----------------------------------------------------------------------------------------
+
+
+def _stretch(picture: Picture, tiling: Tiling) -> Tiles:
+    return Tiles(_stacked([picture.at(tiling.tile)]), (1, 1, 1))
+
+
+def _square(picture: Picture, tiling: Tiling) -> Tiles:
+    """With a second view, that one is made of the image, and the first one of it."""
+    if tiling.crop is None:
+        return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background, tiling.min_side)]), (1, 1, 1))
+    high = _squared(picture, tiling.crop[0], tiling.crop_background, tiling.min_side, tiling.crop_resample)
+    large = Picture(tiling.crop, high, picture.resizer, picture.resample)
+    low = _squared(large, tiling.tile[0], tiling.background, tiling.min_side)
+    return Tiles(_stacked([low]), (1, 1, 1), _stacked([high]))
+
+
+def _squared(
+    picture: Picture, side: int, background: tuple[int, ...], min_side: int = 0, resample: int | None = None
+) -> Pixels:
+    """The picture resized so that its longer side is `side`, in the middle of a square."""
+    scale = side / max(picture.size)
+    height, width = (max(round(length * scale), min_side, 1) for length in picture.size)
+    return _centred(picture.at((height, width), resample), (side, side), background)
+
+
+def _centred(pixels: Pixels, size: Size, background: tuple[int, ...]) -> Pixels:
+    top, left = ((whole - own) // 2 for whole, own in zip(size, pixels.shape, strict=False))
+    return _placed(pixels, size, (top, left), background)
+
+
+def _placed(pixels: Pixels, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
+    if pixels.shape[:2] == size:
+        return pixels
+    canvas: npt.NDArray[np.uint8] = np.empty((*size, CHANNELS), np.uint8)
+    canvas[:] = background or 0
+    top, left = corner
+    canvas[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
+    return canvas
+
+
+# -- layouts of tiles --------------------------------------------------------------------------------
+
+
+def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
+    """With a second view, large images are cut into crops, beside one view of the whole."""
+    size = tiling.crop or tiling.tile
+    if tiling.crop and max(picture.size) <= size[0]:
+        return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background)]), (1, 1, 1))
+    rows, columns = _layout_of_ratio(picture.size, size, tiling.min_tiles, tiling.max_tiles)
+    tiles = _split(picture.at((rows * size[0], columns * size[1])), size)
+    if tiling.crop:
+        view = _stacked([_squared(picture, tiling.tile[0], tiling.background)])
+        return Tiles(view, (1 + len(tiles), rows, columns), _stacked(tiles))
+    return _with_overview(picture, tiles, (rows, columns), tiling)
+
+
+def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
+    """Rows and columns of the layout nearest in aspect ratio; of two, the larger one while it is filled to half."""
+    ratio, area = picture[1] / picture[0], picture[0] * picture[1]
+    best, distance = (1, 1), math.inf
+    for columns, rows in _layouts(fewest, most):
+        off = abs(ratio - columns / rows)
+        if off < distance or (off == distance and 2 * area > tile[0] * tile[1] * rows * columns):
+            best, distance = (rows, columns), off
+    return best
+
+
+@cache
+def _layouts(fewest: int, most: int) -> tuple[Size, ...]:
+    """Columns and rows of all layouts of so many tiles, by their number."""
+    pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
+    return tuple(sorted((p for p in pairs if fewest <= p[0] * p[1] <= most), key=lambda pair: pair[0] * pair[1]))
+
+
+def _best_fit(picture: Picture, tiling: Tiling) -> Tiles:
+    height, width = picture.size
+    rows, columns = _layout_of_most(picture.size, tiling)
+    whole = (rows * tiling.tile[0], columns * tiling.tile[1])
+    scale_down, scale_across = whole[0] / height, whole[1] / width
+    if scale_across < scale_down:
+        size = (min(math.ceil(height * scale_across), whole[0]), whole[1])
+    else:
+        size = (whole[0], min(math.ceil(width * scale_down), whole[1]))
+    tiles = _split(_centred(picture.at(size), whole, tiling.background), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling, always=True)
+
+
+def _layout_of_most(picture: Size, tiling: Tiling) -> Size:
+    """The layout in which most pixels of the image are kept, and of several the smallest."""
+    height, width = picture
+
+    def kept(layout: Size) -> tuple[int, int]:
+        down, across = layout[0] * tiling.tile[0], layout[1] * tiling.tile[1]
+        scale = min(across / width, down / height)
+        effective = min(int(width * scale) * int(height * scale), width * height)
+        return effective, effective - down * across
+
+    return max(tiling.layouts, key=kept)
+
+
+def _canvas(picture: Picture, tiling: Tiling) -> Tiles:
+    """An image is enlarged to one tile at most, and never reduced more than the largest layout asks for."""
+    rows, columns = _layout_of_scale(picture.size, tiling.tile[0], tiling.max_tiles)
+    whole = (rows * tiling.tile[0], columns * tiling.tile[1])
+    room = tuple(min(max(own, tiling.tile[0]), most) for own, most in zip(picture.size, whole, strict=True))
+    (height, width), (down, across) = picture.size, room
+    if across / width < down / height:
+        size = (min(math.floor(height * (across / width)), down), across)
+    else:
+        size = (down, min(math.floor(width * (down / height)), across))
+    resized = picture.at((max(size[0], 1), max(size[1], 1)))
+    tiles = _split(_placed(resized, whole, (0, 0), tiling.background), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
+
+
+def _layout_of_scale(picture: Size, side: int, most: int) -> Size:
+    """The layout that enlarges the image least, or else reduces it least; of several the smallest."""
+    layouts = _layouts_by_ratio(most)
+    sizes = np.array(layouts, np.float32) * side
+    scales = (sizes / np.array(picture, np.float32)).min(axis=1)
+    enlarging = scales[scales >= 1]
+    chosen = enlarging.min() if len(enlarging) else scales.max()
+    return min((layout for layout, scale in zip(layouts, scales, strict=True) if scale == chosen), key=math.prod)
+
+
+@cache
+def _layouts_by_ratio(most: int) -> tuple[Size, ...]:
+    """Rows and columns of all layouts, those of one shape together, larger ones first."""
+    by_ratio: dict[float, list[Size]] = {}
+    for tiles in range(most, 0, -1):
+        for rows in (n for n in range(1, tiles + 1) if tiles % n == 0):
+            by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
+    return tuple(layout for alike in by_ratio.values() for layout in alike)
+
+
+def _with_overview(
+    picture: Picture, tiles: list[Pixels], layout: Size, tiling: Tiling, *, always: bool = False
+) -> Tiles:
+    if tiling.overview != "none" and (always or len(tiles) > 1):
+        whole = picture.at(tiling.tile)
+        tiles = [whole, *tiles] if tiling.overview == "first" else [*tiles, whole]
+    return Tiles(_stacked(tiles), (len(tiles), *layout))
+
+
+# -- windows -----------------------------------------------------------------------------------------
+
+
+def _windows(picture: Picture, tiling: Tiling) -> Tiles:
+    assert tiling.crop is not None, "windows become crops"
+    if min(picture.size) < _NARROW and max(picture.size) > _VERY_ELONGATED * min(picture.size):
+        side = max(picture.size)
+        square = _placed(picture.pixels, (side, side), (0, 0), ())
+        picture = Picture((side, side), square, picture.resizer, picture.resample)
+    bounded = _bounded(picture.size, tiling.max_side)
+    first = Picture(bounded, picture.at(bounded), picture.resizer, picture.resample)
+    view = _stacked([first.at(tiling.tile)])
+    window = _window(bounded, tiling.tile[0], tiling.crop[0])
+    if not window:
+        return Tiles(view, (1, 1, 1))
+    height, width = (_snapped(length, window) for length in bounded)
+    rows, columns = max(1, height // window), max(1, width // window)
+    whole = picture.at((height, width))
+    parts = [whole[y : y + window, x : x + window] for y in range(0, height, window) for x in range(0, width, window)]
+    crops = _stacked([picture.resizer(part, tiling.crop, picture.resample) for part in parts])
+    return Tiles(view, (1 + rows * columns, rows, columns), crops)
+
+
+def _bounded(size: Size, longest: int) -> Size:
+    if not longest or max(size) <= longest:
+        return size
+    scale = longest / max(size)
+    return int(size[0] * scale), int(size[1] * scale)
+
+
+def _window(size: Size, view: int, crop: int) -> int:
+    """The side of the windows; 0 where the view alone shows enough."""
+    short, long = sorted(size)
+    if long <= view:
+        return short if long / short > _ELONGATED else 0
+    return min(short, crop) if long / short > _VERY_ELONGATED else crop
+
+
+def _snapped(length: int, window: int) -> int:
+    if length < window:
+        return length
+    whole, rest = divmod(length, window)
+    return window * (whole + (rest > _ROUNDED_UP * window))
+
+
+def _split(whole: Pixels, size: Size) -> list[Pixels]:
+    """Tiles (H, W, 3) of a canvas, row by row."""
+    height, width = size
+    return [
+        whole[y : y + height, x : x + width]
+        for y in range(0, whole.shape[0], height)
+        for x in range(0, whole.shape[1], width)
+    ]
+
+
+def _stacked(tiles: list[Pixels]) -> Pixels:
+    """(tiles, 3, H, W) of tiles (H, W, 3)."""
+    return np.ascontiguousarray(np.stack(tiles).transpose(0, 3, 1, 2))
+
+
+_RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
+    "stretch": _stretch,
+    "square": _square,
+    "closest_ratio": _closest_ratio,
+    "best_fit": _best_fit,
+    "canvas": _canvas,
+    "windows": _windows,
+}

@@ -1,0 +1,192 @@
+"""A load: requests by a few workers, back to back or at a rate, and what came of each."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vitwire import Client, Item, VitwireError
+
+_STAMP_BYTES = 8
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much is asked for, and how fast."""
+
+    workers: int
+    seconds: float
+    requests: int | None = None
+    """Ends the load too, if it comes first."""
+    rate: float | None = None
+    """Requests per second, at random moments; None sends the next one when a worker is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request. Times in seconds since the load began."""
+
+    due: float
+    """When it should have been sent: waiting for a free worker counts, or a slow server would hide its queue."""
+    done: float
+    tokens: int = 0
+    paths: tuple[str, ...] = ()
+    queued: tuple[float, ...] = ()
+    error: str = ""
+    """The status code's name; empty for a request that was answered."""
+
+    @property
+    def latency(self) -> float:
+        """Seconds from the moment it was due to its last row."""
+        return self.done - self.due
+
+
+@dataclass(slots=True)
+class Load:
+    """Runs a pace of requests through a client."""
+
+    client: Client
+    items: Sequence[Item]
+    """One request: copied by each worker."""
+    pace: Pace
+    fresh: bool = True
+    """Whether each request differs from those before, so that no cache answers it."""
+    tell: Callable[[Sample], None] = lambda _: None
+    """Called for each sample, by the workers."""
+    samples: list[Sample] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> float:
+        """Run it and return the seconds that it took. A worker's own failure is raised when all have ended."""
+        self.client.encode(self.items)  # connections, and whatever the server does once
+        failures: list[Exception] = []
+        began = time.perf_counter()
+        due = self._due()
+        threads = [threading.Thread(target=self._work, args=(began, due, failures)) for _ in range(self.pace.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return time.perf_counter() - began
+
+    def _due(self) -> Iterator[float | None]:
+        """When requests are due, in seconds since the load began; None at once. Ends with the load, but for time."""
+        rng = np.random.default_rng(0)
+        moment, count = 0.0, 0
+        while self.pace.requests is None or count < self.pace.requests:
+            count += 1
+            if self.pace.rate is not None:
+                moment += rng.exponential(1 / self.pace.rate)
+            yield moment if self.pace.rate is not None else None
+
+    def _work(self, began: float, due: Iterator[float | None], failures: list[Exception]) -> None:
+        try:
+            items = [_own(item) for item in self.items]
+            stamps = np.random.default_rng()
+            while (moment := self._next(began, due)) is not None:
+                if self.fresh:
+                    _stamp(items, stamps)
+                time.sleep(max(0.0, began + moment - time.perf_counter()))
+                sample = self._send(items, began, moment)
+                with self._lock:
+                    self.samples.append(sample)
+                self.tell(sample)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the main thread raises it
+            failures.append(error)
+
+    def _next(self, began: float, due: Iterator[float | None]) -> float | None:
+        """When this worker's next request is due; None when the load is over."""
+        with self._lock:
+            now = time.perf_counter() - began
+            moment = next(due, self.pace.seconds)
+            moment = now if moment is None else moment
+            return moment if max(moment, now) < self.pace.seconds else None
+
+    def _send(self, items: Sequence[Item], began: float, due: float) -> Sample:
+        try:
+            embeddings = self.client.encode(items)
+        except VitwireError as error:
+            return Sample(due, time.perf_counter() - began, error=error.code)
+        done = time.perf_counter() - began
+        reports = [each.report for each in embeddings]
+        return Sample(
+            due,
+            done,
+            tokens=sum(each.shape[0] for each in embeddings),
+            paths=tuple(each.path for each in reports),
+            queued=tuple(each.queued for each in reports),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures of a load."""
+
+    seconds: float
+    samples: Sequence[Sample]
+    nbytes: int
+    """Bytes of pixels of one request."""
+
+    @property
+    def answered(self) -> list[Sample]:
+        return [sample for sample in self.samples if not sample.error]
+
+    @property
+    def latencies(self) -> Array:
+        """Milliseconds of requests that were answered, ascending."""
+        return np.sort(np.array([sample.latency for sample in self.answered])) * 1e3
+
+    def document(self) -> dict[str, object]:
+        """All figures, for machines."""
+        answered = self.answered
+        items = sum(len(sample.paths) for sample in answered)
+        tokens = sum(sample.tokens for sample in answered)
+        return {
+            "seconds": round(self.seconds, 3),
+            "requests": len(self.samples),
+            "errors": dict(Counter(sample.error for sample in self.samples if sample.error)),
+            "items": items,
+            "paths": dict(Counter(path for sample in answered for path in sample.paths)),
+            "requests_per_second": round(len(answered) / self.seconds, 3),
+            "items_per_second": round(items / self.seconds, 3),
+            "tokens_per_second": round(tokens / self.seconds, 1),
+            "megabytes_per_second": round(len(answered) * self.nbytes / self.seconds / 1e6, 3),
+            "latency_ms": _percentiles(self.latencies),
+            "queued_ms": _percentiles(np.array([each for sample in answered for each in sample.queued]) * 1e3),
+        }
+
+
+def _percentiles(values: Array) -> dict[str, float]:
+    """Empty without values."""
+    if not len(values):
+        return {}
+    shares = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+    found = {"mean": values.mean()} | {name: np.percentile(values, share) for name, share in shares.items()}
+    return {name: round(float(value), 3) for name, value in (found | {"max": values.max()}).items()}
+
+
+def nbytes(items: Sequence[Item]) -> int:
+    """Bytes of the pixels of a request."""
+    return sum(np.asarray(view).nbytes for item in items for view in (item.pixels, item.crops) if view is not None)
+
+
+def _own(item: Item) -> Item:
+    """The item with pixels of its own, to be written to."""
+    crops = None if item.crops is None else np.array(item.crops)
+    return Item(np.array(item.pixels), item.grid, item.modality, item.content_id, item.keep_ratio, crops)
+
+
+def _stamp(items: Sequence[Item], rng: np.random.Generator) -> None:
+    """Make the first pixels others than before."""
+    for item in items:
+        assert isinstance(item.pixels, np.ndarray)
+        flat = item.pixels.reshape(-1)
+        count = min(_STAMP_BYTES, flat.size)
+        flat[:count] = rng.integers(0, 256, count, dtype=np.uint8)

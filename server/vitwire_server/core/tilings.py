@@ -1,0 +1,54 @@
+"""How an image is brought to tiles of one size, as far as a client has to know."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class TilingRule(StrEnum):
+    """What the layout of an image's tiles follows from."""
+
+    STRETCH = "stretch"
+    """One tile, to which the image is resized whatever its shape."""
+    SQUARE = "square"
+    """One tile, into which the image is resized in its own shape; the rest is background."""
+    CLOSEST_RATIO = "closest_ratio"
+    """The layout whose shape is nearest to the image's, which is stretched over it."""
+    BEST_FIT = "best_fit"
+    """Of the listed layouts the one that keeps most of the image; it is centred on background."""
+    CANVAS = "canvas"
+    """Of all layouts the one that scales the image least; it lies top left on background."""
+    WINDOWS = "windows"
+    """Square windows over an image that is too large or too long for one view; each is resized to a crop."""
+
+
+class Overview(StrEnum):
+    """Where the tile comes that shows all of an image that was cut into several."""
+
+    NONE = "none"
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Settings of the rule; a rule leaves those out that it has no use for."""
+
+    rule: TilingRule
+    tile: tuple[int, int]
+    """Height and width of a tile, in pixels."""
+    overview: Overview = Overview.NONE
+    min_tiles: int = 1
+    max_tiles: int = 1
+    layouts: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of tiles to choose from."""
+    background: tuple[int, ...] = ()
+    """Value of each channel where there is no image, before rescaling; zero if empty."""
+    min_side: int = 0
+    """Neither side of a resized image is shorter."""
+    max_side: int = 0
+    """Larger images are resized to this longer side before anything else; 0 leaves them."""
+    crop: tuple[int, int] | None = None
+    """Height and width of a row of the second view."""
+    crop_background: tuple[int, ...] = ()
+    crop_resample: int | None = None
+    """Pillow's number of the second view's filter, if it is another one."""

@@ -1,0 +1,82 @@
+"""Traces by OpenTelemetry, sent to a collector over OTLP."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from threading import Thread
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from vitwire_server.observe.request_ids import REQUEST_ID
+from vitwire_server.observe.tracing import SPAN, Attributes
+
+_CLOSE_SECONDS = 3.0
+_SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
+"""Statuses that make a server's span an error, by OpenTelemetry's conventions for gRPC."""
+
+
+class OtlpSpan:
+    """A recorded span of an RPC."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._parent = set_span_in_context(span)
+        self._epoch = time.time() - time.monotonic()
+        self.trace_id = format_trace_id(span.get_span_context().trace_id)
+
+    def stage(self, name: str, start: float, seconds: float, attributes: Attributes) -> None:
+        """A child that began at `start` on the monotonic clock."""
+        began = round((self._epoch + start) * 1e9)
+        child = self._tracer.start_span(name, self._parent, attributes=attributes, start_time=began)
+        child.end(began + round(max(0.0, seconds) * 1e9))
+
+    def end(self, code: str) -> None:
+        """The RPC ended with a status code of gRPC."""
+        self._span.set_attribute("rpc.response.status_code", code)
+        if code in _SERVER_FAULTS:
+            self._span.set_status(Status(StatusCode.ERROR, code))
+
+
+class OtlpTracer:
+    """Sends spans to a collector in the background; `OTEL_` variables of its sampler, headers and so on hold."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint` is host:port, or https://host:port for TLS; a collector that is away is tried again."""
+        attributes = {"service.version": version("vitwire")}
+        if "OTEL_SERVICE_NAME" not in os.environ:
+            attributes["service.name"] = "vitwire-server"
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("vitwire_server", version("vitwire"))
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextmanager
+    def rpc(self, service: str, method: str, headers: Mapping[str, str]) -> Iterator[OtlpSpan | None]:
+        """The span of an RPC, in the trace that `headers` (W3C) name; None where it is not sampled."""
+        attributes = {"rpc.system.name": "grpc", "rpc.method": f"{service}/{method}"}
+        if name := REQUEST_ID.get():
+            attributes["vitwire.request_id"] = name
+        parent = self._propagator.extract(headers)
+        span = self._tracer.start_span(f"{service}/{method}", parent, SpanKind.SERVER, attributes)
+        recorded = OtlpSpan(self._tracer, span) if span.is_recording() else None
+        token = SPAN.set(recorded)
+        try:
+            yield recorded
+        finally:
+            SPAN.reset(token)
+            span.end()
+
+    def close(self) -> None:
+        """Send what is left, for a few seconds at most."""
+        closing = Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)

@@ -1,0 +1,203 @@
+"""The status page: one self-contained document, made of the same metrics that Prometheus reads.
+
+It is whole without JavaScript; with it, the page asks for itself every two seconds and shows what came.
+"""
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from time import gmtime, strftime
+
+from vitwire_server.core.health import Health
+from vitwire_server.observe.charts import Line, bar, line_chart
+from vitwire_server.observe.readings import EVERY_SECONDS, KEPT_SECONDS, Point, Readings
+
+_KIB = 1024.0
+
+
+@cache
+def _asset(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def policy() -> str:
+    """The Content-Security-Policy of the page: its own style and script, requests to itself, nothing else."""
+    style, script = (_hash(_asset(name)) for name in ("page.css", "page.js"))
+    allowed = f"style-src {style}; script-src {script}; connect-src 'self'"
+    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
+    """The document."""
+    model = readings.info("vitwire_model_info")
+    name = escape(model.get("model", "no model yet"))
+    body = "".join(
+        [
+            _header(name, model, readings, health),
+            '<div class="cards">',
+            *_charts(points),
+            _ladder(readings),
+            _counts("Fallbacks", "Items that ran eagerly, by reason", _fallbacks(readings)),
+            _counts("Turned away", "Requests and items that were not served, by reason", _turned_away(readings)),
+            _facts("Cache", _cache(readings)),
+            _facts("Served", _served(readings)),
+            _facts("Model", _model(model, readings)),
+            "</div>",
+        ]
+    )
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name} \u2013 Vitwire</title><style>{_asset('page.css')}</style></head><body>"
+        f"<main>{body}</main>"
+        '<footer><p><label hidden><input type="checkbox" id="live" checked> renew every '
+        f'{EVERY_SECONDS:g} s</label> <span id="told" role="status"></span></p></footer>'
+        f"<script>{_asset('page.js')}</script></body></html>"
+    )
+
+
+def _header(name: str, model: Mapping[str, str], readings: Readings, health: Health) -> str:
+    state = health.state.value
+    reason = f": {escape(health.reason)}" if health.reason else ""
+    kind = f"{escape(model['model_type'])} on {escape(model['device'])}" if model else "loading"
+    at = strftime("%Y-%m-%d %H:%M:%S", gmtime(readings.time))
+    return (
+        f'<header><h1>{name}</h1><div class="state {state}">{state}{reason}</div></header>'
+        f"<p>{kind}, as of <time>{at} UTC</time></p>"
+    )
+
+
+def _charts(points: Sequence[Point]) -> list[str]:
+    times = [each.time for each in points]
+    queued = [Line("waiting", "first", [each.queued for each in points])]
+    requests = [Line("requests", "first", [each.requests for each in points])]
+    latency = [
+        Line("median", "first", [_milliseconds(each.median) for each in points]),
+        Line("p95", "second", [_milliseconds(each.slow) for each in points]),
+    ]
+    return [
+        _section("Queue, items", line_chart("Items in the queue", "", times, KEPT_SECONDS, queued)),
+        _section("Requests per second", line_chart("Requests per second", "", times, KEPT_SECONDS, requests)),
+        _section(
+            "Latency, ms",
+            f"<p>{_key('first', 'median')} {_key('second', 'p95')}</p>"
+            + line_chart("Latency of requests", "ms", times, KEPT_SECONDS, latency),
+        ),
+    ]
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _key(style: str, name: str) -> str:
+    drawn = f'<svg class="key {style}" viewBox="0 0 11 7" aria-hidden="true"><rect width="11" height="7"/></svg>'
+    return f"{drawn}{escape(name)}"
+
+
+def _ladder(readings: Readings) -> str:
+    replays = readings.by("vitwire_graph_replays_total", "budget")
+    hits = readings.by("vitwire_graph_hits_total", "budget")
+    real = readings.by("vitwire_graph_tokens_total", "budget", kind="real")
+    padding = readings.by("vitwire_graph_tokens_total", "budget", kind="padding")
+    most = max((real.get(each, 0.0) + padding.get(each, 0.0) for each in replays), default=0.0)
+    rows = []
+    for budget in sorted(replays, key=int):
+        used, unused = real.get(budget, 0.0), padding.get(budget, 0.0)
+        cells = (_count(hits.get(budget, 0.0)), _count(replays[budget]), _share(unused, used + unused))
+        figures = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(
+            f'<tr><th scope="row">{escape(budget)}</th>{figures}<td class="bars">{bar(used, unused, most)}</td></tr>'
+        )
+    if not rows:
+        return _section("Ladder", "<p>No budget has a graph: everything runs eagerly.</p>", wide=True)
+    head = "".join(f'<th scope="col">{each}</th>' for each in ("budget, tokens", "hits", "replays", "padding"))
+    keys = f"tokens computed: {_key('first', 'real')} {_key('second', 'padding')}"
+    table = (
+        "<table><caption>Items that hit each captured budget, and what of its tokens was padding</caption>"
+        f'<thead><tr>{head}<th scope="col" class="bars">{keys}</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    )
+    return _section("Ladder", table, wide=True)
+
+
+def _counts(title: str, caption: str, counts: Mapping[str, float]) -> str:
+    rows = "".join(f'<tr><th scope="row">{escape(k)}</th><td>{_count(v)}</td></tr>' for k, v in counts.items())
+    return _section(title, f"<table><caption>{caption}</caption><tbody>{rows}</tbody></table>")
+
+
+def _fallbacks(readings: Readings) -> dict[str, float]:
+    return {_words(k): v for k, v in readings.by("vitwire_eager_fallbacks_total", "reason").items()}
+
+
+def _turned_away(readings: Readings) -> dict[str, float]:
+    refused = {f"full: {k}": v for k, v in readings.by("vitwire_rejected_total", "reason").items()}
+    codes = readings.by("vitwire_requests_total", "code")
+    failed = {_words(code): count for code, count in sorted(codes.items()) if code != "OK"}
+    return {**refused, "deadline passed": readings.total("vitwire_expired_total"), **failed}
+
+
+def _cache(readings: Readings) -> dict[str, str]:
+    hits, misses = (readings.total(f"vitwire_cache_{each}_total") for each in ("hits", "misses"))
+    return {
+        "hits": _count(hits),
+        "misses": _count(misses),
+        "hit rate": _share(hits, hits + misses),
+        "evictions": _count(readings.total("vitwire_cache_evictions_total")),
+        "size": _bytes(readings.total("vitwire_cache_bytes")),
+    }
+
+
+def _served(readings: Readings) -> dict[str, str]:
+    real, padding = (readings.total("vitwire_tokens_total", kind=each) for each in ("real", "padding"))
+    return {
+        "requests": _count(readings.total("vitwire_requests_total")),
+        "in flight": _count(readings.total("vitwire_inflight_requests")),
+        "items": _count(readings.total("vitwire_items_total")),
+        "tokens": _count(real),
+        "padding": _share(padding, real + padding),
+        "waiting": f"{_count(readings.total('vitwire_queue_items'))} items",
+        "waiting bytes": _bytes(readings.total("vitwire_queue_bytes")),
+    }
+
+
+def _model(model: Mapping[str, str], readings: Readings) -> dict[str, str]:
+    shown = {_words(key): escape(value) for key, value in model.items() if key != "model"}
+    captured, dropped = (readings.total(f"vitwire_graphs_{each}") for each in ("captured", "dropped"))
+    return shown | {"budgets captured": f"{captured:.0f} of {captured + dropped:.0f}"}
+
+
+def _facts(title: str, facts: Mapping[str, str]) -> str:
+    return _section(title, f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in facts.items())}</dl>")
+
+
+def _section(title: str, content: str, *, wide: bool = False) -> str:
+    opened = f'<section class="wide" tabindex="0" aria-label="{title}">' if wide else "<section>"
+    return f"{opened}<h2>{title}</h2>{content}</section>"
+
+
+def _words(label: str) -> str:
+    return label.replace("_", " ").lower()
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "\u2013"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < _KIB or unit == "GiB":
+            return f"{value:.3g} {unit}"
+        value /= _KIB
+    raise AssertionError("the last unit holds everything")

@@ -1,0 +1,67 @@
+"""The server's TLS certificate, and the authority that clients' certificates come from."""
+
+import logging
+import ssl
+from pathlib import Path
+
+import grpc
+
+from vitwire_server.rpc.watch import Watch
+
+_log = logging.getLogger(__name__)
+
+
+class Certificates:
+    """PEM files behind the port, read again for the first connection that comes a second after a change.
+
+    Connections that are open keep what they were opened with. A file that cannot be read, or a key of
+    another certificate, leaves everything as it was until the files change again.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
+        """With `client_ca`, clients must have a certificate that it signed. Raises OSError or ValueError."""
+        self._cert = cert
+        self._key = key
+        self._client_ca = client_ca
+        self._watch = Watch(cert, key, *([client_ca] if client_ca else []))
+        self._first = self._load()
+
+    @property
+    def mutual(self) -> bool:
+        """Whether clients show a certificate too."""
+        return self._client_ca is not None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For `add_secure_port`."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._first,
+            self._renewed,  # type: ignore[arg-type] # None is allowed, see grpc's docstring
+            require_client_authentication=self.mutual,
+        )
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC's threads for each new connection; None keeps what it has."""
+        if not self._watch.changed():
+            return None
+        try:
+            renewed = self._load()
+        except (OSError, ValueError) as error:
+            _log.error("the certificate stays as it was: %s", error)
+            return None
+        _log.info("certificate reloaded from %s", self._cert)
+        return renewed
+
+    def _load(self) -> grpc.ServerCertificateConfiguration:
+        pairs = [(self._key.read_bytes(), self._cert.read_bytes())]
+        roots = self._client_ca.read_bytes() if self._client_ca else None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self._cert, self._key, password="")
+        except ssl.SSLError as error:
+            raise ValueError(f"{self._cert} and {self._key} are no certificate and its plain key: {error}") from None
+        if self._client_ca:
+            try:
+                context.load_verify_locations(self._client_ca)
+            except ssl.SSLError as error:
+                raise ValueError(f"{self._client_ca} holds no certificate: {error}") from None
+        return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)

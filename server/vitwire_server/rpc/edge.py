@@ -1,0 +1,99 @@
+"""The edge of every RPC: it is counted, and whatever it raises becomes a status."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import grpc
+
+from vitwire_server.core.errors import EncoderError, Overloaded
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.tracing import exemplar
+from vitwire_server.rpc.status import code_of, message_of, trailers_of
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
+"""A status other than OK: code, message and trailers."""
+
+
+class Edge:
+    """Runs RPCs, knows how many are active, and is the one place that catches everything."""
+
+    def __init__(self, metrics: Metrics, patience: float) -> None:
+        """`patience` is how many seconds a client may take to read how its RPC ended."""
+        self._metrics = metrics
+        self._patience = patience
+        self._active = 0
+        self._idle = asyncio.Event()
+
+    async def idle(self, seconds: float) -> None:
+        """Wait until no RPC is active, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._active:
+                    self._idle.clear()
+                    await self._idle.wait()
+
+    async def run(self, method: str, context: Context, serving: Coroutine[Any, Any, T]) -> T:
+        """What `serving` returns; its error ends the RPC with the status that it stands for."""
+        start = time.perf_counter()
+        self._metrics.inflight.inc()
+        self._active += 1
+        code = grpc.StatusCode.OK
+        try:
+            answer, ending = await self._outcome(method, context, serving)
+            if ending:
+                code = ending[0]
+                await self._abort(context, ending)
+        except asyncio.CancelledError:
+            code = code if code is not grpc.StatusCode.OK else cancellation(context)
+            raise
+        finally:
+            self._active -= 1
+            self._idle.set()
+            self._metrics.inflight.dec()
+            self._metrics.requests.labels(method, code.name).inc()
+            self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start, exemplar())
+        assert answer is not None, "an RPC without an answer was aborted"
+        return answer
+
+    async def _outcome(
+        self, method: str, context: Context, serving: Coroutine[Any, Any, T]
+    ) -> tuple[T | None, Ending | None]:
+        """The answer, or how the RPC ends.
+
+        Aborting is left to the caller, outside of every frame that knows the request: grpc keeps the
+        error that `abort` raises in a cycle with its frames, and a body would live until that is collected.
+        """
+        try:
+            return await serving, None
+        except EncoderError as error:
+            if isinstance(error, Overloaded):
+                self._metrics.rejected.labels(error.reason).inc()
+            return None, (code_of(error), message_of(error), trailers_of(error))
+        except Exception:  # noqa: BLE001 - the edge: a bug ends its RPC, not the server
+            if context.cancelled():  # the client left while rows were being written
+                raise asyncio.CancelledError from None
+            _log.exception("%s failed", method)
+            return None, (grpc.StatusCode.INTERNAL, "internal error, see the server's log", ())
+
+    async def _abort(self, context: Context, ending: Ending) -> None:
+        """End an RPC; one whose client does not even read that is cut off."""
+        code, message, trailers = ending
+        try:
+            async with asyncio.timeout(self._patience):
+                await context.abort(code, message, (*trailers, *(context.trailing_metadata() or ())))
+        except TimeoutError:
+            raise asyncio.CancelledError from None
+
+
+def cancellation(context: Context) -> grpc.StatusCode:
+    """Why gRPC cancelled an RPC: its deadline passed, or its client left."""
+    remaining = context.time_remaining()
+    expired = remaining is not None and remaining <= 0
+    return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED

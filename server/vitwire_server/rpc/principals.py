@@ -1,0 +1,65 @@
+"""Who calls: the gate that asks for a token, and the name that the rest of the service knows a caller by."""
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpc
+
+from vitwire_server.rpc.tokens import Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+HEALTH = "/grpc.health.v1.Health/"
+_SCHEME = "bearer "
+_token_name: ContextVar[str] = ContextVar("token_name", default="")
+Context = grpc.aio.ServicerContext[Any, Any]
+RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]"
+
+
+def principal(context: Context) -> str:
+    """Who calls: the name of the caller's token, or of its certificate after `certificate:`; "" for anybody.
+
+    What one principal sent must never be shown to another one.
+    """
+    if name := _token_name.get():
+        return name
+    identities = context.peer_identities() or ()
+    return "certificate:" + ",".join(each.decode(errors="replace") for each in identities) if identities else ""
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Turns away who has no token, before a message is read; health stays open to all."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self, continuation: Continuation, details: grpc.HandlerCallDetails
+    ) -> "RpcHandler | None":
+        """Called by gRPC for each RPC, in the task that serves it."""
+        if not details.method.startswith(HEALTH):
+            token = _bearer(details)
+            name = self._tokens.name(token) if token else None
+            if name is None:
+                return _refusal("the token is not valid" if token else "a bearer token is needed")
+            _token_name.set(name)
+        return await continuation(details)
+
+
+def _bearer(details: grpc.HandlerCallDetails) -> str:
+    """The caller's token; empty without one."""
+    for key, value in details.invocation_metadata or ():
+        if key == "authorization" and isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME:
+            return value[len(_SCHEME) :].strip()
+    return ""
+
+
+def _refusal(reason: str) -> RpcHandler:
+    """A handler that answers any kind of RPC without reading from it."""
+
+    async def refuse(_: object, context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

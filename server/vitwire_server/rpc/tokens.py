@@ -1,0 +1,80 @@
+"""Bearer tokens: who may call."""
+
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from vitwire_server.rpc.watch import Watch
+
+_log = logging.getLogger(__name__)
+_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+_SHORT = 16
+
+
+class Tokens:
+    """The tokens in a file, read again within a second of a change.
+
+    One token a line, after it, if wanted, a name to be known by; `#` starts a comment line. Of the tokens
+    themselves only digests are kept. A file that cannot be read, or is wrong, leaves the tokens as they
+    were; an empty one lets nobody in.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, or ValueError if the file is wrong or holds no token."""
+        self._path = path
+        self._watch = Watch(path)
+        self._names = _read(path)
+        if not self._names:
+            raise ValueError(f"{path} holds no token")
+
+    def name(self, token: str) -> str | None:
+        """The name of who holds this token; None for a token that is not in the file.
+
+        Takes the same time whichever token it is, and whether it is one.
+        """
+        if self._watch.changed():
+            self._reload()
+        digest = _digest(token)
+        found = None
+        for known, name in self._names.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+    def _reload(self) -> None:
+        try:
+            self._names = _read(self._path)
+        except (OSError, ValueError) as error:
+            _log.error("the tokens stay as they were: %s", error)
+        else:
+            tell = _log.info if self._names else _log.warning
+            tell("%s changed and holds %d tokens", self._path, len(self._names))
+
+
+def _read(path: Path) -> Mapping[bytes, str]:
+    """Names by digest."""
+    names: dict[bytes, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        where = f"{path}, line {number}"
+        token, *rest = words
+        if not token.isascii() or not token.isprintable():
+            raise ValueError(f"{where}: a token is printable ASCII")
+        if len(rest) > 1 or (rest and not _NAME.fullmatch(rest[0])):
+            raise ValueError(f"{where}: after the token comes at most a name of letters, digits and _ . @ -")
+        if len(token) < _SHORT:
+            _log.warning("%s: a token of %d characters can be guessed, take %d or more", where, len(token), _SHORT)
+        digest = _digest(token)
+        if digest in names:
+            raise ValueError(f"{where}: this token is there twice")
+        names[digest] = rest[0] if rest else f"token-{digest.hex()[:16]}"
+    return names
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,40 @@
+"""Files that change while the server runs."""
+
+import time
+from pathlib import Path
+from threading import Lock
+
+_LOOK_SECONDS = 1.0
+Signature = tuple[tuple[int, int, int] | None, ...]
+
+
+class Watch:
+    """Tells when any of some files changed; looks at most once a second. Thread-safe."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._lock = Lock()
+        self._looked = time.monotonic()
+        self._seen = self._look()
+
+    def changed(self) -> bool:
+        """Whether a file is another one than at the last call that said so."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked < _LOOK_SECONDS:
+                return False
+            self._looked = now
+            before, self._seen = self._seen, self._look()
+            return self._seen != before
+
+    def _look(self) -> Signature:
+        return tuple(map(_signature, self._paths))
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """What differs when a file was written or replaced; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

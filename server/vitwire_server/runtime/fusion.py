@@ -1,0 +1,211 @@
+"""Blocks of a tower in eight launches instead of thirty: our kernels around the matrix products.
+
+transformers writes a block as some thirty operations, most of which only move rows. Blocks of the usual
+form, norm -> attention -> add -> norm -> MLP -> add, are replaced by the same arithmetic, rounded at the same
+places, and each is compared with the stock block before it is used.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vitwire_server.runtime.attention import Choice
+from vitwire_server.runtime.kernels.activations import activate, activation_name
+from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
+from vitwire_server.runtime.kernels.norms import add_norm, epsilon
+from vitwire_server.runtime.kernels.rotary import rotate
+
+_log = logging.getLogger(__name__)
+_SEGMENTS = (48, 16)
+_ROUNDINGS = 4
+"""Units in the last place, in norm, that a block's own roundings may differ by."""
+_LEAST = 1e-5
+"""What sums in another order may differ by in float32."""
+
+
+class NotFusable(Exception):
+    """A block is not of the form that is known here; the message says where it differs."""
+
+
+class Mlp(Protocol):
+    """`(rows, hidden)` to `(rows, hidden)`."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The MLP of normed rows."""
+        ...
+
+
+class PlainMlp:
+    """Two linear layers; tanh GELU in the first one's epilogue, any other activation in a pass of its own."""
+
+    def __init__(self, first: nn.Linear, act: nn.Module, second: nn.Linear) -> None:
+        self._first, self._second, self._kind = first, second, _kind(act)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        first = self._first
+        if self._kind == "gelu_pytorch_tanh" and rows.is_cuda and first.bias is not None:
+            # cuBLAS applies the bias and tanh GELU to its float32 sums.
+            inner: Tensor = torch._addmm_activation(first.bias, rows, first.weight.t(), use_gelu=True)  # noqa: SLF001
+            return self._second(inner)  # type: ignore[no-any-return]
+        return self._second(activate(first(rows), self._kind))  # type: ignore[no-any-return]
+
+
+class GatedMlp:
+    """Gate and up projection as one matrix product; the stock modules' weights become views of it."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, act: nn.Module, down: nn.Linear) -> None:
+        self._kind = _kind(act)
+        self._down = down
+        self._weight = torch.cat((gate.weight, up.weight))
+        gate.weight.data, up.weight.data = self._weight.chunk(2)
+        self._bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        both = functional.linear(rows, self._weight, self._bias)
+        return self._down(activate(both, self._kind, gated=True))  # type: ignore[no-any-return]
+
+
+class Layout:
+    """What the layers of one forward share: which rows the programs of an attention kernel work on."""
+
+    def __init__(self) -> None:
+        self._tiles: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """Forget the forward before; its boundaries may have changed where they lie."""
+        self._tiles.clear()
+
+    def tiles(self, boundaries: Tensor, rows: int, heads: int) -> Tensor:
+        """The tiles of these boundaries, which stay alive as long as the forward does."""
+        if id(boundaries) not in self._tiles:
+            self._tiles[id(boundaries)] = segment_tiles(boundaries, rows, heads)
+        return self._tiles[id(boundaries)]
+
+
+class Block:
+    """A block of the usual form over packed segments."""
+
+    def __init__(self, stock: nn.Module, attention: Choice, layout: Layout, *, first: bool) -> None:
+        """Raises NotFusable."""
+        try:
+            stock_attention: Any = stock.attn
+            self._norms: tuple[nn.Module, nn.Module] = stock.norm1, stock.norm2  # type: ignore[assignment]
+            self._qkv, self._proj = stock_attention.qkv, stock_attention.proj
+            self._heads, self._scale = stock_attention.num_heads, float(stock_attention.scaling)
+            for norm in self._norms:
+                epsilon(norm)
+            self._mlp = _mlp(stock.mlp)
+        except (AttributeError, ValueError, KeyError) as error:
+            raise NotFusable(str(error)) from error
+        extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
+        if extras:
+            raise NotFusable(f"attention has {', '.join(sorted(extras))}")
+        self._attend = attention.attend
+        self._tiled = attention.backend.name == "triton"
+        self._layout = layout
+        self._first = first
+
+    def begin(self) -> None:
+        """Take up boundaries that no forward has shown yet."""
+        self._layout.begin()
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int,
+        **_: object,
+    ) -> Tensor:
+        """`hidden_states (rows, hidden)` through the block, in the signature of transformers' blocks."""
+        if self._first:
+            self._layout.begin()
+        cos, sin = position_embeddings
+        first, second = self._norms
+        hidden, normed = add_norm(hidden_states, None, first)
+        qkv = self._qkv(normed).view(len(hidden), 3, self._heads, -1)
+        rotate(qkv, cos, sin)
+        q, k, v = qkv.unbind(1)
+        if self._tiled:
+            tiles = self._layout.tiles(cu_seqlens, len(hidden), self._heads)
+            attended = segment_attention(q, k, v, cu_seqlens, max_seqlen, self._scale, tiles)
+        else:
+            attended = self._attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
+        hidden, normed = add_norm(hidden, self._proj(attended.view(len(hidden), -1)), second)
+        return hidden.add_(self._mlp(normed))
+
+
+@torch.inference_mode()
+def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
+    """Replace the forward of those blocks that can be fused; how many they are."""
+    fused = 0
+    layout = Layout()
+    for stock in blocks:
+        try:
+            block = Block(stock, attention, layout, first=not fused)
+            off = _difference(stock, block)
+        except NotFusable as error:
+            _log.info("blocks of %s are not fused: %s", type(stock).__name__, error)
+            return fused
+        limit = max(_LEAST, _ROUNDINGS * torch.finfo(next(stock.parameters()).dtype).eps)
+        if not off <= limit:
+            _log.warning("a fused %s is off by %.1e, not used", type(stock).__name__, off)
+            return fused
+        stock.forward = block.__call__
+        fused += 1
+    return fused
+
+
+def unfuse(blocks: Sequence[nn.Module]) -> None:
+    """Give the blocks their stock forward back."""
+    for stock in blocks:
+        stock.__dict__.pop("forward", None)
+
+
+def _difference(stock: nn.Module, block: Block) -> float:
+    """Norm of the difference of what both add to random rows, over the norm of what stock adds."""
+    weight = next(stock.parameters())
+    attention: Any = stock.attn
+    columns, head_dim = attention.qkv.in_features, attention.qkv.in_features // attention.num_heads
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(_SEGMENTS), columns, generator=generator).to(weight)
+    angles = (torch.rand(len(rows), head_dim // 2, generator=generator) * 6).to(weight.device).repeat(1, 2)
+    ends = torch.tensor([0, *torch.tensor(_SEGMENTS).cumsum(0).tolist()], dtype=torch.int32, device=weight.device)
+    given: dict[str, Any] = {
+        "cu_seqlens": ends,
+        "position_embeddings": (angles.cos(), angles.sin()),
+        "max_seqlen": max(_SEGMENTS),
+    }
+    block.begin()
+    try:
+        expected = stock(rows, **given).float() - rows.float()
+        got = block(rows.clone(), **given).float() - rows.float()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise NotFusable(str(error).partition("\n")[0]) from error
+    return float((got - expected).norm() / expected.norm())
+
+
+def _mlp(stock: Any) -> Mlp:  # noqa: ANN401 - any module of transformers
+    names = {name for name, _ in stock.named_children()}
+    for gate, up, act, down in (("gate_proj", "up_proj", "act_fn", "down_proj"),):
+        if names == {gate, up, act, down}:
+            return GatedMlp(*(getattr(stock, name) for name in (gate, up, act, down)))
+    for first, act, second in (
+        ("linear_fc1", "act_fn", "linear_fc2"),
+        ("fc1", "act", "fc2"),
+        ("fc1", "activation_fn", "fc2"),
+    ):
+        if names == {first, act, second}:
+            return PlainMlp(*(getattr(stock, name) for name in (first, act, second)))
+    raise ValueError(f"an MLP of {', '.join(sorted(names))} is not known")
+
+
+def _kind(act: nn.Module) -> str:
+    kind = activation_name(act)
+    if kind is None:
+        raise ValueError(f"the activation {type(act).__name__} is not known")
+    return kind

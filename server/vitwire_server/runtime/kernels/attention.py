@@ -1,0 +1,235 @@
+"""Attention within packed segments, whose grid grows with the rows and not with the slots.
+
+A kernel that launches `slots * longest / block` programs, as flash attention for sequences of varying
+length does, spends most of them on slots without a segment. Here a list says which rows a program works on, so
+the grid needs `rows / block + slots` programs, and no bound of the longest segment at all. Programs never
+mix segments, since 0 * NaN would carry one item's NaN to another's rows. Softmax is computed online (Milakov and
+Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Scores of heads of 72 or 80 columns are computed
+as 64 + 16 rather than padded to 128; their values as 64 + 64, since triton 3.6 miscompiles products that are
+narrower on Hopper.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+from triton import language as tl
+
+HEAD_DIMS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
+"""Columns of a head that were tested on a GPU."""
+_LOG2_E = 1.4426950408889634
+_DENSE = 8192
+"""Patches of a segment beyond which cuDNN is used where it can be."""
+_FEW_ROWS = 64
+_MANY_ROWS = 128
+_BUSY_PROGRAMS = 264
+"""Programs of `_MANY_ROWS` from which on a device of 132 multiprocessors is busy with them."""
+
+
+def segment_tiles(boundaries: Tensor, rows: int, heads: int) -> Tensor:
+    """What each program of `segment_attention` works on: `(tiles, 3)` int32, the same for every layer of a forward.
+
+    First row of the tile, begin and end of its segment; zeros in tiles that are left over.
+    """
+    block, slots = _block(rows, heads), len(boundaries) - 1
+    tiles = torch.empty((triton.cdiv(rows, block) + slots, 3), dtype=torch.int32, device=boundaries.device)
+    _map[(len(tiles),)](boundaries, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
+    return tiles
+
+
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, tiles: Tensor | None = None
+) -> Tensor:
+    """Attention of `q, k, v (rows, heads, head_dim)` within the segments that `boundaries` end.
+
+    `boundaries (slots + 1,)` is int32, the first 0, the last the number of rows. Heads lie one after the other in
+    a row; rows may lie apart, as in the output of one linear layer for all three. `tiles` are those of
+    `segment_tiles`. Returns a contiguous `(rows, heads, head_dim)`. Runs on a CPU only in Triton's interpreter.
+    """
+    rows, heads, head_dim = q.shape
+    if longest > _DENSE and rows == (len(boundaries) - 1) * longest:
+        # All segments are equal and long: cuDNN is faster, and a plan of it for each shape is worth its time.
+        query, key, value = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
+        attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
+        return attended.transpose(1, 2).flatten(0, 1)
+    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    tiles = segment_tiles(boundaries, rows, heads) if tiles is None else tiles
+    many = _block(rows, heads) == _MANY_ROWS
+    whole = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - whole
+    _attend[len(tiles), heads](
+        q,
+        k,
+        v,
+        out,
+        tiles,
+        scale * _LOG2_E,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        out.stride(0),
+        head_dim,
+        ROWS=_MANY_ROWS if many else _FEW_ROWS,
+        KEYS=64,
+        WHOLE=whole,
+        REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
+        SPARE=64,
+        num_warps=4,
+        num_stages=3 if many else 2,
+    )
+    return out
+
+
+def _block(rows: int, heads: int) -> int:
+    """Rows of a tile: fewer where there would be too few tiles for the device."""
+    return _MANY_ROWS if triton.cdiv(rows, _MANY_ROWS) * heads >= _BUSY_PROGRAMS else _FEW_ROWS
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _map(ends_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    tile = tl.program_id(0)
+    first = 0
+    begin = 0
+    end = 0
+    before = 0
+    for chunk in range(0, slots, CHUNK):
+        slot = chunk + tl.arange(0, CHUNK)
+        there = slot < slots
+        left = tl.load(ends_ptr + slot, mask=there, other=0)
+        right = tl.load(ends_ptr + slot + 1, mask=there, other=0)
+        tiles = (right - left + ROWS - 1) // ROWS
+        after = before + tl.cumsum(tiles, 0)
+        own = (after > tile) & (after - tiles <= tile)
+        first += tl.sum(tl.where(own, left + (tile - after + tiles) * ROWS, 0), 0)
+        begin += tl.sum(tl.where(own, left, 0), 0)
+        end += tl.sum(tl.where(own, right, 0), 0)
+        before += tl.sum(tiles, 0)
+    tl.store(tiles_ptr + 3 * tile, first)
+    tl.store(tiles_ptr + 3 * tile + 1, begin)
+    tl.store(tiles_ptr + 3 * tile + 2, end)
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    tiles_ptr,
+    scale,
+    q_row,
+    k_row,
+    v_row,
+    out_row,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REST: tl.constexpr,
+    SPARE: tl.constexpr,
+):
+    tile = tiles_ptr + 3 * tl.program_id(0)
+    first = tl.load(tile)
+    begin = tl.load(tile + 1)
+    end = tl.load(tile + 2)
+    if end == 0:
+        return
+    head = tl.program_id(1)
+    q_ptr += head * HEAD_DIM
+    k_ptr += head * HEAD_DIM
+    v_ptr += head * HEAD_DIM
+    rows = first + tl.arange(0, ROWS)
+    inside = rows < end
+    columns = tl.arange(0, WHOLE)
+    at = rows.to(tl.int64)
+    q = tl.load(q_ptr + at[:, None] * q_row + columns[None, :], mask=inside[:, None], other=0.0)
+    if REST:
+        more = tl.arange(0, REST)
+        wanted = inside[:, None] & (more < HEAD_DIM - WHOLE)[None, :]
+        q_rest = tl.load(q_ptr + at[:, None] * q_row + (WHOLE + more)[None, :], mask=wanted, other=0.0)
+    else:
+        q_rest = q
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, WHOLE], tl.float32)
+    out_rest = tl.zeros([ROWS, SPARE], tl.float32)
+    full = begin + (end - begin) // KEYS * KEYS
+    top, weight, out, out_rest = _keys(
+        top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, begin, full, end, scale, k_row, v_row,
+        HEAD_DIM, KEYS, WHOLE, REST, SPARE, False,
+    )  # fmt: skip
+    top, weight, out, out_rest = _keys(
+        top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, full, end, end, scale, k_row, v_row,
+        HEAD_DIM, KEYS, WHOLE, REST, SPARE, True,
+    )  # fmt: skip
+    out_ptr += head * HEAD_DIM
+    values = out / weight[:, None]
+    tl.store(out_ptr + at[:, None] * out_row + columns[None, :], values.to(out_ptr.dtype.element_ty), inside[:, None])
+    if REST:
+        values = (out_rest / weight[:, None]).to(out_ptr.dtype.element_ty)
+        spare = tl.arange(0, SPARE)
+        wanted = inside[:, None] & (spare < HEAD_DIM - WHOLE)[None, :]
+        tl.store(out_ptr + at[:, None] * out_row + (WHOLE + spare)[None, :], values, wanted)
+
+
+@triton.jit
+def _keys(
+    top,
+    weight,
+    out,
+    out_rest,
+    q,
+    q_rest,
+    k_ptr,
+    v_ptr,
+    start,
+    stop,
+    end,
+    scale,
+    k_row,
+    v_row,
+    HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REST: tl.constexpr,
+    SPARE: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """Take keys from `start` to `stop` in; only in the last, partial block are there keys beyond the segment."""
+    columns = tl.arange(0, WHOLE)
+    spare = tl.arange(0, SPARE)
+    for block in tl.range(start, stop, KEYS, num_stages=1 if LAST else None):
+        keys = block + tl.arange(0, KEYS)
+        at = keys.to(tl.int64)
+        inside = keys < end
+        k_at = k_ptr + at[:, None] * k_row + columns[None, :]
+        v_at = v_ptr + at[:, None] * v_row + columns[None, :]
+        if LAST:
+            k = tl.load(k_at, mask=inside[:, None], other=0.0)
+            v = tl.load(v_at, mask=inside[:, None], other=0.0)
+        else:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            more = tl.arange(0, REST)
+            kept = (more < HEAD_DIM - WHOLE)[None, :]
+            wanted = inside[:, None] & kept if LAST else kept
+            k_rest = tl.load(k_ptr + at[:, None] * k_row + (WHOLE + more)[None, :], mask=wanted, other=0.0)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores = scores * scale
+        if LAST:
+            scores = tl.where(inside[None, :], scores, -float("inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        shares = tl.exp2(scores - highest[:, None])
+        fade = tl.exp2(top - highest)
+        weight = weight * fade + tl.sum(shares, 1)
+        top = highest
+        shares = shares.to(v.dtype)
+        out = tl.dot(shares, v, out * fade[:, None], input_precision="ieee")
+        if REST:
+            kept = (spare < HEAD_DIM - WHOLE)[None, :]
+            wanted = inside[:, None] & kept if LAST else kept
+            v_rest = tl.load(v_ptr + at[:, None] * v_row + (WHOLE + spare)[None, :], mask=wanted, other=0.0)
+            out_rest = tl.dot(shares, v_rest, out_rest * fade[:, None], input_precision="ieee")
+    return top, weight, out, out_rest

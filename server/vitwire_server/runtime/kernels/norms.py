@@ -1,0 +1,81 @@
+"""Layer and RMS norm, after a residual was added."""
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton import language as tl
+
+
+def add_norm(hidden: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """`hidden + added`, rounded to their dtype, and its norm; `(rows, columns)` each, contiguous.
+
+    `norm` is an `nn.LayerNorm` or any module of `weight` and `eps` that divides by the root of the mean square.
+    Without `added`, the first of the two is `hidden` itself.
+    """
+    rows, columns = hidden.shape
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    bias = getattr(norm, "bias", None)
+    summed = torch.empty_like(hidden) if added is not None else hidden
+    normed = torch.empty_like(hidden)
+    _add_norm[(rows,)](
+        hidden,
+        hidden if added is None else added,
+        summed,
+        normed,
+        weight,
+        weight if bias is None else bias,
+        epsilon(norm),
+        COUNT=columns,
+        COLUMNS=triton.next_power_of_2(columns),
+        ADD=added is not None,
+        CENTRE=isinstance(norm, nn.LayerNorm),
+        BIAS=bias is not None,
+        num_warps=4,
+    )
+    return summed, normed
+
+
+def epsilon(norm: nn.Module) -> float:
+    """What the norm adds to the variance."""
+    for name in ("eps", "variance_epsilon"):
+        if isinstance(value := getattr(norm, name, None), float):
+            return value
+    raise ValueError(f"{type(norm).__name__} has no epsilon")
+
+
+@triton.jit
+def _add_norm(
+    hidden_ptr,
+    added_ptr,
+    summed_ptr,
+    normed_ptr,
+    weight_ptr,
+    bias_ptr,
+    epsilon,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    column = tl.arange(0, COLUMNS)
+    there = column < COUNT
+    at = tl.program_id(0).to(tl.int64) * COUNT + column
+    values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(added_ptr + at, mask=there, other=0.0).to(tl.float32)
+        rounded = values.to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + at, rounded, mask=there)
+        values = rounded.to(tl.float32)
+    if CENTRE:
+        mean = tl.sum(values, 0) / COUNT
+        values = tl.where(there, values - mean, 0.0)
+    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
+    weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
+    if not CENTRE:
+        # RMS norms of the models round before they scale.
+        scaled = scaled.to(normed_ptr.dtype.element_ty).to(tl.float32)
+    scaled *= weight
+    if BIAS:
+        scaled += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + at, scaled.to(normed_ptr.dtype.element_ty), mask=there)

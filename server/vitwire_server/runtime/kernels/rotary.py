@@ -1,0 +1,63 @@
+"""Rotary positions, applied where the queries and keys lie."""
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn queries and keys of `qkv (rows, 3, heads, head_dim)` in place, in float32, rounding once.
+
+    `cos` and `sin (rows, head_dim)` are float32; column `i` of a head turns with `i + head_dim / 2` (the halves of
+    Su et al., arXiv 2104.09864, as in GPT-NeoX). `qkv` must be contiguous.
+    """
+    rows, _, heads, head_dim = qkv.shape
+    _rotate[(rows,)](
+        qkv,
+        cos,
+        sin,
+        3 * heads * head_dim,
+        HEADS=2 * heads,
+        HALF=head_dim // 2,
+        LINES=triton.next_power_of_2(2 * heads),
+        COLUMNS=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+    )
+
+
+def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What `rotate` leaves, out of torch operations."""
+    turned = qkv[:, :2].float()
+    one, two = turned.chunk(2, dim=-1)
+    crossed = torch.cat((-two, one), dim=-1)
+    turned = turned * cos[:, None, None] + crossed * sin[:, None, None]
+    return torch.cat((turned.to(qkv.dtype), qkv[:, 2:]), dim=1)
+
+
+@triton.jit
+def _rotate(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    row_stride,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.arange(0, LINES)
+    column = tl.arange(0, COLUMNS)
+    angle = row * (2 * HALF) + column
+    turned = column < HALF
+    cos_one = tl.load(cos_ptr + angle, mask=turned)[None, :]
+    cos_two = tl.load(cos_ptr + angle + HALF, mask=turned)[None, :]
+    sin_one = tl.load(sin_ptr + angle, mask=turned)[None, :]
+    sin_two = tl.load(sin_ptr + angle + HALF, mask=turned)[None, :]
+    there = (line < HEADS)[:, None] & turned[None, :]
+    at = qkv_ptr + row * row_stride + line[:, None] * (2 * HALF) + column[None, :]
+    one = tl.load(at, mask=there).to(tl.float32)
+    two = tl.load(at + HALF, mask=there).to(tl.float32)
+    tl.store(at, (one * cos_one - two * sin_one).to(qkv_ptr.dtype.element_ty), mask=there)
+    tl.store(at + HALF, (two * cos_two + one * sin_two).to(qkv_ptr.dtype.element_ty), mask=there)

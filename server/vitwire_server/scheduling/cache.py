@@ -1,0 +1,147 @@
+"""Embeddings by content, so that what was encoded once is not encoded again."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import DType, Embedding, Modality
+
+_OVERHEAD = 1024
+"""Bytes that an embedding takes beside its rows, by estimate."""
+_NAME_OVERHEAD = 512
+
+
+class Content(NamedTuple):
+    """What an item shows, and in which form it came."""
+
+    modality: Modality
+    grid: Grid
+    forms: tuple[tuple[DType, tuple[int, ...]], ...]
+    """Type and shape of each of its tensors."""
+    digest: bytes
+    """Of the bytes of all its tensors."""
+
+
+class Key(NamedTuple):
+    """What decides over the rows of an item, and who may see them."""
+
+    principal: str
+    fingerprint: str
+    """Of the tower's weights."""
+    output: DType
+    keep_ratio: float
+    content: Content
+
+
+class Name(NamedTuple):
+    """A content_id, as one principal gave it, and the form of the rows that are asked for."""
+
+    principal: str
+    fingerprint: str
+    output: DType
+    keep_ratio: float
+    content_id: str
+
+
+@dataclass(slots=True)
+class _Entry:
+    embedding: Embedding
+    names: set[Name] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        names = sum(_NAME_OVERHEAD + len(name.content_id) for name in self.names)
+        return _OVERHEAD + len(self.embedding.data) + names
+
+
+class EmbeddingCache:
+    """Least recently used embeddings leave first when the bound on bytes is reached. Used on the event loop only.
+
+    A name stands for the content that it was last given with. Names are per principal, as keys are, and
+    leave with their embedding.
+    """
+
+    def __init__(self, max_bytes: int, changed: Callable[[int, int], None] = lambda *_: None) -> None:
+        """0 bytes cache nothing. `changed` is told the bytes held, and how many embeddings were evicted."""
+        self._max_bytes = max_bytes
+        self._changed = changed
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._keys: dict[Name, Key] = {}
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever held."""
+        return self._max_bytes > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, names and bookkeeping included."""
+        return self._nbytes
+
+    def get(self, key: Key, name: Name | None = None) -> Embedding | None:
+        """The embedding, which is now the most recently used one; `name` stands for it from now on."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        if name:
+            self._call(name, key, entry)
+            self._shrink()
+        return entry.embedding
+
+    def find(self, name: Name) -> tuple[Key, Embedding] | None:
+        """The embedding of the content that `name` stands for, if it is still held."""
+        key = self._keys.get(name)
+        if key is None:
+            return None
+        self._entries.move_to_end(key)
+        return key, self._entries[key].embedding
+
+    def put(self, key: Key, embedding: Embedding, names: set[Name]) -> None:
+        """Hold a copy of the rows, unless they are larger than the whole cache."""
+        if key in self._entries:
+            self._remove(key)
+        # What the rows came in may be pinned memory, of which there is little, or larger than they are.
+        entry = _Entry(Embedding(memoryview(bytes(embedding.data)), embedding.dtype, embedding.shape, embedding.kept))
+        if entry.nbytes > self._max_bytes:
+            self._changed(self._nbytes, 0)
+            return
+        self._entries[key] = entry
+        self._nbytes += entry.nbytes
+        for name in names:
+            self._call(name, key, entry)
+        self._shrink()
+
+    def _call(self, name: Name, key: Key, entry: _Entry) -> None:
+        """Let `name` stand for `key`, and for nothing else."""
+        former = self._keys.get(name)
+        if former == key:
+            return
+        if former is not None:
+            self._resize(self._entries[former], lambda names: names.discard(name))
+        self._keys[name] = key
+        self._resize(entry, lambda names: names.add(name))
+
+    def _resize(self, entry: _Entry, change: Callable[[set[Name]], None]) -> None:
+        before = entry.nbytes
+        change(entry.names)
+        self._nbytes += entry.nbytes - before
+
+    def _shrink(self) -> None:
+        evicted = 0
+        while self._nbytes > self._max_bytes:
+            self._remove(next(iter(self._entries)))
+            evicted += 1
+        self._changed(self._nbytes, evicted)
+
+    def _remove(self, key: Key) -> None:
+        entry = self._entries.pop(key)
+        self._nbytes -= entry.nbytes
+        for name in entry.names:
+            del self._keys[name]

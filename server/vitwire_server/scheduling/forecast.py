@@ -1,0 +1,43 @@
+"""How long work will take: what the costs predict, at the pace that was measured."""
+
+from collections import deque
+
+_BATCHES = 32
+
+
+class Forecast:
+    """Corrects predicted times by those of the last batches.
+
+    On a device whose costs were measured at start the pace is about 1; where they are assumed, as on a
+    CPU, it is whatever that is off by.
+    """
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[float, float]] = deque(maxlen=_BATCHES)
+        self._busy_until = 0.0
+        self._last_end = 0.0
+        self.pace = 1.0
+        """Measured over predicted seconds; 1 until something ran."""
+
+    def launched(self, predicted: float, now: float) -> None:
+        """A batch was started, behind those that are under way."""
+        self._busy_until = max(self._busy_until, now) + predicted * self.pace
+
+    def ran(self, predicted: float, started: float, now: float) -> None:
+        """A batch is done; it had the device for itself since the one before it was."""
+        self._batches.append((predicted, now - max(started, self._last_end)))
+        self._last_end = now
+        expected, spent = map(sum, zip(*self._batches, strict=True))
+        self.pace = spent / expected if expected and spent else 1.0
+
+    def idle(self) -> None:
+        """Nothing is under way."""
+        self._busy_until = 0.0
+
+    def wait(self, ahead: float, now: float) -> float:
+        """Seconds until work of `ahead` predicted seconds, and what is under way, is done."""
+        return max(0.0, self._busy_until - now) + ahead * self.pace
+
+    def alone(self, predicted: float) -> float:
+        """Seconds that work takes at least: a pace slower than predicted may be that of other sizes."""
+        return predicted * min(1.0, self.pace)

@@ -1,0 +1,119 @@
+"""Deficit round robin: a share of the device for each request, counted in tokens.
+
+Flows take turns; a turn is worth a quantum of tokens, and what a flow does not use of it adds up
+(Shreedhar and Varghese 1995). A batch may hold more than one turn of a flow, and out of order, so a
+flow can be in debt: its next turns pay, and who comes in the meantime goes first.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import count, islice
+from typing import Generic, TypeVar
+
+F = TypeVar("F", bound=Hashable)
+E = TypeVar("E", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Share(Generic[E]):
+    """What waits of one flow, by cost. Its deficit is the credit that every flow was given, less `paid`."""
+
+    paid: int
+    turn: int
+    backlog: int = 0
+    costs: dict[E, int] = field(default_factory=dict)
+
+
+class Shares(Generic[F, E]):
+    """Elements of many flows in the order of deficit round robin; pure and deterministic.
+
+    Within a flow the order is that of arrival. A flow that empties loses what it had saved or owed.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        """`quantum` is what a turn is worth, in the unit of the costs."""
+        self._quantum = quantum
+        self._credit = 0
+        self._turns = count()
+        self._shares: dict[F, _Share[E]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._shares)
+
+    def push(self, flow: F, element: E, cost: int) -> None:
+        """Append to a flow; one that is new goes to the end of the line with a deficit of 0."""
+        share = self._shares.get(flow)
+        if share is None:
+            share = self._shares[flow] = _Share(self._credit, next(self._turns))
+        share.costs[element] = cost
+        share.backlog += cost
+
+    def order(self, limit: int) -> list[E]:
+        """Up to `limit` elements in the order they should run; changes nothing."""
+        return [element for _, _, element in islice(merge(*map(self._visits, self._shares.values()), key=_line), limit)]
+
+    @property
+    def backlog(self) -> int:
+        """The cost of all that waits."""
+        return sum(share.backlog for share in self._shares.values())
+
+    def ahead(self, cost: int) -> int:
+        """What of others would run before a new flow of `cost` is done: of each as much, and a turn."""
+        most = cost + self._quantum
+        return sum(min(share.backlog, most) for share in self._shares.values())
+
+    def take(self, elements: Iterable[tuple[F, E]]) -> None:
+        """Remove elements that run now. Their flows pay and go to the end of the line.
+
+        All rounds up to the next element in order have passed by then. The flow that owes least owes
+        no more than what was taken: it is not punished for a device that nobody else wanted.
+        """
+        self._pass(self._next_round())
+        taken = 0
+        for flow, element in elements:
+            share = self._shares[flow]
+            cost = self._remove(flow, share, element)
+            share.paid += cost
+            share.turn = next(self._turns)
+            taken += cost
+        self._pass(self._next_round() - -(-taken // self._quantum))
+
+    def drop(self, flow: F, element: E) -> None:
+        """Remove an element that will not run, for which its flow does not pay."""
+        self._remove(flow, self._shares[flow], element)
+
+    def remove(self, flow: F) -> list[E]:
+        """Remove and return all elements of a flow."""
+        share = self._shares.pop(flow, None)
+        return list(share.costs) if share else []
+
+    def _remove(self, flow: F, share: _Share[E], element: E) -> int:
+        cost = share.costs.pop(element)
+        share.backlog -= cost
+        if not share.costs:
+            del self._shares[flow]
+        return cost
+
+    def _visits(self, share: _Share[E]) -> Iterator[tuple[int, int, E]]:
+        """A flow's elements, each with the round in which the flow can pay for it, and the flow's turn."""
+        due = share.paid
+        for element, cost in share.costs.items():
+            due += cost
+            yield self._round(due), share.turn, element
+
+    def _round(self, due: int) -> int:
+        """Rounds until a flow can pay `due` in all; 0 if it can already."""
+        return max(0, -(-(due - self._credit) // self._quantum))
+
+    def _next_round(self) -> int:
+        """The round of the next element in order."""
+        heads = (self._round(share.paid + next(iter(share.costs.values()))) for share in self._shares.values())
+        return min(heads, default=0)
+
+    def _pass(self, rounds: int) -> None:
+        self._credit += self._quantum * max(0, rounds)
+
+
+def _line(visit: tuple[int, int, object]) -> tuple[int, int]:
+    return visit[0], visit[1]

@@ -1,0 +1,131 @@
+"""What a row of the table of models says, whatever the shape of its tower."""
+
+import importlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import AutoConfig
+
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Weights = dict[str, "Tensor"]
+
+
+def stripped(*prefixes: str) -> dict[str, str]:
+    """Prefixes that are left out of a module's names."""
+    return dict.fromkeys(prefixes, "")
+
+
+def at(config: Any, path: str) -> Any:  # noqa: ANN401 - configurations are of many classes
+    """The field of a configuration at a dotted path; all of it where the path is empty. Raises AttributeError."""
+    return reduce(getattr, filter(None, path.split(".")), config)
+
+
+def unchanged(weights: Weights, config: Any) -> Weights:  # noqa: ANN401 - configurations are of many classes
+    """Weights that are stored as the module holds them."""
+    del config
+    return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A module to load: its class, its configuration, and what its weights are called in checkpoints."""
+
+    source: str
+    """Module and class; `transformers.models.` is left out, modules of our own are named in full."""
+    prefixes: Mapping[str, str]
+    """Beginnings of its weights' names in checkpoints of whatever layout, and what stands for them in the module."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Regular expressions and what they become, one after the other, once the prefix is replaced."""
+    ignored: tuple[str, ...] = ()
+    """Beginnings of renamed names that the module has no use for."""
+    convert: Callable[[Weights, Any], Weights] = unchanged
+    """From renamed weights, and this module's configuration, to the weights of the module.
+
+    Linear in the weights, and content with a part of them.
+    """
+    config: str = "vision_config"
+    """Path of its configuration within the checkpoint's; empty for the whole."""
+
+    def resolve(self) -> "type[nn.Module]":
+        """The class. Raises ImportError or AttributeError where transformers has none."""
+        path, name = self.source.split(":")
+        package = path if path.startswith("vitwire_server.") else f"transformers.models.{path}"
+        found: type[nn.Module] = getattr(importlib.import_module(package), name)
+        return found
+
+    def configuration(self, whole: Any) -> Any:  # noqa: ANN401 - configurations are of many classes
+        """This module's part of a checkpoint's configuration. Raises AttributeError."""
+        return at(whole, self.config)
+
+    def name(self, key: str) -> str | None:
+        """What a checkpoint's weight is called in this module, before conversion; None if it is not part of it."""
+        prefix = next((each for each in self.prefixes if key.startswith(each)), None)
+        if prefix is None:
+            return None
+        name = self.prefixes[prefix] + key.removeprefix(prefix)
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return None if name.startswith(self.ignored) else name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(ABC):
+    """A row of the table: one `model_type`, what to load of it, and how to build its tower."""
+
+    model_type: str
+    """`model_type` of the checkpoint's config.json."""
+    title: str
+    """The models' published name."""
+    tower: Module
+    """The vision tower."""
+    beside: Mapping[str, Module] | None = None
+    """Other modules that rows pass through, such as a projector, by name."""
+    transformers: str = "5.17.0"
+    """Oldest release of transformers that computes this tower correctly."""
+    videos: bool = True
+    """Takes clips too."""
+    pooled: bool = False
+    """Tokens of a clip are of several frames each, so that none can be pruned."""
+    prepared: bool = True
+    """Clients can prepare images as the model's own processor does."""
+    prepared_videos: bool = True
+    """Clients can prepare clips as the model's own processor does."""
+    architecture: str = ""
+    """Sizes of the published towers, for the table of models."""
+    attention: str = "full"
+    """What attends to what, in a few words, for the table of models."""
+    special: str = ""
+    """What else a reader of the table should know."""
+    layout: ClassVar[str]
+    """Shape of the family's pixels, for the table of models."""
+
+    @property
+    def modules(self) -> dict[str, Module]:
+        """Everything to load, by name."""
+        return {"tower": self.tower, **(self.beside or {})}
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of many classes
+        """The checkpoint's configuration; `settings` is its config.json.
+
+        Raises what transformers raises over one that is broken.
+        """
+        del settings
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+    @abstractmethod
+    def build(self, parts: Mapping[str, "nn.Module"], config: Any) -> Any:  # noqa: ANN401
+        """The tower around its loaded modules; `config` is the whole checkpoint's."""
+
+    @abstractmethod
+    def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+        """Settings of the checkpoint's processor for each modality it takes. Raises CheckpointError."""

@@ -1,0 +1,27 @@
+"""JSON files of a checkpoint, and the error over one that cannot be served."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """The checkpoint cannot be served; the message is one sentence for the operator."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} holds no {path.name}: is it a model directory in hub layout?") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file that may be absent: empty then. Raises CheckpointError."""
+    return read_json(path) if path.exists() else {}

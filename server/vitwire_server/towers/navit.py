@@ -1,0 +1,285 @@
+"""Packed towers without `grid_thw`: images of any size as patches in raster order, positions of our own."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Geometry, Preprocessing
+from vitwire_server.towers.metadata import Boundaries, Part, Rows, Sources
+from vitwire_server.towers.packed import PackedFamily, PackedTower
+from vitwire_server.towers.tile_settings import Processor
+from vitwire_server.towers.tower import Metadata
+
+Parts = Mapping[str, Any]
+"""Loaded modules by name; those of transformers are typed in part only."""
+
+_SQUARE = 16
+"""Tokens a side of the images that budgets are sampled with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NavitFamily(PackedFamily):
+    """Rows whose tower is a NavitTower."""
+
+    processor: Callable[[Processor, Any], dict[Modality, Preprocessing]]
+    """From the processor's files and the checkpoint's configuration; raises as `Processor` does."""
+    layout = "packed patches, raster order"
+
+    def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+        """See Family."""
+        return Processor.read(folder, lambda files: self.processor(files, config))
+
+
+class NavitTower(PackedTower):
+    """Attention within images; what a family's stock forward derives from image sizes is laid out ahead."""
+
+    channels_last: ClassVar[bool] = False
+    """The processor emits the columns of a patch as (p, p, C)."""
+
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        self.family = family
+        self.model = parts["tower"]
+        self._projector: Any = parts.get("projector")
+        vision: Any = self.model.config
+        self.geometry = Geometry(
+            patch=vision.patch_size,
+            merge=self._merge(config),
+            temporal=1,
+            channels=getattr(vision, "num_channels", 3),
+            width=self._width(config),
+            levels=0,
+            raster=True,
+            channels_last=self.channels_last,
+            longest_side=self._longest_side(),
+        )
+        self._positions = None
+        self._window_side = 0
+        self._parts = self._kinds()
+        self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
+        self._kept = 0
+
+    def to(self, device: torch.device | str) -> None:
+        """See Tower."""
+        super().to(device)
+        if self._projector is not None:
+            self._projector.to(device)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Attention heads and the size of one."""
+        config: Any = self.model.config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_attention_heads, size
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        """`pixels (patches, columns)` to rows `(tokens, width)`."""
+        tensors = metadata.tensors
+        boundaries, longest = tensors["cu_seqlens"], metadata.bounds["max_seqlen"]
+        attended = {
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        return self._rows(pixels, tensors, attended)
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        """Rows `(tokens, width)`; `attended` are the keyword arguments of packed attention."""
+        raise NotImplementedError
+
+    def _merge(self, config: Any) -> int:  # noqa: ANN401
+        del config
+        return 1
+
+    def _width(self, config: Any) -> int:  # noqa: ANN401
+        width: int = config.text_config.hidden_size
+        return width
+
+    def _longest_side(self) -> int | None:
+        return None
+
+    def samples(self, tokens: int, items: int) -> list[Grid]:
+        """At most `items` images, nearly square, of `tokens` together, or of a few less than that."""
+        squares = min(tokens // _SQUARE**2, items - 1)
+        rest = tokens - squares * _SQUARE**2
+        rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
+        columns = rest // rows if rows else 0
+        if columns * self.geometry.merge > (self.geometry.longest_side or columns * self.geometry.merge):
+            rows = columns = isqrt(rest)
+        shapes = [(_SQUARE, _SQUARE)] * squares + [(rows, columns)] * bool(rest)
+        return [Grid(1, height * self.geometry.merge, width * self.geometry.merge) for height, width in shapes]
+
+    def _kinds(self) -> dict[str, Part]:
+        return {"cu_seqlens": Boundaries(slots=lambda c: c.segments, longest=lambda c: c.longest)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        return {"cu_seqlens": torch.arange(1, grid.t + 1, dtype=torch.int32) * grid.frame_patches}
+
+
+class PixtralTower(NavitTower):
+    """Rotary positions by row and column; in Mistral 3, a learned merger of neighbours before the projector."""
+
+    def _merge(self, config: Any) -> int:  # noqa: ANN401
+        merge: int = getattr(config, "spatial_merge_size", 1)
+        return merge
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """See Tower."""
+        return list(self.model.transformer.layers)
+
+    def _kinds(self) -> dict[str, Part]:
+        merged = {"neighbours": Sources(self.geometry.merge**2)} if self.geometry.merge > 1 else {}
+        return {**super()._kinds(), "positions": Rows((2,), torch.int64), **merged}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        computed = {**super()._compute(grid), "positions": places(grid)}
+        if self.geometry.merge > 1:
+            computed["neighbours"] = neighbours(grid, self.geometry.merge)
+        return computed
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model, side = self.model, self.geometry.patch
+        patches = model.patch_conv(pixels.view(len(pixels), -1, side, side)).flatten(1)
+        states = model.ln_pre(patches.unsqueeze(0))
+        turns = model.patch_positional_embedding(states, tensors["positions"])
+        states = model.transformer(states, attention_mask=None, position_embeddings=turns, **attended).last_hidden_state
+        if self.geometry.merge == 1:
+            return self._projector(states[0])  # type: ignore[no-any-return]
+        return self._merged(states[0], tensors["neighbours"])
+
+    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
+        """Of a token's columns, those of all its patches lie side by side."""
+        projector = self._projector
+        beside = projector.norm(states)[neighbours].transpose(1, 2).flatten(1)
+        hidden = projector.act(projector.linear_1(projector.patch_merger.merging_layer(beside)))
+        return projector.linear_2(hidden)  # type: ignore[no-any-return]
+
+
+class Gemma4Tower(NavitTower):
+    """Learned and rotary positions by column and row; tokens are means of squares of patches."""
+
+    channels_last = True
+
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(family, parts, config)
+        self._clear = torch.zeros(1, 1, dtype=torch.bool, device=self.device)
+        """No patch is padding in the stock sense: what pads a budget has rows that nobody reads."""
+
+    def to(self, device: torch.device | str) -> None:
+        """See Tower."""
+        super().to(device)
+        self._clear = self._clear.to(device)
+
+    def _merge(self, config: Any) -> int:  # noqa: ANN401
+        side: int = config.vision_config.pooling_kernel_size
+        return side
+
+    def _longest_side(self) -> int:
+        config: Any = self.model.config
+        side: int = config.position_embedding_size // config.pooling_kernel_size * config.pooling_kernel_size
+        return side
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """See Tower."""
+        return list(self.model.encoder.layers)
+
+    def _kinds(self) -> dict[str, Part]:
+        squares = Sources(self.geometry.merge**2)
+        return {**super()._kinds(), "positions": Rows((2,), torch.int64), "squares": squares}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        squares = neighbours(grid, self.geometry.merge)
+        return {**super()._compute(grid), "positions": places(grid).flip(1), "squares": squares}
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model, positions = self.model, tensors["positions"].unsqueeze(0)
+        states = model.patch_embedder(pixels.unsqueeze(0), positions, self._clear)
+        turns = model.encoder.rotary_emb(states, positions)
+        for layer in model.encoder.layers:
+            states = layer(states, position_embeddings=turns, position_ids=positions, **attended)
+        return self._projector(self._pooled(states[0], tensors["squares"]))  # type: ignore[no-any-return]
+
+    def _pooled(self, states: Tensor, squares: Tensor) -> Tensor:
+        """Means in float32, scaled; float16 would overflow."""
+        model = self.model
+        means = states[squares].float().mean(dim=1).to(states.dtype)
+        rows: Tensor = means.float() * model.pooler.root_hidden_size
+        if model.config.standardize:
+            rows = (rows - model.std_bias.float()) * model.std_scale.float()
+        return rows.to(states.dtype)
+
+
+class Siglip2Tower(NavitTower):
+    """Learned positions, resampled to each grid; rows of the patches after the last norm."""
+
+    channels_last = True
+
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        self._table = parts["tower"].embeddings.position_embedding.weight.detach().cpu()
+        super().__init__(family, parts, config)
+
+    def _width(self, config: Any) -> int:  # noqa: ANN401
+        width: int = config.vision_config.hidden_size
+        return width
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """See Tower."""
+        return list(self.model.encoder.layers)
+
+    def _kinds(self) -> dict[str, Part]:
+        return {**super()._kinds(), "positions": Rows((self._table.shape[1],), self._table.dtype)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        """Resampled on the host, in float32."""
+        embeddings = self.model.embeddings
+        side = embeddings.position_embedding_size
+        resampled = embeddings.resize_positional_embeddings(
+            self._table.view(side, side, -1), torch.tensor([[grid.h, grid.w]]), grid.frame_patches
+        )
+        return {**super()._compute(grid), "positions": resampled[0].repeat(grid.t, 1)}
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model = self.model
+        states = (model.embeddings.patch_embedding(pixels) + tensors["positions"]).unsqueeze(0)
+        for layer in model.encoder.layers:
+            states = states + self._attention(layer.self_attn, layer.layer_norm1(states), attended)
+            states = states + layer.mlp(layer.layer_norm2(states))
+        rows: Tensor = model.post_layernorm(states[0])
+        return rows
+
+    def _attention(self, module: Any, states: Tensor, attended: Mapping[str, Any]) -> Tensor:  # noqa: ANN401
+        """The stock module keeps the boundaries from attention, so its projections are called one by one."""
+        attend = ALL_ATTENTION_FUNCTIONS[self.model.config._attn_implementation]  # noqa: SLF001 - set by use_attention
+        query, key, value = (
+            projection(states).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+            for projection in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        rows, _ = attend(
+            module, query, key, value, None, scaling=module.scale, dropout=0.0, is_causal=False, **attended
+        )
+        return module.out_proj(rows.flatten(2))  # type: ignore[no-any-return]
+
+
+def places(grid: Grid) -> Tensor:
+    """Row and column of each patch, `(patches, 2)`, frame after frame."""
+    rows = torch.arange(grid.h).repeat_interleave(grid.w)
+    columns = torch.arange(grid.w).repeat(grid.h)
+    return torch.stack([rows, columns], dim=1).repeat(grid.t, 1)
+
+
+def neighbours(grid: Grid, merge: int) -> Tensor:
+    """Numbers of the patches of each token, `(tokens, merge**2)`, where they lie in raster order."""
+    patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
+    return patches.permute(0, 1, 3, 2, 4).reshape(-1, merge**2)

@@ -1,0 +1,146 @@
+"""Packed towers whose rows pass through a module beside the tower: projectors, and pooling over frames."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.models import ClipGeometry
+from vitwire_server.towers.metadata import Part, Rows, Sources
+from vitwire_server.towers.packed import PackedFamily, PackedTower, frame_of
+
+
+class ProjectedTower(PackedTower):
+    """A tower with a projector beside it that takes the tower's rows as they are."""
+
+    def __init__(self, family: PackedFamily, parts: Mapping[str, nn.Module], config: Any) -> None:  # noqa: ANN401
+        """See PackedTower; the projector is the part of that name."""
+        self.projector: Any = parts["projector"]
+        super().__init__(family, parts, config)
+
+    def to(self, device: torch.device | str) -> None:
+        """See Tower."""
+        super().to(device)
+        self.projector.to(device)
+
+    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+        del tensors
+        rows: Tensor = self.projector(output.last_hidden_state.flatten(0, -2))
+        return rows
+
+
+class PaddleTower(ProjectedTower):
+    """Patches in raster order, which only the projector groups to tokens; single images."""
+
+    after = frozenset({"patches"})
+
+    def _geometry(self, **fields: Any) -> ClipGeometry:  # noqa: ANN401
+        return ClipGeometry(**fields, most_frames=1)
+
+    def _kinds(self) -> dict[str, Part]:
+        return super()._kinds() | {"patches": Sources(self.geometry.merge**2)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        return super()._compute(grid) | {"patches": tokens_of(grid, self.geometry.merge)[:, 0]}
+
+    def _shaped(self, pixels: Tensor) -> Tensor:
+        side = self.geometry.patch
+        return pixels.view(1, len(pixels), -1, side, side)
+
+    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+        projector = self.projector
+        patches = projector.pre_norm(output.last_hidden_state)[tensors["patches"]]
+        rows: Tensor = projector.linear_2(projector.act(projector.linear_1(patches.flatten(1))))
+        return rows
+
+
+class KimiTower(ProjectedTower):
+    """Attention over a whole chunk of a clip, whose frames are averaged; then the projector."""
+
+    after = frozenset({"patches", "shares"})
+
+    @property
+    def _chunk(self) -> int:
+        frames: int = self.model.config.pos_emb_time
+        return frames
+
+    def footprint(self, grid: Grid) -> Footprint:
+        """See Tower."""
+        frame = grid.frame_patches // self.geometry.merge**2
+        return super().footprint(grid)._replace(pooled=frame * (grid.t - 1))
+
+    def _geometry(self, **fields: Any) -> ClipGeometry:  # noqa: ANN401
+        return ClipGeometry(**fields, most_frames=self._chunk, pooled=0)
+
+    def _kinds(self) -> dict[str, Part]:
+        return super()._kinds() | {
+            "frame_index": Rows((), torch.int64),
+            "patches": Sources(self._chunk * self.geometry.merge**2),
+            "shares": Rows((self._chunk,), torch.float32, per_token=True),
+        }
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        """Chunks of fewer frames name their first one for those that they lack, with a share of 0."""
+        patches = tokens_of(grid, self.geometry.merge)
+        lacking = patches[:, :1].expand(-1, self._chunk - grid.t, -1)
+        shares = torch.zeros(len(patches), self._chunk)
+        shares[:, : grid.t] = 1 / grid.t
+        return super()._compute(grid) | {
+            "frame_index": frame_of(grid) + int(grid.t > 1),
+            "patches": torch.cat([patches, lacking], dim=1).flatten(1),
+            "shares": shares,
+        }
+
+    def _shaped(self, pixels: Tensor) -> Tensor:
+        side = self.geometry.patch
+        return pixels.view(len(pixels), -1, side, side)
+
+    def _given(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower's own pooling takes clips of one length only: it gets a single token, which nobody uses."""
+        return super()._given(tensors) | {"temporal_merge_index": tensors["patches"][:1, :, None]}
+
+    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+        hidden = output.last_hidden_state
+        frames = tensors["patches"].unflatten(1, (self._chunk, -1)).unbind(1)
+        shares = tensors["shares"].unbind(1)
+        mean = sum(hidden[frame] * share[:, None, None] for frame, share in zip(frames, shares, strict=True))
+        rows: Tensor = self.projector(mean.to(hidden.dtype)).squeeze(1)
+        return rows
+
+
+class ErnieTower(ProjectedTower):
+    """Tokens of two frames become one; an image is its own second frame."""
+
+    after = frozenset({"pairs"})
+
+    def footprint(self, grid: Grid) -> Footprint:
+        """See Tower."""
+        own = super().footprint(grid)
+        return own._replace(pooled=own.tokens // 2 if grid.t > 1 else 0)
+
+    def _geometry(self, **fields: Any) -> ClipGeometry:  # noqa: ANN401
+        return ClipGeometry(**fields, pooled=2)
+
+    def _kinds(self) -> dict[str, Part]:
+        return super()._kinds() | {"pairs": Sources(2, patches=self.geometry.merge**2)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        frame = torch.arange(grid.frame_patches // self.geometry.merge**2)
+        starts = torch.arange(grid.t).view(-1, 2) if grid.t > 1 else torch.zeros(1, 2, dtype=torch.int64)
+        pairs = starts[:, None] * len(frame) + frame[:, None]
+        return super()._compute(grid) | {"pairs": pairs.flatten(0, 1)}
+
+    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+        resampler, hidden = self.projector, output.last_hidden_state
+        tokens = resampler.spatial_linear(hidden.reshape(-1, self.geometry.merge**2 * hidden.shape[-1]))
+        pairs = resampler.temporal_linear(tokens[tensors["pairs"]].flatten(1))
+        rows: Tensor = resampler.after_norm(resampler.mlp(pairs))
+        return rows
+
+
+def tokens_of(grid: Grid, merge: int) -> Tensor:
+    """`(tokens of a frame, frames, merge**2)`: numbers of the patches of each token, where they lie in raster order."""
+    patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
+    return patches.permute(1, 3, 0, 2, 4).reshape(-1, grid.t, merge**2)

@@ -1,0 +1,115 @@
+"""From tiles to rows, one class for each way of it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitwire_server.towers.tiles import Encoder, Parts, View, module_heads, side
+
+
+def last_layer(config: Any) -> None:  # noqa: ANN401 - configurations are of many classes
+    """Raises ValueError unless rows are those of the last layer."""
+    layer = getattr(config, "vision_feature_layer", -1)
+    if layer != -1:
+        raise ValueError(f"vision_feature_layer {layer} is not served, only -1, the last one, is")
+
+
+class InternVL(Encoder):
+    """A ViT with a class token, pixel shuffle, then the projector."""
+
+    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        last_layer(config)
+        vision = config.vision_config
+        size = side(vision.image_size)
+        self.patch = side(vision.patch_size)
+        self.merge = round(1 / config.downsample_ratio)
+        self._side = size // self.patch
+        if self._side % self.merge:
+            raise ValueError(f"{self._side} patches a side cannot be merged by {self.merge}")
+        self.view = View(size, size, (self._side // self.merge) ** 2)
+        self.channels = vision.num_channels
+        self.width = config.text_config.hidden_size
+        self.heads = module_heads(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self.blocks = list(self._tower.encoder.layer)
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        patches: Tensor = self._tower(pixel_values=tiles).last_hidden_state[:, 1:]
+        return self._projector(self._shuffled(patches))  # type: ignore[no-any-return]
+
+    def _shuffled(self, patches: Tensor) -> Tensor:
+        """`(tiles, side * side, C)` to `(tiles, tokens, C * merge * merge)`, patches of a token one after the other."""
+        merge, short = self.merge, self._side // self.merge
+        tokens: Tensor = patches.unflatten(1, (short, merge, short, merge)).permute(0, 1, 3, 2, 4, 5)
+        return tokens.flatten(3).flatten(1, 2)
+
+
+class Siglip(Encoder):
+    """A SigLIP tower without its head, and a projector of every patch."""
+
+    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        last_layer(config)
+        vision = config.vision_config
+        self.patch = vision.patch_size
+        self.merge = 1
+        self.view = View(vision.image_size, vision.image_size, self.tokens(vision.image_size // self.patch, config))
+        self.channels = vision.num_channels
+        self.width = config.text_config.hidden_size
+        self.heads = module_heads(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self.blocks = list(self._tower.encoder.layers)
+
+    def tokens(self, side: int, config: Any) -> int:  # noqa: ANN401
+        """Tokens of a tile of so many patches a side."""
+        del config
+        return side * side
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        return self._projector(self._tower(pixel_values=tiles).last_hidden_state)  # type: ignore[no-any-return]
+
+
+class LlavaOnevision(Siglip):
+    """As published: rows of SigLIP's last layer before its final norm."""
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        patches = self._tower.embeddings(tiles)
+        return self._projector(self._tower.encoder(inputs_embeds=patches).last_hidden_state)  # type: ignore[no-any-return]
+
+
+class Gemma3(Siglip):
+    """The projector pools patches to a fixed number of tokens."""
+
+    def tokens(self, side: int, config: Any) -> int:  # noqa: ANN401
+        tokens: int = config.mm_tokens_per_image
+        self.merge = side // round(tokens**0.5)
+        return tokens
+
+
+class Llama4(Encoder):
+    """A ViT whose adapter shuffles pixels; its class token comes last and is dropped."""
+
+    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        vision = config.vision_config
+        self.patch = vision.patch_size
+        self.merge = round(1 / vision.pixel_shuffle_ratio)
+        tokens = (vision.image_size // self.patch // self.merge) ** 2
+        self.view = View(vision.image_size, vision.image_size, tokens)
+        self.channels = vision.num_channels
+        self.width = config.text_config.hidden_size
+        self.heads = module_heads(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self.blocks = list(self._tower.model.layers)
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        rows: Tensor = self._tower(pixel_values=tiles).last_hidden_state
+        return self._projector(rows)  # type: ignore[no-any-return]
+
+
+def thirds(fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a projection that is stored as one."""
+    query, key, value = torch.chunk(fused, 3)
+    return query, key, value

@@ -1,0 +1,122 @@
+"""Tiny whole VLMs that take packed patches without `grid_thw`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, GenerationConfig
+
+from vitwire_server.towers.tiny import CLIP, HALF, STEPS, TEXT, randomise, write_json
+from vitwire_server.towers.tiny_tiles import Tiny
+
+_SHARD = "200KB"
+_VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+_PIXTRAL = {"model_type": "pixtral", **_VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
+_LONGEST = {
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": 14,
+    "resample": 3,
+    "size": {"longest_edge": 448},
+}
+
+NAVIT: Mapping[str, Tiny] = MappingProxyType(
+    {
+        "llava": Tiny(
+            text={"model_type": "mistral", **TEXT, "head_dim": 16},
+            vision=_PIXTRAL,
+            image={**CLIP, **_LONGEST},
+            fields={
+                "image_token_index": 500,
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "full",
+            },
+        ),
+        "mistral3": Tiny(
+            text={"model_type": "mistral", **TEXT, "head_dim": 16},
+            vision=_PIXTRAL,
+            image={**CLIP, **_LONGEST},
+            fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        ),
+        "gemma4": Tiny(
+            text={
+                "model_type": "gemma4_text",
+                **TEXT,
+                "head_dim": 16,
+                "global_head_dim": 16,
+                "hidden_size_per_layer_input": 0,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+                "num_kv_shared_layers": 0,
+                "vocab_size_per_layer_input": 512,
+            },
+            vision={
+                "model_type": "gemma4_vision",
+                **_VISION,
+                "head_dim": 16,
+                "num_key_value_heads": 4,
+                "patch_size": 14,
+                "position_embedding_size": 128,
+                "standardize": True,
+            },
+            image={
+                "do_convert_rgb": True,
+                "do_normalize": False,
+                "do_rescale": True,
+                "do_resize": True,
+                "image_processor_type": "Gemma4ImageProcessor",
+                "max_soft_tokens": 70,
+                "patch_size": 14,
+                "pooling_kernel_size": 3,
+                "resample": 3,
+                "rescale_factor": 1 / 255,
+            },
+            fields={"audio_config": None, "image_token_id": 500, "video_token_id": 501, "boi_token_id": 498},
+        ),
+        "siglip2": Tiny(
+            text={"model_type": "siglip2_text_model", **TEXT, "projection_size": 64},
+            vision={
+                "model_type": "siglip2_vision_model",
+                **_VISION,
+                "num_patches": 64,
+                "patch_size": 14,
+                "vision_use_head": True,
+            },
+            image={
+                **HALF,
+                "image_processor_type": "Siglip2ImageProcessor",
+                "max_num_patches": 256,
+                "patch_size": 14,
+                "resample": 2,
+            },
+            fields={},
+        ),
+    }
+)
+"""By `model_type`. Pixtral's is that of LLaVA, which its checkpoints are written as."""
+
+
+@torch.no_grad()
+def _standardise(model: torch.nn.Module) -> None:
+    """What Gemma 4 keeps in buffers, which are not random."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("std_bias"):
+            buffer.fill_(0.25)
+        elif name.endswith("std_scale"):
+            buffer.fill_(0.5)
+
+
+def write(model_type: str, out: Path, seed: int) -> None:
+    """Write the tiny model of a `model_type` in `NAVIT`."""
+    tiny = NAVIT[model_type]
+    config_class: Any = CONFIG_MAPPING[model_type]
+    config = config_class(text_config=dict(tiny.text), vision_config=dict(tiny.vision), **tiny.fields)
+    whole: Any = AutoModel if model_type == "siglip2" else AutoModelForImageTextToText
+    model = whole.from_config(config, dtype=torch.bfloat16)
+    randomise(model, seed)
+    _standardise(model)
+    if model_type != "siglip2":
+        model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out, max_shard_size=_SHARD)
+    write_json(out / "preprocessor_config.json", {**STEPS, **tiny.image})

@@ -1,0 +1,330 @@
+"""Tiny whole VLMs of the tile families, and InternVL in the layout of its authors."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, GenerationConfig
+
+from vitwire_server.towers.tiny import CLIP, HALF, IMAGENET, STEPS, TEXT, randomise, write_json
+
+_SHARD = "200KB"
+_QWEN2 = {"model_type": "qwen2", **TEXT}
+_VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+_SIGLIP = {"model_type": "siglip_vision_model", **_VISION, "patch_size": 14, "vision_use_head": False}
+
+_SAM_OCR = {
+    "downsample_channels": [24, 32],
+    "global_attn_indexes": [],
+    "image_size": 128,
+    "patch_size": 2,
+}
+"""As many patches as published, which the numbers of queries ask for, but small, and none that sees all others."""
+_SAM = {
+    "global_attn_indexes": [1],
+    "hidden_size": 32,
+    "mlp_dim": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "output_channels": 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """One tiny model: its configuration, and the settings of its processors."""
+
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    image: Mapping[str, Any]
+    video: Mapping[str, Any] | None = None
+    fields: Mapping[str, Any] = field(default_factory=lambda: {"image_token_id": 500})
+    base: str | None = None
+    """`model_type` of the model that is built, if it is not the checkpoint's own."""
+    save: Callable[[Any, Path], None] = lambda model, out: model.save_pretrained(out, max_shard_size=_SHARD)
+
+
+def write(model_type: str, out: Path, seed: int) -> None:
+    """Write the tiny model of a `model_type` in `TILES`."""
+    tiny = TILES[model_type]
+    config_class: Any = CONFIG_MAPPING[tiny.base or model_type]
+    config = config_class(text_config=dict(tiny.text), vision_config=dict(tiny.vision), **tiny.fields)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    randomise(model, seed)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    out.mkdir(parents=True, exist_ok=True)
+    tiny.save(model, out)
+    write_json(out / "preprocessor_config.json", {**STEPS, **tiny.image})
+    if tiny.video:
+        write_json(out / "video_preprocessor_config.json", {**STEPS, **tiny.video})
+
+
+_ORIGINAL_NAMES = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.multi_modal_projector\.layer_norm\.", "mlp1.0."),
+    (r"^model\.multi_modal_projector\.linear_1\.", "mlp1.1."),
+    (r"^model\.multi_modal_projector\.linear_2\.", "mlp1.3."),
+    (r"^model\.vision_tower\.", "vision_model."),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"\.lambda_([12])$", r".ls\1"),
+    (r"\.attention\.projection_layer\.", ".attn.proj."),
+    (r"\.attention\.([qk]_norm)\.", r".attn.\1."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.cls_token$", ".class_embedding"),
+    (r"\.position_embeddings$", ".position_embedding"),
+    (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
+)
+
+
+def _save_original(model: Any, out: Path) -> None:  # noqa: ANN401 - an InternVL model
+    """Names, fused projections and config.json as OpenGVLab writes them."""
+    weights: dict[str, Tensor] = {}
+    fused: dict[str, list[Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        for pattern, replacement in _ORIGINAL_NAMES:
+            name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
+        if found := re.search(r"\.attention\.[qkv]_proj\.", name):
+            fused.setdefault(name.replace(found[0], ".attn.qkv."), []).append(tensor)
+        else:
+            weights[name] = tensor
+    # The state dict of an attention module lists key, query and value in the order of its fields: q, k, v.
+    weights |= {name: torch.cat(parts) for name, parts in fused.items()}
+    ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
+    save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=_SHARD)
+    vision = model.config.vision_config
+    write_json(
+        out / "config.json",
+        {
+            "architectures": ["InternVLChatModel"],
+            "model_type": "internvl_chat",
+            "downsample_ratio": 0.5,
+            "dynamic_image_size": True,
+            "force_image_size": vision.image_size[0],
+            "max_dynamic_patch": 6,
+            "min_dynamic_patch": 1,
+            "ps_version": "v2",
+            "select_layer": -1,
+            "torch_dtype": "bfloat16",
+            "use_thumbnail": True,
+            "llm_config": {"architectures": ["Qwen2ForCausalLM"], **_QWEN2},
+            "vision_config": {
+                "architectures": ["InternVisionModel"],
+                "model_type": "intern_vit_6b",
+                **_VISION,
+                "hidden_act": "gelu",
+                "image_size": vision.image_size[0],
+                "layer_norm_eps": vision.layer_norm_eps,
+                "norm_type": vision.norm_type,
+                "patch_size": vision.patch_size[0],
+                "qk_normalization": vision.use_qk_norm,
+                "qkv_bias": vision.attention_bias,
+            },
+        },
+    )
+
+
+_STEP3_FIELDS = {"hidden_size": "width", "num_attention_heads": "heads", "num_hidden_layers": "layers"}
+
+
+def _save_step3(model_type: str) -> Callable[[Any, Path], None]:
+    """Step-3.7's weights, whose names are those of the hub anyway, and config.json in the words of an earlier model."""
+
+    def save(model: Any, out: Path) -> None:  # noqa: ANN401 - a Step-3.7 model
+        model.save_pretrained(out, max_shard_size=_SHARD)
+        settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        vision = {_STEP3_FIELDS.get(name, name): value for name, value in settings["vision_config"].items()}
+        vision["ls_init_value"] = vision.pop("layer_scale_init_value")
+        vision["model_type"] = "perception_encoder"
+        write_json(out / "config.json", {**settings, "model_type": model_type, "vision_config": vision})
+
+    return save
+
+
+_INTERNVL_VISION = {**_VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
+_INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
+
+_STEP3 = Tiny(
+    text={
+        **TEXT,
+        "layer_types": ["full_attention"] * 3,
+        "mlp_layer_types": ["dense"] * 3,
+    },
+    vision={**_VISION, "image_size": 168, "patch_size": 14, "mlp_ratio": 1.5},
+    image={
+        **CLIP,
+        "image_processor_type": "Step3p7ImageProcessor",
+        "max_image_size": 448,
+        "patch_size": 112,
+        "resample": 2,
+        "size": {"height": 168, "width": 168},
+    },
+)
+TILES: Mapping[str, Tiny] = {
+    "internvl": Tiny(
+        text=_QWEN2,
+        vision={"model_type": "internvl_vision", **_INTERNVL_VISION},
+        image={
+            **IMAGENET,
+            **_INTERNVL_SIZE,
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 6,
+        },
+        video={**IMAGENET, **_INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
+        fields={"image_token_id": 500, "image_seq_length": 16},
+    ),
+    "internvl_chat": Tiny(
+        text=_QWEN2,
+        vision={
+            "model_type": "internvl_vision",
+            **_INTERNVL_VISION,
+            "attention_bias": False,
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+        },
+        image={**IMAGENET, "crop_size": 112, "size": 112, "feature_extractor_type": "CLIPFeatureExtractor"},
+        base="internvl",
+        save=_save_original,
+    ),
+    "llava_onevision": Tiny(
+        text=_QWEN2,
+        vision={**_SIGLIP, "image_size": 56},
+        image={
+            **CLIP,
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "image_grid_pinpoints": [[56 * h, 56 * w] for h in (1, 2, 3) for w in (1, 2, 3)],
+            "resample": 3,
+            "size": {"height": 56, "width": 56},
+        },
+        video={
+            **CLIP,
+            "resample": 3,
+            "size": {"height": 56, "width": 56},
+            "video_processor_type": "LlavaOnevisionVideoProcessor",
+        },
+        fields={
+            "image_token_index": 500,
+            "video_token_index": 501,
+            "image_grid_pinpoints": [[56 * h, 56 * w] for h in (1, 2, 3) for w in (1, 2, 3)],
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+    ),
+    "gemma3": Tiny(
+        text={"model_type": "gemma3_text", **TEXT, "head_dim": 16},
+        vision={**_SIGLIP, "image_size": 112},
+        image={
+            **HALF,
+            "image_processor_type": "Gemma3ImageProcessor",
+            "resample": 2,
+            "size": {"height": 112, "width": 112},
+        },
+        fields={"image_token_index": 500, "mm_tokens_per_image": 16},
+    ),
+    "deepseek_vl": Tiny(
+        text={"model_type": "llama", **TEXT},
+        vision={**_SIGLIP, "image_size": 56},
+        image={
+            **CLIP,
+            "image_processor_type": "DeepseekVLImageProcessor",
+            "min_size": 14,
+            "resample": 3,
+            "size": {"height": 56, "width": 56},
+        },
+    ),
+    "llama4": Tiny(
+        text={
+            "model_type": "llama4_text",
+            **TEXT,
+            "head_dim": 16,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        vision={
+            "model_type": "llama4_vision_model",
+            **_VISION,
+            "intermediate_size": 256,
+            "image_size": 112,
+            "patch_size": 14,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+            "vision_output_dim": 64,
+        },
+        image={
+            **HALF,
+            "image_processor_type": "Llama4ImageProcessor",
+            "max_patches": 6,
+            "resample": 2,
+            "size": {"height": 112, "width": 112},
+        },
+        fields={"image_token_index": 500, "boi_token_index": 498, "eoi_token_index": 499},
+    ),
+    "deepseek_vl_hybrid": Tiny(
+        text={"model_type": "llama", **TEXT},
+        vision={**_SIGLIP, "image_size": 56},
+        image={
+            **CLIP,
+            "image_processor_type": "DeepseekVLHybridImageProcessor",
+            "min_size": 14,
+            "resample": 3,
+            "size": {"height": 56, "width": 56},
+            "high_res_image_mean": IMAGENET["image_mean"],
+            "high_res_image_std": IMAGENET["image_std"],
+            "high_res_resample": 3,
+            "high_res_size": {"height": 128, "width": 128},
+        },
+        fields={
+            "image_token_id": 500,
+            "high_res_vision_config": {
+                "model_type": "sam_vision_model",
+                **_SAM,
+                "image_size": 128,
+                "num_pos_feats": 32,
+                "window_size": 3,
+            },
+        },
+    ),
+    "step3p7": _STEP3,
+    "step3_vl": replace(_STEP3, base="step3p7", save=_save_step3("step3_vl")),
+    "step_robotics": replace(_STEP3, base="step3p7", save=_save_step3("step_robotics")),
+    "deepseek_ocr2": Tiny(
+        text={
+            **TEXT,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+        },
+        vision={
+            "sam_config": {**_SAM, **_SAM_OCR},
+            "encoder_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_attention_heads": 4,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+            },
+        },
+        image={
+            **HALF,
+            "background_color": [127, 127, 127],
+            "crop_to_patches": True,
+            "image_processor_type": "DeepseekOcr2ImageProcessor",
+            "max_patches": 6,
+            "min_patches": 2,
+            "resample": 3,
+            "size": {"height": 128, "width": 128},
+            "tile_size": 96,
+        },
+    ),
+}

@@ -1,0 +1,78 @@
+"""Only the tower's weights are read, whatever they are called, of every row of the table."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import MODEL_TYPES, Checkpoints
+from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.files import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+def is_vision(model_type: str, key: str) -> bool:
+    return any(module.name(key) is not None for module in FAMILIES[model_type].modules.values())
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+class TestLoading:
+    """Shards of the rest may be absent; what is missing is named."""
+
+    def test_shards_of_the_language_model_may_be_absent(
+        self, model_type: str, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        needed = {shard for key, shard in weights.items() if is_vision(model_type, key)}
+        absent = set(weights.values()) - needed
+        assert absent, "the demo checkpoint has a shard without vision weights"
+        for shard in absent:
+            (folder / shard).unlink()
+        assert fingerprint(folder) == fingerprint(checkpoints(model_type))
+        missing = min(needed)
+        (folder / missing).unlink()
+        with pytest.raises(CheckpointError, match=missing):
+            fingerprint(folder)
+
+    def test_every_prefix_loads(self, model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        """Each module under each of its plain prefixes, in one file without an index."""
+        source, family = checkpoints(model_type), FAMILIES[model_type]
+        weights = {key: t for shard in sorted(source.glob("*.safetensors")) for key, t in load_file(shard).items()}
+        for name in source.glob("*.json"):
+            if name.name != INDEX:
+                shutil.copy(name, tmp_path)
+        plain = {
+            name: [p for p, stands in module.prefixes.items() if not stands] for name, module in family.modules.items()
+        }
+        for turn in range(max(map(len, plain.values()))):
+            renamed = {}
+            for key, tensor in weights.items():
+                for name, module in family.modules.items():
+                    prefix = next((p for p in plain[name] if key.startswith(p)), None)
+                    if module.name(key) is not None:
+                        own = plain[name][turn % len(plain[name])] + key.removeprefix(prefix) if prefix else key
+                        renamed[own] = tensor
+            save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+            assert fingerprint(tmp_path) == fingerprint(source), turn
+
+    def test_a_missing_weight_is_named(self, model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+        content = json.loads((folder / INDEX).read_text())
+        tower = FAMILIES[model_type].tower
+        gone = next(key for key in sorted(content["weight_map"]) if (tower.name(key) or "").endswith(".weight"))
+        del content["weight_map"][gone]
+        (folder / INDEX).write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match="missing keys"):
+            fingerprint(folder)
+
+
+def fingerprint(folder: Path) -> str:
+    checkpoint = open_checkpoint(str(folder))
+    loaded = load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)
+    return loaded.fingerprint

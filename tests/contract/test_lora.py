@@ -1,0 +1,162 @@
+"""Adapters merged at load, against the peft library merging the same adapter into the whole model."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from conftest import MODEL_TYPES, Checkpoints
+from reference import TOLERANCE, Reference, error
+from references import reference_of
+from rigs import Rig
+from vitwire_server.core.grids import Grid
+from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.files import CheckpointError
+from vitwire_server.towers.lora import Adapter
+
+CPU = torch.device("cpu")
+WEIGHTS = "adapter_model.safetensors"
+# Linear layers of every kind of tower, a convolution, learned positions, a projector beside the tower, names that
+# are converted at load, and layers of the LLM, which are left out.
+ADAPTED = {
+    "qwen2_5_vl": r".*(visual\.blocks\.\d+\.(attn\.qkv|mlp\.up_proj)|visual\.merger\.mlp\.0|language_model.*q_proj)",
+    "qwen3_vl": r".*visual\.(patch_embed\.proj|pos_embed|blocks\.1\.attn\.(qkv|proj)|deepstack_merger_list\.0\.\w+1)",
+    "glm4v": r".*visual\.(downsample|blocks\.\d+\.attn\.qkv)",
+    "qwen2_5_omni_thinker": r".*visual\.blocks\.\d+\.attn\.(q|v)",
+    "kimi_k25": r".*(vision_tower\.layers\.\d+\.attn\.(q_proj|k_proj|proj)|mm_projector\.in_proj)",
+    "minimax_m3_vl": r".*(vision_tower\.layers\.\d+\.self_attn\.q_proj|multi_modal_projector\.merge_linear_1)",
+}
+
+
+def trained(model: Any, folder: Path, **settings: Any) -> None:
+    """Write an adapter of the model with random factors, as peft saves it. Wraps the model."""
+    adapter = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 6, **settings}))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in sorted(adapter.named_parameters()):
+            if "lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+    adapter.save_pretrained(folder)
+
+
+def rows_of(model_type: str, checkpoint: Path, adapter: Path, grid: Grid) -> Any:
+    """Ours with the adapter merged, ours without, and transformers' with peft's own merge."""
+    plain = Rig.of(checkpoint, torch.float32, CPU, sizes=())
+    merged = Rig.of(checkpoint, torch.float32, CPU, sizes=(), adapter=Adapter.read("tuned", adapter))
+    reference = reference_of(model_type, checkpoint)
+    assert isinstance(reference, Reference)
+    PeftModel.from_pretrained(reference.model, adapter).merge_and_unload()
+    ours, before = (rig.run(rig.items([grid]))[0] for rig in (merged, plain))
+    return ours, before, reference.item(grid, plain.pixels(grid, 0))
+
+
+@pytest.mark.parametrize("model_type", [name for name in ADAPTED if name in MODEL_TYPES])
+def test_merged_rows_are_those_of_peft(model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = checkpoints(model_type)
+    trained(reference_of(model_type, folder).model, tmp_path, target_modules=ADAPTED[model_type])
+    ours, before, theirs = rows_of(model_type, folder, tmp_path, Grid(1, 8, 12))
+    assert error(ours, theirs) <= TOLERANCE
+    assert error(ours, before) > 1e-2, "the adapter changes the rows"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {
+            "rank_pattern": {r"blocks\.0\.attn\.qkv": 2},
+            "alpha_pattern": {r"attn\.qkv": 9, r"blocks\.2\.mlp\.up_proj": 1},
+        },
+        {"fan_in_fan_out": True},
+    ],
+    ids=["rslora", "patterns", "fan_in_fan_out"],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
+def test_settings_mean_what_they_mean_to_peft(
+    settings: dict[str, Any], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = checkpoints("qwen2_5_vl")
+    trained(reference_of("qwen2_5_vl", folder).model, tmp_path, target_modules=ADAPTED["qwen2_5_vl"], **settings)
+    ours, _, theirs = rows_of("qwen2_5_vl", folder, tmp_path, Grid(1, 8, 12))
+    assert error(ours, theirs) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    trained(reference_of("qwen2_5_vl", checkpoints("qwen2_5_vl")).model, folder, target_modules=ADAPTED["qwen2_5_vl"])
+    return folder
+
+
+def load(checkpoint: Path, adapter: Path | None) -> str:
+    chosen = Adapter.read("tuned", adapter) if adapter else None
+    return load_tower(
+        open_checkpoint(str(checkpoint)),
+        dtype=torch.float32,
+        device=CPU,
+        track=lambda shards, *_: shards,
+        adapter=chosen,
+    ).fingerprint
+
+
+def test_the_fingerprint_tells_adapters_apart(adapter: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint = checkpoints("qwen2_5_vl")
+    other = Path(shutil.copytree(adapter, tmp_path / "other"))
+    save_file({key: tensor * 2 for key, tensor in load_file(adapter / WEIGHTS).items()}, other / WEIGHTS)
+    prints = [load(checkpoint, chosen) for chosen in (None, adapter, other, adapter)]
+    assert len(set(prints)) == 3
+    assert prints[1] == prints[3]
+
+
+def set_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(content | changes))
+
+    return change
+
+
+def keep(wanted: str) -> Callable[[Path], None]:
+    """Of the adapter's weights only those with `wanted` in their names."""
+
+    def change(folder: Path) -> None:
+        kept = {key: tensor for key, tensor in load_file(folder / WEIGHTS).items() if wanted in key}
+        save_file(kept, folder / WEIGHTS)
+
+    return change
+
+
+def widen(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    name = next(key for key in sorted(weights) if "visual" in key and key.endswith("lora_B.weight"))
+    save_file({**weights, name: torch.cat([weights[name]] * 2)}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (set_config(use_dora=True), "use_dora"),
+        (set_config(peft_type="LOHA"), "type 'LOHA'"),
+        (set_config(bias="all"), "trained biases"),
+        (set_config(init_lora_weights="pissa"), "started by 'pissa'"),
+        (keep("language_model"), "holds no weights of the vision tower"),
+        (keep("lora_A"), "only a part of the factors"),
+        (widen, "which the tower does not have"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "no safetensors file"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"holds no {WEIGHTS}"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    harm: Callable[[Path], Any], told: str, adapter: Path, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    harm(folder)
+    with pytest.raises(CheckpointError, match=told):
+        load(checkpoints("qwen2_5_vl"), folder)

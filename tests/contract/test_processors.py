@@ -1,0 +1,62 @@
+"""Pixels that a client prepares, by what GetModel says, against the model's own Hugging Face processor."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from conftest import MODEL_TYPES, Checkpoints
+from told import told
+from vitwire._images import image_patches
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Resizing
+from vitwire_server.towers.checkpoint import open_checkpoint
+from vitwire_server.towers.families import FAMILIES
+
+PACKED = [name for name in MODEL_TYPES if FAMILIES[name].layout == "packed patches"]
+NEEDS_TORCHVISION = {"minimax_m3_vl"}
+"""Its own processor comes with no other backend; its rule and order are those of Qwen2-VL."""
+SIZES = [(480, 640), (33, 250), (20, 24), (1500, 1200), (56, 56)]
+
+
+def photograph(height: int, width: int) -> Image.Image:
+    ramp = np.add.outer(np.arange(height) * 3, np.arange(width))[..., None] * [1, 2, 5]
+    noise = np.random.default_rng(height).integers(0, 60, (height, width, 3))
+    return Image.fromarray(((ramp % 196) + noise).astype(np.uint8))
+
+
+def processor_of(model_type: str, folder: Path) -> Any:
+    if model_type in NEEDS_TORCHVISION:
+        return Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+@pytest.mark.parametrize("model_type", PACKED)
+def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
+    folder = checkpoints(model_type)
+    settings = told(folder).image_preprocessor
+    if settings is None:
+        assert open_checkpoint(str(folder)).preprocessing()[Modality.IMAGE].resizing is Resizing.OTHER
+        return
+    processor = processor_of(model_type, folder)
+    for size in SIZES:
+        image = photograph(*size)
+        stock = processor(images=[image], return_tensors="np")
+        ours, grid = image_patches(image, settings)
+        assert tuple(stock["image_grid_thw"][0]) == grid, size
+        mean, std = (np.array(side).reshape(3, 1) for side in (settings.mean, settings.std))
+        floats = (ours.reshape(len(ours), 3, -1) * settings.rescale_factor - mean) / std
+        frames = stock["pixel_values"].reshape(len(ours), 3, settings.temporal_patch_size, -1)
+        assert np.abs(frames - floats[:, :, None]).max() < 2 / 255 / min(settings.std), size
+
+
+@pytest.mark.parametrize("model_type", PACKED)
+def test_a_client_is_told_only_of_what_it_can_prepare(model_type: str, checkpoints: Checkpoints) -> None:
+    family, model = FAMILIES[model_type], told(checkpoints(model_type))
+    assert (model.image_preprocessor is None) is not family.prepared  # type: ignore[attr-defined]
+    prepared = family.videos and family.prepared_videos  # type: ignore[attr-defined]
+    assert (model.video_preprocessor is None) is not prepared

@@ -1,0 +1,89 @@
+"""Checkpoints of tiles and of raster patches that are broken, or of a kind that is not served: one sentence each."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import Checkpoints
+from vitwire_server.towers.checkpoint import Loaded, load_tower, open_checkpoint
+from vitwire_server.towers.files import CheckpointError
+
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+
+
+def load(folder: Path) -> Loaded:
+    checkpoint = open_checkpoint(str(folder))
+    checkpoint.preprocessing()
+    return load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)
+
+
+def edit(name: str, **changes: Any) -> Callable[[Path], None]:
+    """Set keys of a JSON file; those of an inner object after two underscores."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        for path, value in changes.items():
+            *owners, key = path.split("__")
+            target = content
+            for owner in owners:
+                target = target[owner]
+            target[key] = value
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("model_type", "harm", "told"),
+    [
+        ("internvl", edit(CONFIG, vision_feature_layer=-2), "vision_feature_layer -2"),
+        ("internvl", edit(CONFIG, downsample_ratio=0.25), "do not fit the vision projector"),
+        ("internvl", edit(CONFIG, vision_config__image_size=[112, 56]), "no square"),
+        ("internvl", edit(PROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
+        ("internvl", edit(PROCESSOR, image_mean=[0.5]), "3 channels"),
+        ("internvl", edit(PROCESSOR, max_patches=0), "cannot be cut"),
+        ("internvl", edit(PROCESSOR, min_patches=9), "cannot be cut"),
+        ("internvl", edit(PROCESSOR, resample=77), "no filter"),
+        ("internvl_chat", edit(CONFIG, ps_version="v1"), "ps_version 'v1'"),
+        ("internvl_chat", edit(CONFIG, force_image_size=224), "force_image_size 224"),
+        ("internvl_chat", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
+        ("internvl_chat", edit(CONFIG, llm_config={}), "hidden_size"),
+        ("internvl_chat", edit(CONFIG, vision_config__num_hidden_layers=9), "missing keys"),
+        ("llava_onevision", edit(PROCESSOR, image_grid_pinpoints=[[56, 57]]), "multiples of 56"),
+        ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
+        ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
+        ("deepseek_ocr2", edit(PROCESSOR, tile_size=80), "does not become 144 tokens"),
+        ("deepseek_ocr2", edit(PROCESSOR, crop_to_patches=False), "crop_to_patches"),
+        ("llava", edit(CONFIG, vision_config={"model_type": "clip_vision_model"}), "only Pixtral's is served"),
+        ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
+        ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
+        ("siglip2", edit(CONFIG, vision_config__num_patches=60), "no square"),
+    ],
+)
+def test_what_is_not_served_is_told(
+    model_type: str, harm: Callable[[Path], None], told: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    harm(folder)
+    with pytest.raises(CheckpointError, match=told) as error:
+        load(folder)
+    assert "copy" in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "deepseek_vl", "llava_onevision", "deepseek_vl_hybrid"])
+def test_a_pooling_head_is_left_out(model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """SigLIP's head, in the weights and in the configuration, changes nothing."""
+    source = checkpoints(model_type)
+    weights = {key: t for shard in sorted(source.glob("*.safetensors")) for key, t in load_file(shard).items()}
+    stem = next(key for key in weights if key.endswith("post_layernorm.weight")).removesuffix("post_layernorm.weight")
+    save_file({**weights, f"{stem}head.probe": torch.zeros(1, 1, 64)}, tmp_path / "model.safetensors")
+    for name in (CONFIG, PROCESSOR):
+        shutil.copy(source / name, tmp_path)
+    edit(CONFIG, vision_config__vision_use_head=True)(tmp_path)
+    assert load(tmp_path).fingerprint == load(source).fingerprint

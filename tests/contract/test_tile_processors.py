@@ -1,0 +1,118 @@
+"""Tiles and raster patches that a client prepares, by what GetModel says, against the model's own processor."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
+    DeepseekVLHybridImageProcessorPil,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+from conftest import Checkpoints
+from told import told
+from vitwire._images import Preprocessor
+from vitwire._prepare import image_items
+
+Array = NDArray[np.float64]
+Stock = Callable[[Path, Image.Image], tuple[Array, Array | None]]
+SIZES = [(480, 640), (33, 250), (60, 24), (700, 300), (112, 112)]
+
+
+def photograph(height: int, width: int) -> Image.Image:
+    ramp = np.add.outer(np.arange(height) * 3, np.arange(width))[..., None] * [1, 2, 5]
+    noise = np.random.default_rng(height).integers(0, 60, (height, width, 3))
+    return Image.fromarray(((ramp % 196) + noise).astype(np.uint8))
+
+
+def tiles(processor: Any, crops: str | None = None, first: bool = False, **options: Any) -> Stock:
+    """The processor's `pixel_values`, and its second view, if it has any of this image."""
+
+    def run(folder: Path, image: Image.Image) -> tuple[Array, Array | None]:
+        stock = processor.from_pretrained(folder)([image], return_tensors="np", **options)
+        pixels = stock["pixel_values"][0] if first else stock["pixel_values"]
+        second = stock.get(crops) if crops else None
+        return np.asarray(pixels, np.float64), None if second is None else np.asarray(second, np.float64)
+
+    return run
+
+
+def pixtral(factor: int) -> Stock:
+    """Its image cut into patches, row by row."""
+
+    def run(folder: Path, image: Image.Image) -> tuple[Array, None]:
+        processor = PixtralImageProcessorPil.from_pretrained(folder, patch_size={"height": factor, "width": factor})
+        whole = np.asarray(processor([image], return_tensors="np")["pixel_values"][0], np.float64)
+        channels, height, width = whole.shape
+        patches = whole.reshape(channels, height // 14, 14, width // 14, 14).transpose(1, 3, 0, 2, 4)
+        return patches.reshape(-1, channels * 14 * 14), None
+
+    return run
+
+
+def siglip2(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    stock = Siglip2ImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
+    return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
+
+
+def gemma4(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    stock = Gemma4ImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
+    return stock["pixel_values"][0][(stock["image_position_ids"][0] >= 0).all(-1)], None
+
+
+ORIGINAL = {"size": {"height": 112, "width": 112}, "crop_to_patches": True, "max_patches": 6}
+STOCK: dict[str, Stock] = {
+    "internvl": tiles(GotOcr2ImageProcessorPil),
+    "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
+    "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
+    "gemma3": tiles(Gemma3ImageProcessorPil),
+    "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
+    "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
+    "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
+    "llava": pixtral(14),
+    "mistral3": pixtral(28),
+    "siglip2": siglip2,
+    "gemma4": gemma4,
+}
+"""Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
+
+
+@pytest.mark.parametrize("model_type", STOCK)
+def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
+    folder = checkpoints(model_type)
+    model = told(folder)
+    settings = model.image_preprocessor
+    assert settings is not None
+    second = (settings.mean, settings.std)
+    if model_type == "deepseek_vl_hybrid":  # what the server knows, and clients need not: they send uint8
+        second = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    for size in SIZES:
+        image = photograph(*size)
+        pixels, crops = STOCK[model_type](folder, image)
+        (item,) = image_items([image], model)
+        for own, theirs, (mean, std) in (
+            (item.pixels, pixels, (settings.mean, settings.std)),
+            (item.crops, crops, second),
+        ):
+            assert (own is None) == (theirs is None), size
+            if isinstance(own, np.ndarray) and theirs is not None:
+                assert own.shape == theirs.shape, size
+                assert np.abs(normalised(own, settings, mean, std) - theirs).max() < 2 / 255 / min(std), size
+
+
+def normalised(own: Any, settings: Preprocessor, mean: tuple[float, ...], std: tuple[float, ...]) -> Array:
+    form = (1, -1, 1) if not settings.channels_last else (1, 1, -1)
+    shaped = own.reshape(len(own), *((-1, 3) if settings.channels_last else (3, -1))) * settings.rescale_factor
+    floats: Array = (shaped - np.reshape(mean, form)) / np.reshape(std, form)
+    return floats.reshape(own.shape)

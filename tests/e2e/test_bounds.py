@@ -1,0 +1,164 @@
+"""Clients that send nothing, too slowly, or do not read: each is bounded, and what it held comes back."""
+
+import time
+from collections.abc import Iterator
+from threading import Event
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+
+from conftest import Checkpoints
+from servers import ServerProcess, serving
+from vitwire import Client, DeadlineExceeded, Item, Overloaded
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+
+COLUMNS = 3 * 2 * 16 * 16
+ENCODE = "/vitwire.v1.EncoderService/Encode"
+ROWS = 4096
+LARGE = pb.Item(
+    modality=pb.MODALITY_IMAGE,
+    grid=pb.Grid(t=1, h=64, w=64),
+    pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[ROWS, COLUMNS // 2], data=bytes(ROWS * COLUMNS // 2)),
+)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    """A patience of a second; messages up to 16 MiB, of which 4 may be on their way in."""
+    flags = ("--idle-seconds", "1", "--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20))
+    with serving(checkpoints("qwen3_vl"), *flags, "--max-queued-items", "3", "--cache-bytes", "4000000") as process:
+        yield process
+
+
+@pytest.fixture
+def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
+    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.target, unlimited) as channel:
+        yield channel
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(server: ServerProcess) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 20
+    while server.metric("vitwire_inflight_requests") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.metric("vitwire_tickets_opened_total") == server.metric("vitwire_tickets_closed_total")
+    assert server.metric("vitwire_admitted_items") == server.metric("vitwire_admitted_bytes") == 0
+
+
+def never(end: Event) -> Iterator[bytes]:
+    """A client that keeps its stream open and sends nothing."""
+    end.wait(30)
+    yield from ()
+
+
+def refused(call: Iterator[object]) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as error:
+        list(call)
+    return error.value
+
+
+def test_a_request_without_a_message_is_refused_at_once(channel: grpc.Channel) -> None:
+    error = refused(channel.stream_stream(ENCODE)(iter([]), timeout=20))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "ended without one" in error.details()
+
+
+def test_a_message_that_does_not_come_is_not_waited_for(channel: grpc.Channel) -> None:
+    end = Event()
+    error = refused(channel.stream_stream(ENCODE)(never(end), timeout=20))
+    end.set()
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "did not arrive within 1 s" in error.details()
+
+
+def test_more_messages_on_their_way_than_fit_wait_their_turn(server: ServerProcess, channel: grpc.Channel) -> None:
+    end = Event()
+    holding = [channel.stream_stream(ENCODE)(never(end), timeout=20) for _ in range(4)]
+    while server.metric("vitwire_inflight_requests") < 4:
+        time.sleep(0.02)
+    small = pb.Item(
+        modality=pb.MODALITY_IMAGE,
+        grid=pb.Grid(t=1, h=2, w=2),
+        pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[4, COLUMNS], data=bytes(4 * COLUMNS)),
+    )
+    (answer,) = EncoderServiceStub(channel).Encode(pb.EncodeRequest(items=[small]), timeout=20)
+    assert answer.chunk.last, "after the patience with those who hold the places"
+    end.set()
+    for call in holding:
+        assert refused(call).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_who_does_not_read_gives_back_what_it_holds(server: ServerProcess, channel: grpc.Channel) -> None:
+    """192 MB of cached rows: gRPC takes some of it ahead of the reader, not all."""
+    ended = server.metric("vitwire_requests_total", method="Encode", code="DEADLINE_EXCEEDED")
+    stub = EncoderServiceStub(channel)
+    named = pb.Item()
+    named.CopyFrom(LARGE)
+    named.content_id = "large"
+    list(stub.Encode(pb.EncodeRequest(items=[named], output_type=pb.DATA_TYPE_FLOAT32)))
+    asks = [pb.Item(content_id="large")] * 256
+    call = stub.Encode(pb.EncodeRequest(items=asks, output_type=pb.DATA_TYPE_FLOAT32))
+    while server.metric("vitwire_requests_total", method="Encode", code="DEADLINE_EXCEEDED") == ended:
+        time.sleep(0.02)
+    error = refused(call)
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "not read on for 1 s" in error.details()
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+def test_an_upload_that_is_too_slow_ends_its_stream(channel: grpc.Channel, trickles: bool) -> None:
+    bare = pb.Item()
+    bare.CopyFrom(LARGE)
+    bare.pixels.data = b""
+    if trickles:  # a byte now and then keeps the stream going, but not its upload: 4 chunks of 2 patches
+        bare.grid.CopyFrom(pb.Grid(t=1, h=2, w=2))
+        del bare.pixels.shape[:]
+        bare.pixels.shape.extend([4, COLUMNS // 2])
+    end = Event()
+
+    def messages() -> Iterator[pb.EncodeStreamRequest]:
+        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=bare))
+        while trickles and not end.wait(0.3):
+            yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=b"x"))
+        end.wait(20)
+
+    error = refused(EncoderServiceStub(channel).EncodeStream(messages(), timeout=20))
+    end.set()
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "an upload was open" in error.details()
+
+
+def test_a_full_server_says_when_to_come_back_in_both_ways(server: ServerProcess, channel: grpc.Channel) -> None:
+    stub = EncoderServiceStub(channel)
+    held = stub.Encode(pb.EncodeRequest(items=[LARGE] * 4))
+    while server.metric("vitwire_admitted_items") < 4:
+        time.sleep(0.02)
+    error = refused(stub.Encode(pb.EncodeRequest(items=[LARGE])))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailers = dict(error.trailing_metadata())
+    pushback = int(trailers["grpc-retry-pushback-ms"])
+    retry = RetryInfo()
+    assert Status.FromString(trailers["grpc-status-details-bin"]).details[0].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == pushback
+    assert 100 <= pushback <= 1000
+    with Client(server.target) as client, pytest.raises(Overloaded) as told:
+        client.encode([Item(np.zeros((4, COLUMNS), np.uint8), (1, 2, 2))])
+    assert told.value.retry_after is not None
+    assert 0.1 <= told.value.retry_after <= 1
+    assert len(list(held)) >= 4
+
+
+def test_a_deadline_that_cannot_be_met_costs_no_device_time(server: ServerProcess) -> None:
+    with Client(server.target) as client:
+        client.model()
+        ran = server.metric("vitwire_batch_items_count")
+        for _ in range(20):
+            with pytest.raises(DeadlineExceeded):
+                client.encode([Item(np.full((4, COLUMNS), 77, np.uint8), (1, 2, 2))], timeout=0.001)
+        assert server.metric("vitwire_batch_items_count") == ran

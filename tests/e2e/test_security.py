@@ -1,0 +1,317 @@
+"""Who gets in and who does not: certificates, tokens, and their replacement under traffic."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
+
+from certificates import YESTERDAY, Authority
+from conftest import Checkpoints
+from servers import ServerProcess, serving
+from vitwire import AsyncClient, Client, InvalidItem, Item, Unauthenticated, Unavailable
+from vitwire.cli._app import app
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+
+COLUMNS = 3 * 2 * 14 * 14
+ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+RELOAD_SECONDS = 30
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+def item(rows: int = 16) -> Item:
+    return Item(np.ones((rows, COLUMNS), np.float32), (1, rows // 2, 2))
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("own") / "pki").issue()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tokens") / "tokens"
+    file.write_text(f"{ALICE} alice\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Checkpoints, authority: Authority, tokens: Path) -> Iterator[ServerProcess]:
+    flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--auth-tokens-file", tokens)
+    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *map(str, flags)) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def mutual(checkpoints: Checkpoints, authority: Authority) -> Iterator[tuple[ServerProcess, Authority]]:
+    """A server that asks for certificates of another authority than its own."""
+    clients = Authority(authority.folder.parent / "clients").issue("client.example")
+    flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--tls-client-ca", clients.root)
+    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *map(str, flags)) as process:
+        yield process, clients
+
+
+def health(target: str, credentials: grpc.ChannelCredentials) -> int:
+    """What the health service answers on a connection of its own. Raises RpcError."""
+    with grpc.secure_channel(target, credentials, OWN_CONNECTION) as channel:
+        status: int = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
+        return status
+
+
+def is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except (grpc.RpcError, Unauthenticated):
+        return True
+    return False
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait until it holds; a server looks at its files when somebody calls."""
+    deadline = time.monotonic() + RELOAD_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "the change was not noticed"
+        time.sleep(0.05)
+
+
+class TestTls:
+    def test_every_rpc_of_both_clients(self, server: ServerProcess, authority: Authority) -> None:
+        with Client(server.target, tls=authority.root, token=ALICE) as client:
+            (small,) = client.encode([item()])
+            (large,) = client.encode([item(1024)])
+            assert (len(small.numpy()), len(large.numpy())) == (4, 256)
+            assert client.health() == "SERVING"
+
+    async def test_the_same_for_asyncio(self, server: ServerProcess, authority: Authority) -> None:
+        async with AsyncClient(server.target, tls=authority.credentials(), token=ALICE) as client:
+            (small,) = await client.encode([item()])
+            (large,) = await client.encode([item(1024)])
+            assert (len(small.numpy()), len(large.numpy())) == (4, 256)
+
+    def test_the_command_line(self, server: ServerProcess, authority: Authority) -> None:
+        words = ["info", "--target", server.target, "--ca", str(authority.root)]
+        assert CliRunner().invoke(app, [*words, "--token", ALICE]).exit_code == 0
+        refused = CliRunner().invoke(app, words)
+        assert (refused.exit_code, refused.stderr) == (1, "vitwire: a bearer token is needed\n")
+
+    def test_in_the_clear_nobody_is_served(self, server: ServerProcess) -> None:
+        with Client(server.target, token=ALICE, timeout=20) as client, pytest.raises(Unavailable):
+            client.health()
+
+    def test_a_client_that_trusts_another_authority(self, server: ServerProcess, tmp_path: Path) -> None:
+        foreign = Authority(tmp_path / "foreign")
+        with Client(server.target, tls=foreign.root, token=ALICE, timeout=20) as client, pytest.raises(Unavailable):
+            client.health()
+
+
+class TestMutualTls:
+    def test_a_certificate_of_the_authority(
+        self, mutual: tuple[ServerProcess, Authority], authority: Authority
+    ) -> None:
+        server, clients = mutual
+        with Client(server.target, tls=authority.credentials(clients)) as client:
+            assert len(client.encode([item(), item(1024)])) == 2
+        words = ["health", "--target", server.target, "--ca", str(authority.root)]
+        assert CliRunner().invoke(app, [*words, "--cert", clients.cert, "--key", clients.key]).exit_code == 0
+
+    @pytest.mark.parametrize("kind", ["none", "foreign", "expired", "of the server's authority"])
+    def test_any_other_certificate(
+        self, mutual: tuple[ServerProcess, Authority], authority: Authority, tmp_path: Path, kind: str
+    ) -> None:
+        server, clients = mutual
+        shown = {
+            "none": lambda: None,
+            "foreign": lambda: Authority(tmp_path / "foreign").issue("client.example"),
+            "expired": lambda: Authority(tmp_path / "late", clients.ca).issue("client.example", not_after=YESTERDAY),
+            "of the server's authority": lambda: authority,
+        }[kind]()
+        with pytest.raises(grpc.RpcError) as refused:
+            health(server.target, authority.credentials(shown))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    def test_connections_that_fail_leave_the_log_alone(self, mutual: tuple[ServerProcess, Authority]) -> None:
+        server, _ = mutual
+        before = server.log()
+        for _ in range(30):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with suppress(ConnectionError):
+                    connection.recv(64)
+        assert server.log() == before
+
+
+class TestTokens:
+    @pytest.mark.parametrize("token", [None, BOB, ALICE[:-1], "alice"])
+    def test_who_has_none_is_refused(self, server: ServerProcess, authority: Authority, token: str | None) -> None:
+        with Client(server.target, tls=authority.root, token=token, timeout=20) as client:
+            assert client.health() == "SERVING"
+            assert client.health("liveness") == "SERVING"
+            with pytest.raises(Unauthenticated):
+                client.model()
+        headers = (("authorization", f"Bearer {token}"),) if token else ()
+        unlimited = (("grpc.max_send_message_length", -1), *OWN_CONNECTION)
+        with grpc.secure_channel(server.target, authority.credentials(), unlimited) as channel:
+            stub = EncoderServiceStub(channel)
+            encode: list[Callable[[], Any]] = [
+                lambda: list(stub.Encode(pb.EncodeRequest(), metadata=headers, timeout=20)),
+                lambda: list(stub.EncodeStream(iter([]), metadata=headers, timeout=20)),
+                lambda: list(stub.EncodeStream(uploads(1 << 20), metadata=headers, timeout=20)),
+                lambda: list(channel.stream_stream(REFLECTION)(iter([b""]), metadata=headers, timeout=20)),
+            ]
+            for call in encode:
+                with pytest.raises(grpc.RpcError) as refused:
+                    call()
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    def test_tokens_show_nowhere(self, server: ServerProcess) -> None:
+        log = server.log()
+        assert "UNAUTHENTICATED" in log
+        assert ALICE not in log
+        assert BOB not in log
+
+    def test_a_token_that_no_header_can_carry_is_told_without_being_shown(self) -> None:
+        with pytest.raises(ValueError, match="printable ASCII") as raised:
+            Client("localhost:1", token=f"{ALICE}\n")
+        assert ALICE not in str(raised.value)
+
+
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+def uploads(nbytes: int) -> Iterator[pb.EncodeStreamRequest]:
+    while True:
+        yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=0, data=bytes(nbytes)))
+
+
+class Traffic:
+    """A client that encodes without a pause, and remembers what went wrong."""
+
+    def __init__(self, make: Callable[[], Client]) -> None:
+        self._make = make
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.errors: list[Exception] = []
+        self.answered = 0
+
+    def _run(self) -> None:
+        with self._make() as client:
+            while not self._over.is_set():
+                try:
+                    self.answered += len(client.encode([item()]))
+                except Exception as error:  # noqa: BLE001 - any error fails the test
+                    self.errors.append(error)
+
+    def __enter__(self) -> "Traffic":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+class TestReplacement:
+    """Files change while a client encodes without a pause, and it never notices."""
+
+    def test_certificates_and_tokens(
+        self, server: ServerProcess, authority: Authority, tokens: Path, tmp_path: Path
+    ) -> None:
+        target, old = server.target, authority.credentials()
+        before = authority.cert.read_bytes(), authority.key.read_bytes()
+        successor = Authority(tmp_path / "successor").issue()
+
+        with Traffic(lambda: Client(target, tls=authority.root, token=ALICE)) as traffic:
+            with ExitStack() as undo:
+                undo.callback(authority.replace, *before)
+                authority.replace(successor.cert.read_bytes(), successor.key.read_bytes())
+                until(lambda: not is_refused(lambda: health(target, successor.credentials())))
+                with pytest.raises(grpc.RpcError):
+                    health(target, old)
+                authority.replace(b"no certificate", successor.key.read_bytes())
+                until(lambda: health(target, successor.credentials()) and "the certificate stays" in server.log())
+                authority.issue(not_after=YESTERDAY)
+                until(lambda: is_refused(lambda: health(target, successor.credentials())))
+                with pytest.raises(grpc.RpcError):
+                    health(target, old)
+            until(lambda: not is_refused(lambda: health(target, old)))
+            with Client(target, tls=old, token=BOB, timeout=20) as bob:
+                with pytest.raises(Unauthenticated):
+                    bob.model()
+                tokens.write_text(f"{ALICE} alice\n{BOB} bob\n")
+                until(lambda: not is_refused(bob.model))
+                tokens.write_text("two words too many\n")
+                server.wait_for("the tokens stay as they were")
+                assert len(bob.encode([item()])) == 1
+                tokens.write_text(f"{ALICE} alice\n")
+                until(lambda: is_refused(lambda: bob.encode([item()])))
+            answered = traffic.answered
+            until(lambda: traffic.answered > answered)
+        assert not traffic.errors
+
+
+class TestDefaults:
+    def test_loopback_is_quiet_and_wide_is_warned_about(self, checkpoints: Checkpoints, authority: Authority) -> None:
+        model = checkpoints("qwen2_vl")
+        with serving(model, wait=False) as narrow:
+            assert "WARNING" not in narrow.log()
+        with serving(model, "--host", "0.0.0.0", wait=False) as wide:
+            assert "serves everybody who reaches the port" in wide.log()
+            assert "in the clear" in wide.log()
+
+    def test_metrics_and_reflection_can_be_closed(self, checkpoints: Checkpoints) -> None:
+        with serving(checkpoints("qwen2_vl"), "--no-metrics", "--no-reflection") as process:
+            listening = {each.laddr.port for each in psutil.Process(process.process.pid).net_connections("tcp")}
+            assert listening == {process.port}
+            with grpc.insecure_channel(process.target) as channel:
+                for path in (REFLECTION, "/grpc.channelz.v1.Channelz/GetServers"):
+                    with pytest.raises(grpc.RpcError) as refused:
+                        list(channel.stream_stream(path)(iter([b""]), timeout=20))
+                    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                for method in ("Check", "Watch"):  # stock, both would be INTERNAL and a traceback in the log
+                    with pytest.raises(grpc.RpcError) as refused:
+                        list(channel.unary_stream(f"/grpc.health.v1.Health/{method}")(b"\xff", timeout=20))
+                    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "Traceback" not in process.log()
+
+
+def test_headers_that_promise_much_cost_nothing(server: ServerProcess, authority: Authority) -> None:
+    """A buffer is as large as its header says only as far as its bytes arrive."""
+    memory = psutil.Process(server.process.pid).memory_info
+    with Client(server.target, tls=authority.root, token=ALICE) as client:
+        most = client.model().limits.patches_per_item
+        client.encode([item()])
+        before = memory().rss
+        headers = (("authorization", f"Bearer {ALICE}"),)
+        honest = pb.Tensor(data_type=pb.DATA_TYPE_FLOAT32, shape=[most, COLUMNS])
+        with grpc.secure_channel(server.target, authority.credentials()) as channel:
+            sent = threading.Event()
+
+            def messages() -> Iterator[pb.EncodeStreamRequest]:
+                for number in range(8):
+                    described = pb.Item(modality=pb.MODALITY_IMAGE, grid=pb.Grid(t=1, h=most // 2, w=2), pixels=honest)
+                    yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=number, header=described))
+                lie = pb.Tensor(data_type=pb.DATA_TYPE_FLOAT32, shape=[1 << 62, 1 << 62])
+                described = pb.Item(modality=pb.MODALITY_IMAGE, grid=pb.Grid(t=1, h=1 << 31, w=1 << 31), pixels=lie)
+                yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=8, header=described))
+                sent.wait(60)
+
+            answers = EncoderServiceStub(channel).EncodeStream(messages(), metadata=headers, timeout=60)
+            refused = next(answers)
+            assert (refused.item, refused.error.code) == (8, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+            assert memory().rss - before < 64 << 20, "eight buffers of 300 MB were promised"
+            answers.cancel()
+            sent.set()
+        with pytest.raises(InvalidItem):
+            client.encode([Item(np.ones((16, COLUMNS), np.float32), (1, 8, 4))])
+        assert len(client.encode([item()])) == 1

@@ -1,0 +1,165 @@
+"""Tiles, two resolutions and NaViT patches over the wire, from real server processes, against plain transformers."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from conftest import Checkpoints
+from navit_reference import NavitReference
+from reference import TOLERANCE, Array, error
+from servers import ServerProcess, serving
+from tile_reference import TileReference
+from vitwire import Client, InvalidItem, Item
+from vitwire._images import Preprocessor
+from vitwire._prepare import clip_items, image_items
+
+References = Callable[..., TileReference | NavitReference]
+SERVED = ("internvl", "internvl_chat", "step3p7", "deepseek_vl_hybrid", "mistral3")
+CLIPS = ("internvl", "internvl_chat")
+PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server of one model, and what its rows are compared with."""
+
+    model_type: str
+    process: ServerProcess
+    reference: TileReference | NavitReference
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest, checkpoints: Checkpoints, references: References) -> Iterator[Served]:
+    flags = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "160")
+    with serving(checkpoints(request.param), *flags) as process:
+        yield Served(request.param, process, references(request.param, torch.float32))
+
+
+def pictures() -> list[Image.Image]:
+    """A photograph, a wide and a tall part of it, and a small one."""
+    whole = Image.open(PHOTOGRAPH).convert("RGB")
+    return [whole, whole.crop((0, 100, 512, 220)), whole.crop((200, 0, 330, 600)), whole.resize((60, 50))]
+
+
+def normalised(pixels: np.ndarray, settings: Preprocessor) -> Tensor:
+    """uint8 pixels as the model's processor would have emitted them."""
+    shaped = torch.from_numpy(pixels).double().view(len(pixels), 3, -1)
+    mean, std = (torch.tensor(values).view(-1, 1) for values in (settings.mean, settings.std))
+    return ((shaped * settings.rescale_factor - mean) / std).float().view(pixels.shape)
+
+
+def expected(served: Served, item: Item, settings: Preprocessor) -> Array:
+    pixels, crops = (
+        normalised(tensor, settings) if isinstance(tensor, np.ndarray) else None for tensor in (item.pixels, item.crops)
+    )
+    assert pixels is not None
+    return served.reference.item(item.grid, pixels, crops)
+
+
+def test_images_equal_transformers(served: Served) -> None:
+    with Client(served.process.target) as client:
+        settings = client.model().image_preprocessor
+        assert settings is not None
+        items = image_items(pictures(), client.model())
+        if served.model_type == "deepseek_vl_hybrid":  # its second view is normalised in another way
+            items = [Item(x.pixels, x.grid, crops=normalised(x.crops, CROPS).numpy()) for x in items]
+            own = client.encode(items)
+            wanted = [served.reference.item(x.grid, normalised(x.pixels, settings), Tensor(x.crops)) for x in items]
+        else:
+            own = client.encode_images(pictures())
+            wanted = [expected(served, item, settings) for item in items]
+        for mine, theirs in zip(own, wanted, strict=True):
+            assert error(mine.numpy(), theirs) <= TOLERANCE
+        assert "graph" in {embedding.report.path for embedding in own}
+
+
+CROPS = Preprocessor(14, 1, 1, 1, 1, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1 / 255, 3)
+
+
+def test_a_large_request_travels_in_chunks(served: Served) -> None:
+    """Crops follow the pixels of their item on the stream."""
+    with Client(served.process.target) as client:
+        items = image_items(pictures(), client.model())
+        together = client.encode(items)
+        before = served.process.metric("vitwire_requests_total", method="EncodeStream", code="OK")
+        many = items * (1 + (6 << 20) // sum(_bytes(item) for item in items))
+        apart = [each for start in range(0, len(many), 64) for each in client.encode(many[start : start + 64])]
+        if len(many) <= 64:
+            assert served.process.metric("vitwire_requests_total", method="EncodeStream", code="OK") > before
+        for index, embedding in enumerate(apart):
+            assert error(embedding.numpy(), together[index % len(items)].numpy()) <= TOLERANCE
+
+
+def _bytes(item: Item) -> int:
+    return sum(tensor.nbytes for tensor in (item.pixels, item.crops) if isinstance(tensor, np.ndarray))
+
+
+def test_frames_of_a_clip_are_tiles(served: Served) -> None:
+    frames = [picture.resize((64, 48)) for picture in pictures()[:3]]
+    with Client(served.process.target) as client:
+        settings = client.model().video_preprocessor
+        if served.model_type not in CLIPS:
+            assert settings is None
+            item = image_items(frames[:1], client.model())[0]
+            with pytest.raises(InvalidItem, match="takes no videos"):
+                client.encode([Item(item.pixels, item.grid, "video", crops=item.crops)])
+            return
+        assert settings is not None
+        (item,) = clip_items([frames], client.model())
+        assert item.grid == (3, 1, 1)
+        (embedding,) = client.encode_clips([frames])
+        assert error(embedding.numpy(), expected(served, item, settings)) <= TOLERANCE
+        (pruned,) = client.encode([Item(item.pixels, item.grid, "video", keep_ratio=0.5)])
+        assert len(pruned.numpy()) == len(embedding.numpy()) // 2
+        np.testing.assert_allclose(pruned.numpy()[:16], embedding.numpy()[:16], atol=1e-5)
+
+
+def test_the_stock_processor_gives_the_same_rows(served: Served, checkpoints: Checkpoints) -> None:
+    """What the model's own processor emits, sent as it is."""
+    image = pictures()[1]
+    folder = checkpoints(served.model_type)
+    if served.model_type.startswith("internvl"):
+        size = {"height": 112, "width": 112}
+        mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+        stock = GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=6, image_mean=mean, image_std=std)
+        pixels = torch.as_tensor(np.stack(stock(image)["pixel_values"])).float()
+        item = Item(pixels, (len(pixels), 1, len(pixels) - 1))
+    elif served.model_type == "mistral3":
+        stock = PixtralImageProcessorPil.from_pretrained(folder, patch_size={"height": 28, "width": 28})
+        whole = torch.as_tensor(np.stack(stock(image)["pixel_values"])).float()[0]
+        side = 14
+        patches = whole.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4)
+        item = Item(patches.flatten(2).flatten(0, 1), (1, patches.shape[0], patches.shape[1]))
+    else:
+        pytest.skip("its processor needs torchvision, or gives two views")
+    with Client(served.process.target) as client:
+        (mine,), (theirs,) = client.encode_images([image]), client.encode([item])
+        assert error(mine.numpy(), theirs.numpy()) <= 1e-4, "uint8 pixels, and floats that were rounded before"
+        pixels = item.pixels
+        assert isinstance(pixels, Tensor)
+        assert error(theirs.numpy(), served.reference.item(item.grid, pixels)) <= TOLERANCE
+
+
+def test_what_does_not_fit_the_model_is_refused(served: Served) -> None:
+    with Client(served.process.target) as client:
+        item = image_items([pictures()[0].resize((60, 60))], client.model())[0]
+        assert isinstance(item.pixels, np.ndarray)
+        with pytest.raises(InvalidItem, match=r"pixels\.shape"):
+            client.encode([Item(item.pixels[..., 1:], item.grid, crops=item.crops)])
+        with pytest.raises(InvalidItem, match=r"grid"):
+            client.encode([Item(item.pixels, (9, item.grid[1], item.grid[2]), crops=item.crops)])
+        if item.crops is None:
+            with pytest.raises(InvalidItem, match=r"crops.*takes no second view"):
+                client.encode([Item(item.pixels, item.grid, crops=np.zeros((1, 3, 5, 5), np.uint8))])
+        else:
+            with pytest.raises(InvalidItem, match=r"crops.*is missing"):
+                client.encode([Item(item.pixels, item.grid)])

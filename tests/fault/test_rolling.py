@@ -1,0 +1,211 @@
+"""Two replicas behind a real Envoy, under load: a rolling restart, and a replica that is killed."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+import load
+from conftest import Checkpoints
+from faults import Note, scaled
+from load import image, request
+from servers import ServerProcess, serving
+
+pytestmark = pytest.mark.timeout(900)
+ENVOY = Path(sys.executable).with_name("envoy")
+SERVICE = "vitwire.v1.EncoderService"
+WORKERS = 8
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in held:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in held]
+
+
+def address(port: int) -> dict[str, object]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+def config(front: int, admin: int, replicas: list[int]) -> dict[str, object]:
+    """Health by grpc_health_check; what was refused before an answer began is tried on the other replica."""
+    router = {
+        "name": "envoy.filters.http.router",
+        "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
+    }
+    previous = "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+    elsewhere = {
+        "name": "envoy.retry_host_predicates.previous_hosts",
+        "typed_config": {"@type": f"type.googleapis.com/{previous}"},
+    }
+    retries = {
+        "retry_on": "unavailable,connect-failure,refused-stream,reset",
+        "num_retries": 3,
+        "retry_host_predicate": [elsewhere],
+        "host_selection_retry_max_attempts": 5,
+    }
+    route = {
+        "match": {"prefix": "/"},
+        "route": {"cluster": "replicas", "timeout": "0s", "retry_policy": retries},
+    }
+    kind = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+    manager = {
+        "@type": f"type.googleapis.com/{kind}",
+        "stat_prefix": "front",
+        "codec_type": "HTTP2",
+        "http_filters": [router],
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+    }
+    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    http2 = {
+        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+    check = {
+        "timeout": "5s",
+        "interval": "0.25s",
+        "no_traffic_interval": "0.25s",
+        "unhealthy_threshold": 3,
+        "healthy_threshold": 1,
+        "grpc_health_check": {"service_name": SERVICE},
+    }
+    cluster = {
+        "name": "replicas",
+        "connect_timeout": "1s",
+        "type": "STATIC",
+        "lb_policy": "ROUND_ROBIN",
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        "health_checks": [check],
+        "circuit_breakers": {"thresholds": [{"max_retries": 1024}]},
+        "load_assignment": {
+            "cluster_name": "replicas",
+            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address(port)}} for port in replicas]}],
+        },
+    }
+    listener = {"name": "front", "address": address(front), "filter_chains": [{"filters": filters}]}
+    return {
+        "admin": {"address": address(admin)},
+        "static_resources": {"listeners": [listener], "clusters": [cluster]},
+    }
+
+
+class Envoy:
+    """A running Envoy in front of replicas."""
+
+    def __init__(self, front: int, admin: int) -> None:
+        self.target = f"127.0.0.1:{front}"
+        self._admin = admin
+
+    def healthy(self) -> int:
+        """How many replicas get traffic."""
+        try:
+            with urlopen(f"http://127.0.0.1:{self._admin}/clusters?format=json", timeout=5) as answer:
+                clusters = json.load(answer)["cluster_statuses"]
+        except OSError:
+            return 0
+        hosts = [host for cluster in clusters for host in cluster.get("host_statuses", [])]
+        return sum(
+            host["health_status"].get("eds_health_status") == "HEALTHY" and len(host["health_status"]) == 1
+            for host in hosts
+        )
+
+    async def wait_for(self, healthy: int) -> None:
+        while await asyncio.to_thread(self.healthy) != healthy:  # noqa: ASYNC110 - another process tells
+            await asyncio.sleep(0.05)
+
+
+@contextmanager
+def envoy(replicas: list[int], folder: Path) -> Iterator[Envoy]:
+    front, admin = free_ports(2)
+    file = folder / "envoy.json"
+    file.write_text(json.dumps(config(front, admin, replicas)))
+    words = [str(ENVOY), "-c", str(file), "--concurrency", "1", "--log-level", "error", "--disable-hot-restart"]
+    process = subprocess.Popen(words)
+    try:
+        yield Envoy(front, admin)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+class Replica:
+    """A server on a port that stays the same over restarts."""
+
+    def __init__(self, model: Path, port: int) -> None:
+        self.port = port
+        self._model = model
+        self._stack = ExitStack()
+
+    def start(self) -> ServerProcess:
+        flags = ("--port", str(self.port), "--lame-duck-seconds", "2", "--drain-seconds", "30")
+        self.server = self._stack.enter_context(serving(self._model, *flags))
+        return self.server
+
+    def stop(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def replicas(checkpoints: Checkpoints) -> Iterator[list[Replica]]:
+    made = [Replica(checkpoints("qwen2_vl"), port) for port in free_ports(2)]
+    for replica in made:
+        replica.start()
+    yield made
+    for replica in made:
+        replica.stop()
+
+
+async def test_a_rolling_restart_fails_no_request(replicas: list[Replica], tmp_path: Path, note: Note) -> None:
+    rounds = scaled(3)
+    with envoy([replica.port for replica in replicas], tmp_path) as front:
+        await asyncio.wait_for(front.wait_for(2), 30)
+        stop, start = asyncio.Event(), time.monotonic()
+        loading = asyncio.create_task(load.closed(front.target, request(image(8, 8)), workers=WORKERS, stop=stop))
+        codes = []
+        for replica in replicas * rounds:
+            await asyncio.sleep(1)
+            codes.append(await asyncio.to_thread(replica.server.stop))
+            await asyncio.to_thread(replica.start)
+            await asyncio.wait_for(front.wait_for(2), 60)
+            while not replica.server.metric("vitwire_items_total"):  # noqa: ASYNC110 - it takes part again
+                await asyncio.sleep(0.05)
+        stop.set()
+        tally = await loading
+    note(restarts=len(codes), seconds=round(time.monotonic() - start), codes=tally.codes, reasons=tally.reasons)
+    assert codes == [0] * 2 * rounds
+    assert set(tally.codes) == {"OK"}
+
+
+async def test_a_killed_replica_takes_down_no_more_than_what_it_held(
+    replicas: list[Replica], tmp_path: Path, note: Note
+) -> None:
+    rounds = scaled(5)
+    with envoy([replica.port for replica in replicas], tmp_path) as front:
+        await asyncio.wait_for(front.wait_for(2), 30)
+        stop = asyncio.Event()
+        loading = asyncio.create_task(load.closed(front.target, request(image(8, 8)), workers=WORKERS, stop=stop))
+        for round_ in range(rounds):
+            await asyncio.sleep(1)
+            victim = replicas[round_ % 2]
+            victim.server.process.kill()
+            await asyncio.to_thread(victim.server.process.wait)
+            await asyncio.to_thread(victim.start)
+            await asyncio.wait_for(front.wait_for(2), 60)
+        stop.set()
+        tally = await loading
+        after = await load.closed(front.target, request(image(8, 8)), workers=WORKERS, calls=100)
+    note(kills=rounds, codes=tally.codes, reasons=tally.reasons)
+    assert set(tally.codes) <= {"OK", "UNAVAILABLE"}
+    assert tally.failed <= WORKERS * rounds
+    assert after.codes == {"OK": 100}

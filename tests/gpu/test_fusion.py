@@ -1,0 +1,68 @@
+"""Blocks whose forward is ours against the stock ones; `make kernel-test` runs them on a CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from gpu.test_kernels import distance, interpreted
+from perf.models import PUBLISHED, build, draw, items, preprocessing, shrunk
+from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.grids import Grid
+from vitwire_server.runtime.attention import Choice, choose
+from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.fusion import fuse
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Simulated
+from vitwire_server.runtime.lanes import CudaLanes, HostLanes
+from vitwire_server.runtime.staging import Stager
+from vitwire_server.towers.packed import PackedTower
+
+GRIDS = [Grid(1, 8, 12), Grid(2, 6, 4), Grid(1, 2, 2), Grid(1, 14, 18)]
+DEPTH = 2
+
+
+@pytest.fixture(scope="module", params=list(PUBLISHED))
+def tower(request: pytest.FixtureRequest, device: torch.device) -> PackedTower:
+    if device.type != "cuda" and not interpreted():
+        pytest.skip("a CPU runs Triton's kernels only in its interpreter: make kernel-test")
+    model_type, fields = PUBLISHED[request.param]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return build(model_type, shrunk(fields, DEPTH, 1152 if device.type == "cuda" else 144), dtype, device)
+
+
+@pytest.fixture(scope="module")
+def attention(tower: PackedTower, device: torch.device) -> Choice:
+    from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - after the skip
+
+    name = "auto" if device.type == "cuda" else "sdpa"
+    choice = choose(name, device, tower.dtype, *tower.heads, captured=False)
+    tower.use_attention(choice.backend.implementation)
+    return Choice(choice.backend, choice.reason, segment_attention) if device.type == "cpu" else choice
+
+
+@torch.inference_mode()
+def test_a_fused_tower_gives_the_rows_of_the_stock_one(
+    tower: PackedTower, attention: Choice, device: torch.device
+) -> None:
+    lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
+    recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
+    batch = items(tower, GRIDS, draw(tower, GRIDS))
+    budget = tower.budget(160, max_items=8, max_frames=16)
+
+    def rows(*, captured: bool) -> list[torch.Tensor]:
+        graphs = GraphSet(tower, Ladder((budget,) if captured else ()), recorder)
+        engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), device), lanes)
+        results = engine.launch(batch, budget if captured else None).collect().results
+        assert not any(isinstance(result, Exception) for result in results), results
+        return [torch.frombuffer(bytearray(each.data), dtype=tower.dtype).view(each.shape) for each in results]
+
+    stock = rows(captured=False)
+    assert fuse(tower.blocks, attention) == DEPTH
+    for captured in (False, True):
+        for own, expected in zip(rows(captured=captured), stock, strict=True):
+            assert distance(own, expected) <= max(1e-5, 2 * torch.finfo(tower.dtype).eps)
+
+
+def test_blocks_of_another_form_are_left_alone(attention: Choice) -> None:
+    assert fuse([nn.TransformerEncoderLayer(8, 2)], attention) == 0

@@ -1,0 +1,115 @@
+"""Triton kernels on the GPU, against the torch operations that they stand for, in float32 or rounded once.
+
+`make kernel-test` runs the same tests on a CPU, in Triton's interpreter.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+pytest.importorskip("triton")
+
+from vitwire_server.runtime.attention import segment_sdpa
+from vitwire_server.runtime.kernels.activations import KINDS, activate
+from vitwire_server.runtime.kernels.attention import HEAD_DIMS, segment_attention
+from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
+
+LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 0, 0, 0], [64] * 9 + [0] * 300, [512])
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def where(device: torch.device) -> None:
+    if device.type != "cuda" and not interpreted():
+        pytest.skip("a CPU runs Triton's kernels only in its interpreter: make kernel-test")
+
+
+def interpreted() -> bool:
+    import triton  # noqa: PLC0415 - there only where the tests run
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+def limit(dtype: torch.dtype) -> float:
+    """One rounding of each value, in norm: half a unit in the last place, or the order of float32 sums."""
+    return max(1e-6, torch.finfo(dtype).eps / 2)
+
+
+@pytest.fixture(params=[torch.float32, BF16], ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if request.param is torch.float32 and device.type == "cuda":
+        pytest.skip("served in half precision")
+    if request.param is BF16 and device.type == "cpu":
+        pytest.skip("the interpreter has no bfloat16 of its own")
+    return request.param
+
+
+def ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{len(layout)} slots")
+@pytest.mark.parametrize("head_dim", sorted(HEAD_DIMS))
+def test_attention_within_segments(head_dim: int, layout: list[int], device: torch.device, dtype: torch.dtype) -> None:
+    heads = 2 if device.type == "cpu" else 16
+    qkv = torch.randn(sum(layout), 3, heads, head_dim, dtype=dtype, device=device)
+    boundaries, scale = ends(layout, device), head_dim**-0.5
+    expected = segment_sdpa(*qkv.float().unbind(1), boundaries, max(layout), scale)
+    got = segment_attention(*qkv.unbind(1), boundaries, max(layout), scale)
+    assert distance(got, expected) <= max(4e-6, torch.finfo(dtype).eps)  # shares are rounded, then the rows
+
+
+def test_no_segment_sees_another(device: torch.device, dtype: torch.dtype) -> None:
+    layout = [70, 64, 90]
+    qkv = torch.randn(sum(layout), 3, 2, 72, dtype=dtype, device=device)
+    boundaries = ends(layout, device)
+    before = segment_attention(*qkv.unbind(1), boundaries, 90, 0.1)
+    qkv[70:134] = torch.nan
+    after = segment_attention(*qkv.unbind(1), boundaries, 90, 0.1)
+    assert after[70:134].isnan().all()
+    assert torch.equal(after[:70], before[:70])
+    assert torch.equal(after[134:], before[134:])
+
+
+@pytest.mark.parametrize("head_dim", [16, 72, 80])
+def test_rotation_in_place(head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    qkv = torch.randn(37, 3, 5, head_dim, dtype=dtype, device=device)
+    cos, sin = torch.randn(2, 37, head_dim, device=device)
+    expected = rotate_reference(qkv, cos, sin)
+    rotate(qkv, cos, sin)
+    assert distance(qkv, expected) <= limit(dtype)
+
+
+@pytest.mark.parametrize("columns", [64, 1152, 1280])
+@pytest.mark.parametrize("added", [False, True])
+def test_norm_of_a_sum(columns: int, added: bool, device: torch.device, dtype: torch.dtype) -> None:
+    norm = nn.LayerNorm(columns, eps=1e-6, device=device, dtype=dtype)
+    rms = nn.RMSNorm(columns, eps=1e-6, device=device, dtype=dtype)
+    for weight in (norm.weight, norm.bias, rms.weight):
+        nn.init.normal_(weight)
+    hidden, more = torch.randn(2, 9, columns, dtype=dtype, device=device)
+    for each in (norm, rms):
+        summed, normed = add_norm(hidden, more if added else None, each)
+        expected = hidden + more if added else hidden
+        assert torch.equal(summed, expected)
+        assert distance(normed, each(expected.float()) if dtype is torch.float32 else each(expected)) <= 2 * limit(
+            dtype
+        )
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_activations(kind: str, device: torch.device, dtype: torch.dtype) -> None:
+    values = torch.randn(5, 2400, dtype=dtype, device=device)
+    gate, up = values.chunk(2, dim=1)
+    exact = ACT2FN[kind](values.float())
+    gated = ACT2FN[kind](gate.float()) * up.float()
+    assert distance(activate(values.clone(), kind, gated=True), gated) <= 2 * limit(dtype)
+    assert distance(activate(values, kind), exact) <= limit(dtype)

@@ -1,0 +1,77 @@
+"""What transformers makes of packed patches without `grid_thw`, each image alone."""
+
+import json
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from reference import Array
+
+
+class NavitReference:
+    """The whole model of a checkpoint, stock, asked as its own processor's output would be."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        settings = json.loads((checkpoint / "config.json").read_text())
+        model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
+        self.model = model.eval().to(device)
+        self.dtype = dtype
+        self.patch: int = model.config.vision_config.patch_size
+
+    def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
+        """Embeddings of items whose patches lie one after the other, each alone."""
+        parts = torch.split(torch.as_tensor(pixels), [prod(grid) for grid in grids])
+        return [self.item(grid, part) for grid, part in zip(grids, parts, strict=True)]
+
+    @torch.inference_mode()
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item."""
+        assert crops is None
+        frames = torch.as_tensor(pixels).to(self.model.device, self.dtype).unflatten(0, (grid[0], -1))
+        return self.rows(frames, grid[1], grid[2]).float().cpu().numpy()
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        """Rows of frames `(t, h*w, columns)`, one after the other."""
+        raise NotImplementedError
+
+
+class Pixtral(NavitReference):
+    """Asked for images put together of the patches; for two, as one of a single token fails in transformers."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        side = self.patch
+        image = frames.view(1, height, width, 3, side, side).permute(0, 3, 1, 4, 2, 5)
+        sizes = torch.tensor([[height * side, width * side]] * 2)
+        features = self.model.model.get_image_features(
+            pixel_values=image.reshape(1, 3, height * side, width * side).repeat(2, 1, 1, 1), image_sizes=sizes
+        )
+        rows, _ = features.pooler_output
+        return rows  # type: ignore[no-any-return]
+
+
+class Gemma4(NavitReference):
+    """Asked for rows of patches with their columns and rows."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        positions = torch.stack([across.flatten(), down.flatten()], dim=-1).expand(len(frames), -1, -1)
+        features = self.model.model.get_image_features(frames, positions.to(frames.device))
+        return torch.cat(list(features.pooler_output))
+
+
+class Siglip2(NavitReference):
+    """Asked for rows of patches with their shape; its rows before pooling."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        mask = torch.ones(frames.shape[:2], dtype=torch.int32, device=frames.device)
+        shapes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.get_image_features(frames, mask, shapes)
+        return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
+
+
+NAVIT = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}

@@ -1,0 +1,169 @@
+"""What transformers, or the layout's authors, make of tiles."""
+
+import json
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from reference import Array
+
+
+class TileReference:
+    """Rows of one image's tiles, by the whole model's own `get_image_features`."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        settings = json.loads((checkpoint / "config.json").read_text())
+        self.dtype, self.device = dtype, device
+        self._features: Callable[[Tensor, Tensor | None], Tensor]
+        if settings["model_type"] == "internvl_chat":
+            self._features = OriginalInternVL(checkpoint, settings, dtype, device)
+        else:
+            model_type = _SAME.get(settings["model_type"], settings["model_type"])
+            config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
+            model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, config=config, dtype=dtype)
+            model.eval().to(device)
+            own = _FEATURES.get(model_type, _pooled)
+            self._features = lambda pixels, crops: own(model, pixels, crops)
+
+    @torch.inference_mode()
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding `(tokens, width)` of one item: tiles `(tiles, C, H, W)`, and its crops."""
+        del grid
+        own = [x.to(self.device, self.dtype) if x is not None else None for x in (pixels, crops)]
+        rows = self._features(own[0], own[1])  # type: ignore[arg-type]
+        return rows.reshape(-1, rows.shape[-1]).float().cpu().numpy()  # type: ignore[no-any-return]
+
+
+def _pooled(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    assert crops is None
+    return model.model.get_image_features(pixel_values=pixels).pooler_output  # type: ignore[no-any-return]
+
+
+def _hybrid(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    return model.model.get_image_features(pixels, crops).pooler_output  # type: ignore[no-any-return]
+
+
+def _cropped(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    counts = [0 if crops is None else len(crops)]
+    (rows,) = model.model.get_image_features(pixels, crops, counts).pooler_output
+    return rows  # type: ignore[no-any-return]
+
+
+def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
+    del crops
+    inner, given = model.model, []
+    inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
+    try:
+        size = model.config.vision_config.image_size
+        inner.get_image_features(
+            pixels,
+            image_sizes=torch.tensor([[size, size]] * len(pixels)),
+            batch_num_images=[len(pixels) + 1] * len(pixels),
+        )
+    finally:
+        del inner.pack_image_features
+    return torch.cat(given)
+
+
+def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    del crops
+    # 5.17 asks for a strategy, which this tower has only one of.
+    wanted = signature(model.get_image_features).parameters.keys() & {"vision_feature_select_strategy"}
+    features = model.get_image_features(pixel_values=pixels, **dict.fromkeys(wanted, "default")).last_hidden_state
+    return model.multi_modal_projector(features.reshape(-1, features.shape[-1]))  # type: ignore[no-any-return]
+
+
+_FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
+    "llava_onevision": _onevision,
+    "llama4": _llama4,
+    "deepseek_vl_hybrid": _hybrid,
+    "step3p7": _cropped,
+    "deepseek_ocr2": _cropped,
+}
+
+
+_SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
+"""Models that transformers has under another name only."""
+
+
+class OriginalInternVL:
+    """The vision side of OpenGVLab's model, written down from its description, on its own weight names."""
+
+    def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+        self._config = settings["vision_config"]
+        self._ratio = settings["downsample_ratio"]
+        self._weights = {
+            name: tensor.to(device, dtype)
+            for shard in sorted(checkpoint.glob("*.safetensors"))
+            for name, tensor in load_file(shard).items()
+        }
+
+    def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
+        assert crops is None
+        states = self._embedded(pixels)
+        for layer in range(self._config["num_hidden_layers"]):
+            states = self._layer(states, f"vision_model.encoder.layers.{layer}.")
+        return self._projected(states[:, 1:])
+
+    def _embedded(self, pixels: Tensor) -> Tensor:
+        prefix = "vision_model.embeddings."
+        weight, bias = (self._weights[f"{prefix}patch_embedding.{name}"] for name in ("weight", "bias"))
+        patches = functional.conv2d(pixels, weight, bias, stride=self._config["patch_size"]).flatten(2).transpose(1, 2)
+        first = self._weights[f"{prefix}class_embedding"].expand(len(pixels), 1, -1)
+        return torch.cat([first, patches], dim=1) + self._weights[f"{prefix}position_embedding"]
+
+    def _layer(self, states: Tensor, prefix: str) -> Tensor:
+        attended = self._attention(self._norm(states, f"{prefix}norm1."), f"{prefix}attn.")
+        states = states + attended * self._weights[f"{prefix}ls1"]
+        hidden = functional.gelu(self._linear(self._norm(states, f"{prefix}norm2."), f"{prefix}mlp.fc1."))
+        return states + self._linear(hidden, f"{prefix}mlp.fc2.") * self._weights[f"{prefix}ls2"]
+
+    def _attention(self, states: Tensor, prefix: str) -> Tensor:
+        tiles, length, width = states.shape
+        heads = self._config["num_attention_heads"]
+        qkv = self._linear(states, f"{prefix}qkv.").view(tiles, length, 3, heads, width // heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        if self._config["qk_normalization"]:
+            q, k = (
+                self._rms(x.transpose(1, 2).flatten(2), f"{prefix}{name}_norm.")
+                .view(tiles, length, heads, -1)
+                .transpose(1, 2)
+                for name, x in (("q", q), ("k", k))
+            )
+        out = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(tiles, length, width)
+        return self._linear(out, f"{prefix}proj.")
+
+    def _projected(self, patches: Tensor) -> Tensor:
+        tiles, count, width = patches.shape
+        side = round(count**0.5)
+        short = int(side * self._ratio)
+        x = patches.view(tiles, side, short, int(width / self._ratio)).permute(0, 2, 1, 3).contiguous()
+        x = (
+            x.view(tiles, short, short, int(width / self._ratio**2))
+            .permute(0, 2, 1, 3)
+            .reshape(tiles, short * short, -1)
+        )
+        x = functional.layer_norm(x, x.shape[-1:], self._weights["mlp1.0.weight"], self._weights["mlp1.0.bias"])
+        return self._linear(functional.gelu(self._linear(x, "mlp1.1.")), "mlp1.3.")
+
+    def _norm(self, states: Tensor, prefix: str) -> Tensor:
+        if self._config["norm_type"] == "rms_norm":
+            return self._rms(states, prefix)
+        weight, bias = self._weights[f"{prefix}weight"], self._weights[f"{prefix}bias"]
+        return functional.layer_norm(states, states.shape[-1:], weight, bias, self._config["layer_norm_eps"])
+
+    def _rms(self, states: Tensor, prefix: str) -> Tensor:
+        wide = states.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config["layer_norm_eps"])
+        return self._weights[f"{prefix}weight"] * scaled.to(states.dtype)
+
+    def _linear(self, states: Tensor, prefix: str) -> Tensor:
+        return functional.linear(states, self._weights[f"{prefix}weight"], self._weights.get(f"{prefix}bias"))

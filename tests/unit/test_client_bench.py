@@ -1,0 +1,119 @@
+"""`vitwire bench` against a service that is known: what it sends, counts and tells."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import Result
+from PIL import Image
+from typer.testing import CliRunner
+
+from unit.test_client_fakes import Fake, Running, abort, running, serving
+from vitwire.cli._app import app
+from vitwire.cli._load import Sample, Summary
+
+__all__ = ["running"]  # the fixture
+
+
+def bench(target: str, *arguments: object) -> Result:
+    words = ["bench", "--target", target, "--size", "32x40", *map(str, arguments)]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+def document(done: Result) -> dict[str, object]:
+    assert done.exit_code == 0, done.output
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_last_line_is_one_document(running: Running, tmp_path: Path) -> None:
+    plot = tmp_path / "latencies.png"
+    asked = ("--requests", 12, "--concurrency", 3, "--items", 2, "--size", "16x16", "--plot", plot)
+    found = document(bench(running.target, *asked))
+    assert found["requests"] == 12
+    assert (found["items"], found["paths"], found["errors"]) == (24, {"graph": 24}, {})
+    assert found["sizes"] == ["32x40", "16x16"]
+    assert running.fake.methods.count("Encode") == 13, "one to warm up"
+    latency = found["latency_ms"]
+    assert isinstance(latency, dict)
+    assert list(latency) == ["mean", "p50", "p90", "p95", "p99", "max"]
+    assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["max"]
+    with Image.open(plot) as drawn:
+        assert drawn.size == (1400, 560)
+
+
+def test_the_time_is_bounded_too(running: Running) -> None:
+    found = document(bench(running.target, "--seconds", 0.3))
+    assert isinstance(found["requests"], int)
+    assert found["requests"] > 0
+
+
+def test_a_rate_is_kept_and_waiting_counts(running: Running) -> None:
+    found = document(bench(running.target, "--requests", 20, "--rate", 200))
+    assert found["requests"] == 20
+    assert isinstance(found["seconds"], float)
+    assert found["seconds"] > 0.03, "twenty requests at 200 a second"
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_pixels_differ_each_time_unless_they_are_to_be_cached(repeat: bool) -> None:
+    fake = Fake()
+    seen: list[bytes] = []
+    encode = fake.Encode
+
+    def remembering(request, context):  # noqa: ANN001, ANN202
+        seen.append(request.items[0].pixels.data)
+        return encode(request, context)
+
+    fake.Encode = remembering  # type: ignore[method-assign]
+    with serving(fake) as service:
+        document(bench(service.target, "--requests", 8, "--concurrency", 2, *(["--repeat"] if repeat else [])))
+    assert len(set(seen)) == (1 if repeat else 9)
+
+
+def refusing(wanted: Callable[[int], bool]) -> Fake:
+    """A service that is full for the Encode calls whose number, from 0, is wanted."""
+    fake = Fake()
+
+    def refuse(context: grpc.ServicerContext) -> None:
+        if fake.methods[-1] == "Encode" and wanted(fake.methods.count("Encode") - 1):
+            abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+    fake.before = refuse
+    return fake
+
+
+def test_errors_are_counted_by_code() -> None:
+    with serving(refusing(lambda number: number % 2 == 1)) as service:
+        found = document(bench(service.target, "--requests", 10, "--concurrency", 1))
+    assert found["errors"] == {"RESOURCE_EXHAUSTED": 5}
+    assert found["items"] == 5
+
+
+def test_a_service_that_refuses_all_is_an_error() -> None:
+    with serving(refusing(lambda number: number > 0)) as service:
+        done = bench(service.target, "--requests", 3, "--concurrency", 1)
+    assert done.exit_code == 1
+    assert json.loads(done.stdout.splitlines()[-1])["errors"] == {"RESOURCE_EXHAUSTED": 3}
+    assert done.stderr == "vitwire: none of 3 requests was answered\n"
+
+
+def test_percentiles_are_those_of_what_was_answered() -> None:
+    samples = [Sample(due=number, done=number + number / 1e3, tokens=5, paths=("graph",)) for number in range(101)]
+    found = Summary(10.0, [*samples, Sample(0.0, 99.0, error="INTERNAL")], 1_000_000).document()
+    latency = found["latency_ms"]
+    assert isinstance(latency, dict)
+    assert [latency[name] for name in ("p50", "p90", "p95", "p99", "max")] == pytest.approx([50, 90, 95, 99, 100])
+    assert latency["mean"] == pytest.approx(np.mean(range(101)))
+    assert (found["items_per_second"], found["tokens_per_second"]) == (10.1, 50.5)
+    assert found["megabytes_per_second"] == 10.1
+
+
+def test_sizes_that_are_none(running: Running) -> None:
+    for size in ("0x5", "5", "axb", "5x-1"):
+        done = bench(running.target, "--size", size)
+        assert done.exit_code == 2
+        assert "WIDTHxHEIGHT" in done.stderr

@@ -1,0 +1,169 @@
+"""The status page without a browser: what it says, and what it must never hold."""
+
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+
+import pytest
+
+from vitwire_server.core.budgets import Ladder, budget
+from vitwire_server.core.errors import EncodeFailed
+from vitwire_server.core.health import Health, State
+from vitwire_server.core.items import Modality
+from vitwire_server.core.plans import Fallback
+from vitwire_server.core.reports import BatchReport, Outcome
+from vitwire_server.core.runner import Timings
+from vitwire_server.observe.charts import Line, bar, line_chart, nice
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.page import page, policy
+from vitwire_server.observe.readings import Point, Readings, point, quantile
+
+HOSTILE = "<script>alert('x')</script>&\"</title>"
+VOID = {"meta", "input", "line", "rect", "polyline"}
+
+
+class Document(HTMLParser):
+    """Rows of the tables and lists as words, in a document whose elements are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+        if tag in ("tr", "dt"):
+            self.rows.append([])
+        if tag in ("th", "td", "dt", "dd"):
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"th", "td", "dt", "dd"} & set(self._open):
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    made = Metrics()
+    small, large = (budget(tokens, merge=2, max_items=8, max_frames=8) for tokens in (64, 1024))
+    made.graphs_captured(Ladder((small, large)), 1, 2.0, 1 << 20)
+    ran: Sequence[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
+    made.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
+    made.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))
+    made.queue_changed(7, 3 << 20)
+    return made
+
+
+def serving() -> Health:
+    health = Health()
+    health.become(State.WARMING)
+    health.become(State.SERVING)
+    return health
+
+
+def render(metrics: Metrics, health: Health | None = None, points: Sequence[Point] = ()) -> str:
+    return page(Readings(metrics.registry), points, health or serving())
+
+
+def test_tables_hold_the_figures(metrics: Metrics) -> None:
+    rows = Document(render(metrics)).rows
+    assert ["64", "3", "1", "25.0%", ""] in rows
+    assert ["1024", "0", "0", "\u2013", ""] in rows
+    assert ["oversize", "3"] in rows
+    assert ["waiting", "7 items"] in rows
+    assert ["waiting bytes", "3 MiB"] in rows
+    assert ["budgets captured", "2 of 3"] in rows
+    assert ["hit rate", "\u2013"] in rows
+
+
+def test_names_are_escaped(metrics: Metrics) -> None:
+    metrics.model_loaded(
+        model=HOSTILE, model_type=HOSTILE, dtype=HOSTILE, device=HOSTILE, graphs=HOSTILE, attention=HOSTILE
+    )
+    health = serving()
+    health.become(State.FAILED, HOSTILE)
+    text = render(metrics, health)
+    assert HOSTILE not in text
+    assert "alert" in text
+    assert Document(text).tags.count("script") == 1, "the page's own"
+
+
+def test_nothing_comes_from_elsewhere(metrics: Metrics) -> None:
+    text = render(metrics)
+    assert not re.search(r"""https?:|//|\bsrc=|\bhref=|@import|url\(|\bon\w+=|\bstyle=""", text)
+    assert policy().startswith("default-src 'none'; ")
+    assert "unsafe" not in policy()
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_the_state_is_told(metrics: Metrics, state: State) -> None:
+    health = Health()
+    path = {State.WARMING: [State.WARMING], State.SERVING: [State.WARMING, State.SERVING]}.get(state, [state])
+    for step in path:
+        health.become(step, "the device is gone" if step is State.FAILED else "")
+    text = render(metrics, health)
+    assert f'<div class="state {state.value}">{state.value}' in text
+    assert ("the device is gone" in text) is (state is State.FAILED)
+
+
+def test_before_there_is_a_model() -> None:
+    text = render(Metrics(), Health())
+    assert "no model yet" in text
+    assert "No budget has a graph" in text
+
+
+def test_a_quantile_is_where_prometheus_would_put_it() -> None:
+    counts = {0.1: 5.0, 0.2: 10.0, float("inf"): 10.0}
+    assert quantile(counts, 0.5) == pytest.approx(0.1)
+    assert quantile(counts, 0.75) == pytest.approx(0.15)
+    assert quantile({0.1: 0.0, float("inf"): 4.0}, 0.5) == 0.1, "the last finite bound"
+    assert quantile({0.1: 0.0, float("inf"): 0.0}, 0.5) is None
+    assert quantile({}, 0.5) is None
+
+
+def test_a_point_is_what_happened_in_between() -> None:
+    metrics = Metrics()
+    metrics.request_seconds.labels("Encode").observe(20)
+    before = Readings(metrics.registry)
+    before.time -= 2
+    for method in ("Encode", "EncodeStream"):
+        metrics.request_seconds.labels(method).observe(0.07)
+    metrics.request_seconds.labels("GetModel").observe(9)
+    metrics.queue_changed(3, 1)
+    found = point(before, Readings(metrics.registry))
+    assert (found.queued, found.requests) == (3, pytest.approx(1, rel=0.1))
+    assert found.median == pytest.approx(0.075)
+    assert found.slow == pytest.approx(0.0975)
+    quiet = point(before, before)
+    assert (quiet.requests, quiet.median) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "top"), [(0, 1), (0.03, 0.05), (1, 1), (1.2, 2), (4, 5), (7, 10), (10, 10), (101, 200)]
+)
+def test_axes_end_at_round_numbers(value: float, top: float) -> None:
+    assert nice(value) == pytest.approx(top)
+
+
+def test_lines_break_where_nothing_is_known() -> None:
+    chart = line_chart("t", "ms", [0.0, 2.0, 4.0, 6.0], 60.0, [Line("<a>", "first", [1.0, None, 3.0, 2.0])])
+    assert chart.count("<polyline") == 2
+    assert 'aria-label="t, now: &lt;a&gt; 2 ms"' in chart
+    assert "<polyline" not in line_chart("t", "", [], 60.0, [Line("a", "first", [])])
+
+
+def test_a_bar_is_as_long_as_its_share() -> None:
+    widths = [float(each) for each in re.findall(r'width="([\d.]+)"', bar(30, 10, 80))]
+    ground, real, padding = widths
+    assert (real / ground, padding / ground) == (30 / 80, 10 / 80)
+    assert 'class="real" width="0.00"' in bar(0, 0, 0)

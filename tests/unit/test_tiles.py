@@ -1,0 +1,217 @@
+"""Tiles of images against the stock Hugging Face processors, on Pillow, within 2 of 255."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
+    DeepseekVLHybridImageProcessorPil,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from vitwire._images import Preprocessor, clip_tiles, image_tiles
+from vitwire._tiles import Tiles, Tiling
+
+SIZES = [
+    (30, 30),
+    (64, 40),
+    (40, 100),
+    (56, 56),
+    (57, 55),
+    (200, 90),
+    (90, 301),
+    (113, 224),
+    (12, 300),
+    (400, 7),
+    (2, 2),
+]
+BACKGROUND = (122, 116, 104)
+PLAIN = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+"""Leaves the stock processors' pixels as they are after resizing and cutting."""
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    """Smooth noise, so that filters differ and rounding does not hide it."""
+    rng = np.random.default_rng(height * 1000 + width)
+    coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3)).astype(np.float64)
+    rows, columns = np.linspace(0, len(coarse) - 1, height), np.linspace(0, coarse.shape[1] - 1, width)
+    fine = coarse[rows.astype(int)][:, columns.astype(int)]
+    return np.clip(fine + rng.normal(0, 6, fine.shape), 0, 255).astype(np.uint8)
+
+
+def settings(tiling: Tiling, resample: int = 3) -> Preprocessor:
+    return Preprocessor(
+        patch_size=14,
+        merge_size=1,
+        temporal_patch_size=1,
+        min_pixels=1,
+        max_pixels=1,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        rescale_factor=1 / 255,
+        resample=resample,
+        tiling=tiling,
+    )
+
+
+def ours(image: np.ndarray, tiling: Tiling, resample: int = 3) -> Tiles:
+    return image_tiles(image, settings(tiling, resample), tiling)
+
+
+def assert_near(mine: np.ndarray, theirs: Any) -> None:
+    other = np.asarray(theirs)
+    assert mine.shape == other.shape
+    assert mine.dtype == np.uint8
+    assert np.abs(mine.astype(np.float64) - other).max() <= 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+class TestAgainstStock:
+    """Pixels, layout and order of the tiles of images of all shapes."""
+
+    @pytest.mark.parametrize(("fewest", "most"), [(1, 12), (1, 6), (2, 5), (1, 1)])
+    def test_internvl(self, size: tuple[int, int], fewest: int, most: int) -> None:
+        image = picture(*size)
+        stock = GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True)
+        theirs = stock([image], min_patches=fewest, max_patches=most, **PLAIN)
+        mine = ours(image, Tiling("closest_ratio", (56, 56), "last", fewest, most))
+        assert_near(mine.pixels, theirs["pixel_values"])
+        assert mine.grid[0] == len(mine.pixels)
+        assert mine.grid[1] * mine.grid[2] in (len(mine.pixels), len(mine.pixels) - 1)
+
+    def test_llava_onevision(self, size: tuple[int, int]) -> None:
+        layouts = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3)]
+        points = [[56 * rows, 56 * columns] for rows, columns in layouts]
+        image = picture(*size)
+        stock = LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}, image_grid_pinpoints=points)
+        theirs = stock(image, **PLAIN)["pixel_values"][0]
+        mine = ours(image, Tiling("best_fit", (56, 56), "first", max_tiles=9, layouts=tuple(layouts)))
+        assert_near(mine.pixels, theirs)
+        assert mine.grid[0] == 1 + mine.grid[1] * mine.grid[2]
+
+    def test_gemma3(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})(image, **PLAIN)
+        mine = ours(image, Tiling("stretch", (56, 56)), resample=2)
+        assert_near(mine.pixels, theirs["pixel_values"])
+
+    def test_deepseek_vl(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = DeepseekVLImageProcessorPil(size={"height": 56, "width": 56})(image, **PLAIN)
+        mine = ours(image, Tiling("square", (56, 56), background=BACKGROUND, min_side=14))
+        assert_near(mine.pixels, theirs["pixel_values"])
+
+    def test_deepseek_vl_hybrid(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        stock = DeepseekVLHybridImageProcessorPil(
+            size={"height": 56, "width": 56}, high_res_size={"height": 128, "width": 128}
+        )
+        theirs = stock(image, **PLAIN)
+        mine = ours(
+            image,
+            Tiling(
+                "square",
+                (56, 56),
+                background=BACKGROUND,
+                min_side=14,
+                crop=(128, 128),
+                crop_background=BACKGROUND,
+                crop_resample=3,
+            ),
+        )
+        assert_near(mine.pixels, theirs["pixel_values"])
+        assert mine.crops is not None
+        assert_near(mine.crops, theirs["high_res_pixel_values"])
+
+    def test_deepseek_ocr2(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = DeepseekOcr2ImageProcessorPil(size={"height": 80, "width": 80}, tile_size=64)(image, **PLAIN)
+        tiling = Tiling("closest_ratio", (80, 80), min_tiles=2, max_tiles=6, background=(127,) * 3, crop=(64, 64))
+        if round(min(size) * 80 / max(size)) == 0:
+            pytest.skip("the stock processor cannot resize to nothing")
+        mine = ours(image, tiling)
+        assert_near(mine.pixels, theirs["pixel_values"])
+        count = int(theirs["num_local_patches"][0])
+        assert mine.grid[0] == count + 1
+        if count:
+            assert mine.crops is not None
+            assert_near(mine.crops, theirs["pixel_values_local"])
+            assert mine.grid[1] * mine.grid[2] == count
+        else:
+            assert mine.crops is None
+
+
+# The stock processors of these two need torchvision; what they plan was worked out by hand from their rules.
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((56, 56), (1, 1, 1)),
+        ((20, 20), (1, 1, 1)),
+        ((57, 57), (5, 2, 2)),
+        ((56, 112), (3, 1, 2)),
+        ((112, 56), (3, 2, 1)),
+        ((56, 200), (5, 1, 4)),
+        ((300, 300), (5, 2, 2)),
+        ((60, 100), (5, 2, 2)),
+        ((30, 400), (7, 1, 6)),
+    ],
+)
+def test_llama4_takes_the_layout_that_scales_least(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
+    tiles = ours(picture(*size), Tiling("canvas", (56, 56), "last", max_tiles=6), resample=2)
+    assert tiles.grid == grid
+    assert tiles.pixels.shape == (grid[0], 3, 56, 56)
+
+
+def test_llama4_enlarges_to_one_tile_and_pads_at_the_end() -> None:
+    image = np.full((28, 112, 3), 200, np.uint8)
+    tiles = ours(image, Tiling("canvas", (56, 56), "last", max_tiles=6), resample=2)
+    assert tiles.grid == (3, 1, 2)
+    assert (tiles.pixels[:2, :, :28] == 200).all()
+    assert (tiles.pixels[:2, :, 28:] == 0).all()
+    assert (tiles.pixels[2] == 200).all(), "the last tile shows the whole image, stretched"
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((168, 168), (1, 1, 1)),
+        ((100, 150), (1, 1, 1)),
+        ((100, 160), (3, 1, 2)),  # elongated: windows of 100, the rest of 60 becomes one more
+        ((100, 115), (1, 1, 1)),
+        ((224, 224), (5, 2, 2)),
+        ((112, 260), (4, 1, 3)),  # the rest of 36 is more than a fifth of 112
+        ((300, 224), (7, 3, 2)),
+        ((60, 400), (8, 1, 7)),  # very elongated: windows of 60, and a rest of 40
+        ((896, 448), (9, 4, 2)),  # 448 by 224 after the bound on the longer side
+        ((20, 100), (1, 1, 1)),  # padded to a square of 100
+    ],
+)
+def test_step3_plans_windows(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
+    tiling = Tiling("windows", (168, 168), max_tiles=16, max_side=448, crop=(112, 112))
+    tiles = ours(picture(*size), tiling, resample=2)
+    assert tiles.grid == grid
+    assert tiles.pixels.shape == (1, 3, 168, 168)
+    assert (0 if tiles.crops is None else len(tiles.crops)) == grid[0] - 1
+
+
+def test_frames_are_tiles() -> None:
+    clip = np.stack([picture(40, 60) for _ in range(3)])
+    tiling = Tiling("stretch", (56, 56))
+    tiles = clip_tiles(clip, settings(tiling), tiling)
+    assert tiles.grid == (3, 1, 1)
+    assert_near(tiles.pixels[:1], ours(clip[0], tiling).pixels)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rule": "by_magic"}, {"tile": (0, 56)}, {"min_tiles": 0}, {"min_tiles": 3, "max_tiles": 2}]
+)
+def test_settings_that_cannot_be_followed_are_refused(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"rule": "stretch", "tile": (56, 56)} | changes
+    with pytest.raises(ValueError, match=r"known|cut"):
+        Tiling(**fields)

@@ -1,0 +1,89 @@
+"""The file of tokens: what it may hold, and what happens when it changes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vitwire_server.rpc import watch
+from vitwire_server.rpc.tokens import Tokens
+
+ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-0123456789abcdef"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.0)
+    return tmp_path / "tokens"
+
+
+def test_a_token_a_line_with_or_without_a_name(file: Path) -> None:
+    file.write_text(f"# comment\n\n{ALICE} alice@example\n  {BOB}\r\n#{CAROL}\n")
+    tokens = Tokens(file)
+    assert tokens.name(ALICE) == "alice@example"
+    unnamed = tokens.name(BOB)
+    assert unnamed is not None
+    assert unnamed.startswith("token-")
+    assert BOB not in unnamed
+    for wrong in (CAROL, f"#{CAROL}", "", "alice@example", ALICE[:-1], ALICE + "x", ALICE.upper(), "\udcff"):
+        assert tokens.name(wrong) is None, wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# nobody\n", "holds no token"),
+        (f"{ALICE} two names\n", "line 1: after the token"),
+        (f"{BOB} bob\n{ALICE} a/../b\n", "line 2: after the token"),
+        (f"{ALICE} a\n{ALICE} b\n", "line 2: this token is there twice"),
+        ("gr\u00fc\u00dfe-0123456789abcdef\n", "line 1: a token is printable ASCII"),
+    ],
+)
+def test_a_wrong_file_is_told_by_line(file: Path, text: str, told: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=told) as raised:
+        Tokens(file)
+    assert ALICE not in str(raised.value), "a token is a secret"
+
+
+def test_a_short_token_is_warned_about(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file.write_text("short\n")
+    assert Tokens(file).name("short")
+    assert "can be guessed" in caplog.text
+
+
+def test_rotation(file: Path) -> None:
+    file.write_text(f"{ALICE} alice\n")
+    tokens = Tokens(file)
+    file.write_text(f"{BOB} alice\n")
+    assert tokens.name(ALICE) is None
+    assert tokens.name(BOB) == "alice"
+    file.write_text("")
+    assert tokens.name(BOB) is None, "an empty file lets nobody in"
+
+
+def test_what_cannot_be_read_leaves_the_tokens_as_they_were(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file.write_text(f"{ALICE} alice\n")
+    tokens = Tokens(file)
+    file.write_text(f"{BOB} one too many\n")
+    assert tokens.name(ALICE) == "alice"
+    assert "stay as they were" in caplog.text
+    file.unlink()
+    assert tokens.name(ALICE) == "alice"
+    file.write_text(f"{BOB}\n")
+    assert tokens.name(ALICE) is None
+
+
+def test_files_are_looked_at_once_a_second(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("a")
+    looking = watch.Watch(file)
+    file.write_text("other")
+    assert not looking.changed(), "the first second is not over"
+    looking._looked -= 1
+    assert looking.changed()
+    looking._looked -= 1
+    assert not looking.changed(), "a change is told once"
+    os.utime(file, ns=(1, 1))
+    looking._looked -= 1
+    assert looking.changed()
