@@ -49,7 +49,7 @@ gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--siz
 full-test: $(READY) ## towers at their published size on the CPU, within memory
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-acceptance: check test demo bench full-test kernel-test page-test ## every tier in full
+acceptance: check test demo bench full-test fault-test kernel-test page-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: ## regenerate client/vitwire/v1 from the proto

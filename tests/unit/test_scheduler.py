@@ -13,7 +13,7 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.plans import Batch as Planned
 from vitwire_server.core.plans import Fallback
-from vitwire_server.core.reports import BatchReport, Encoded, Outcome
+from vitwire_server.core.reports import BatchReport, Encoded, Outcome, Path
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -38,7 +38,7 @@ class Batch:
         results: list[Embedding | EncodeFailed] = [
             Embedding(memoryview(b""), item.output, (item.footprint.tokens, 0)) for item in self.items
         ]
-        return Collected(results, Timings(0.0, 0.0, 0.0))
+        return Collected(results, Timings(0.0, 0.0, 0.0), apart=self.runner.apart)
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Recorder:
     depth: int = 1
     events: list[tuple[str, int]] = field(default_factory=list)
     on_launch: Callable[[Sequence[Item]], EncodeFailed | None] = lambda _: None
+    apart: bool = False
 
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
         self.events.append(("launch", len(items)))
@@ -364,3 +365,14 @@ def test_silence_is_what_the_work_does_not_explain() -> None:
     assert silences[0] == 0.0, "a batch may take ten times what was predicted"
     assert silences[1] == pytest.approx(100.04 - 0.0486, abs=0.01)
     assert rig.scheduler.silence() == 0.0
+
+
+def test_items_that_ran_out_of_memory_together_are_told_as_eager() -> None:
+    rig = Rig(Recorder(apart=True))
+    rig.submit(rig.ticket(), 10, 10)
+    rig.finish()
+    (report,) = rig.notes.batches
+    assert (report.budget, report.fallback) == (None, Fallback.OUT_OF_MEMORY)
+    for _, _, outcome in rig.outcomes:
+        assert isinstance(outcome, Encoded)
+        assert (outcome.report.path, outcome.report.fallback) == (Path.EAGER, Fallback.OUT_OF_MEMORY)

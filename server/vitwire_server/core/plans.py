@@ -14,6 +14,7 @@ class Fallback(StrEnum):
     CHEAPER_EAGER = "cheaper_eager"
     NOT_CAPTURED = "not_captured"
     GRAPHS_OFF = "graphs_off"
+    OUT_OF_MEMORY = "out_of_memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class Collected:
     results: Sequence[Embedding | EncodeFailed]
     timings: Timings | None
     """None if nothing ran."""
+    apart: bool = False
+    """The device had too little memory for the batch, so its items ran eagerly, one by one."""
 
 
 class Running(Protocol):

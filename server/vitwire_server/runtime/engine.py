@@ -67,7 +67,8 @@ class Apart:
         collected = [part.collect() for part in self.parts]
         ran = [one.timings for one in collected if one.timings]
         spent = [sum(getattr(each, name) for each in ran) for name in ("stage_in", "execute", "stage_out")]
-        return Collected([result for one in collected for result in one.results], Timings(*spent) if ran else None)
+        results = [result for one in collected for result in one.results]
+        return Collected(results, Timings(*spent) if ran else None, apart=True)
 
 
 class Engine:

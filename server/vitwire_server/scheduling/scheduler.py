@@ -4,11 +4,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Condition
 
 from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, Unavailable
-from vitwire_server.core.plans import Batch
+from vitwire_server.core.plans import Batch, Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Monitor, Outcome, Path
 from vitwire_server.core.runner import Collected, Runner, Running, Timings
 from vitwire_server.scheduling.canary import Canary
@@ -237,6 +237,8 @@ class Scheduler:
         """Bring a batch's rows to the host, count it and hand the rows out."""
         self._allow(done.predicted)
         collected = done.running.collect()
+        if collected.apart:
+            done = replace(done, batch=Batch(done.batch.items, None, Fallback.OUT_OF_MEMORY))
         now = self._clock()
         encoded = now - done.started
         self._forecast.ran(done.predicted, done.started, now)
