@@ -9,6 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
 
+# Tiny models gain nothing from threads, which only wait for each other where other work shares the cores.
+test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
+
 test: $(READY) ## the whole test suite
 	$(BIN)/python -m pytest
 

@@ -1,7 +1,7 @@
 """The client for asyncio. `_client.py` holds its twin for threads."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from vitwire._aio_transport import AsyncTransport
 from vitwire._channel import Deadline, Tls, bearer, credentials
 from vitwire._embedding import DType, Embedding
-from vitwire._errors import VitwireError
+from vitwire._errors import NotCached, VitwireError
 from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import clip_items, image_items
@@ -92,25 +92,16 @@ class AsyncClient:
         Wrapped in `contextlib.aclosing`, leaving the loop cancels the rest at once; else as soon as Python
         finds the generator abandoned.
         """
-        items = list(items)
-        deadline = self._deadline(timeout)
-        options = Options.of(output_type, priority)
+        asked = dict(enumerate(items))
         errors: list[VitwireError] = []
-        if items:
-            model = await self._get_model(deadline)
-            parts = split(items, options, self._spread, model.limits)
-            try:
-                async with aclosing(self._transport.encode(parts, model.deepstack_levels, deadline)) as stream:
-                    async for index, result in stream:
-                        if isinstance(result, VitwireError) and not return_exceptions:
-                            errors.append(result)
-                        else:
-                            yield index, result
-            except VitwireError:
-                self._model = None  # the server may hold another one by now
-                raise
+        results = self._results(asked, self._deadline(timeout), Options.of(output_type, priority))
+        async with aclosing(results):
+            async for index, result in results:
+                if isinstance(result, VitwireError) and not return_exceptions:
+                    errors.append(result)
+                else:
+                    yield index, result
         if errors:
-            self._model = None
             raise min(errors, key=lambda error: error.item or 0)
 
     async def encode_cached(
@@ -121,14 +112,13 @@ class AsyncClient:
         priority: Priority = "interactive",
     ) -> list[Embedding]:
         """Pixels of an item with a `content_id` are sent only if the server does not know it. As `Client`'s."""
-        items, deadline = list(items), self._deadline(timeout)
-        asks = [without_pixels(item) for item in items]
-        found = self.iter_encode(asks, deadline.left(), output_type, priority, return_exceptions=True)
-        async with aclosing(found):
+        asked, deadline, options = dict(enumerate(items)), self._deadline(timeout), Options.of(output_type, priority)
+        asks = {index: without_pixels(item) for index, item in asked.items()}
+        async with aclosing(self._results(asks, deadline, options)) as found:
             results = {index: result async for index, result in found}
-        unknown = [index for index, result in sorted(results.items()) if is_unknown(result, items[index])]
-        uploads = await self.encode([items[index] for index in unknown], deadline.left(), output_type, priority)
-        return embeddings(results | dict(zip(unknown, uploads, strict=True)))
+        unknown = {index: item for index, item in asked.items() if is_unknown(results[index], item)}
+        async with aclosing(self._results(unknown, deadline, options)) as uploaded:
+            return embeddings(results | {index: result async for index, result in uploaded})
 
     async def encode_images(
         self,
@@ -173,6 +163,24 @@ class AsyncClient:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _results(
+        self, items: Mapping[int, Item], deadline: Deadline, options: Options
+    ) -> AsyncGenerator[Result, None]:
+        """Embedding or error of each item, by position. Raises what ends the whole request."""
+        if not items:
+            return
+        model = await self._get_model(deadline)
+        parts = split(items, options, self._spread, model.limits)
+        try:
+            async with aclosing(self._transport.encode(parts, model.deepstack_levels, deadline)) as stream:
+                async for index, result in stream:
+                    if isinstance(result, VitwireError) and not isinstance(result, NotCached):
+                        self._model = None  # the server may hold another one by now
+                    yield index, result
+        except VitwireError:
+            self._model = None  # as above
+            raise
 
     async def _get_model(self, deadline: Deadline) -> Model:
         if self._model is None:

@@ -1,12 +1,12 @@
 """The client for threads. `_aio.py` holds its twin for asyncio."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from vitwire._channel import Deadline, Tls, bearer, credentials
 from vitwire._embedding import DType, Embedding
-from vitwire._errors import VitwireError
+from vitwire._errors import NotCached, VitwireError
 from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import clip_items, image_items
@@ -100,24 +100,14 @@ class Client:
         the first one's if there are several; with `return_exceptions` it is yielded in the embedding's
         place instead. What ends the whole request is raised at once. The other arguments are `encode`'s.
         """
-        items = list(items)
-        deadline = self._deadline(timeout)
-        options = Options.of(output_type, priority)
+        asked = dict(enumerate(items))
         errors: list[VitwireError] = []
-        if items:
-            model = self._get_model(deadline)
-            parts = split(items, options, self._spread, model.limits)
-            try:
-                for index, result in self._transport.encode(parts, model.deepstack_levels, deadline):
-                    if isinstance(result, VitwireError) and not return_exceptions:
-                        errors.append(result)
-                    else:
-                        yield index, result
-            except VitwireError:
-                self._model = None  # the server may hold another one by now
-                raise
+        for index, result in self._results(asked, self._deadline(timeout), Options.of(output_type, priority)):
+            if isinstance(result, VitwireError) and not return_exceptions:
+                errors.append(result)
+            else:
+                yield index, result
         if errors:
-            self._model = None
             raise min(errors, key=lambda error: error.item or 0)
 
     def encode_cached(
@@ -128,13 +118,11 @@ class Client:
         priority: Priority = "interactive",
     ) -> list[Embedding]:
         """As `encode`, but pixels of an item with a `content_id` are sent only if the server does not know it."""
-        items, deadline = list(items), self._deadline(timeout)
-        asks = [without_pixels(item) for item in items]
-        found = self.iter_encode(asks, deadline.left(), output_type, priority, return_exceptions=True)
-        results = dict(found)
-        unknown = [index for index, result in sorted(results.items()) if is_unknown(result, items[index])]
-        uploads = self.encode([items[index] for index in unknown], deadline.left(), output_type, priority)
-        return embeddings(results | dict(zip(unknown, uploads, strict=True)))
+        asked, deadline, options = dict(enumerate(items)), self._deadline(timeout), Options.of(output_type, priority)
+        asks = {index: without_pixels(item) for index, item in asked.items()}
+        results = dict(self._results(asks, deadline, options))
+        unknown = {index: item for index, item in asked.items() if is_unknown(results[index], item)}
+        return embeddings(results | dict(self._results(unknown, deadline, options)))
 
     def encode_images(
         self,
@@ -190,6 +178,23 @@ class Client:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _results(
+        self, items: Mapping[int, Item], deadline: Deadline, options: Options
+    ) -> Generator[Result, None, None]:
+        """Embedding or error of each item, by position. Raises what ends the whole request."""
+        if not items:
+            return
+        model = self._get_model(deadline)
+        parts = split(items, options, self._spread, model.limits)
+        try:
+            for index, result in self._transport.encode(parts, model.deepstack_levels, deadline):
+                if isinstance(result, VitwireError) and not isinstance(result, NotCached):
+                    self._model = None  # the server may hold another one by now
+                yield index, result
+        except VitwireError:
+            self._model = None  # as above
+            raise
 
     def _get_model(self, deadline: Deadline) -> Model:
         if self._model is None:

@@ -93,16 +93,16 @@ class Part:
                     yield Frame(chunk, memoryview(tensor)[start : start + CHUNK_BYTES])
 
 
-def split(items: Sequence[Item], options: Options, count: int, limits: Limits) -> list[Part]:
-    """At most `count` parts of about the same number of patches, none empty.
+def split(items: Mapping[int, Item], options: Options, count: int, limits: Limits) -> list[Part]:
+    """At most `count` parts of about the same number of patches, none empty; items by position.
 
     Longest processing time first (Graham 1969): items by descending size, each to the lightest part.
     """
-    wire = [to_wire(item) for item in items]
+    wire = {index: to_wire(item) for index, item in items.items()}
     shares: list[list[int]] = [[] for _ in range(min(count, len(wire)))]
     loads = [0] * len(shares)
-    patches = [item.grid[0] * item.grid[1] * item.grid[2] for item in items]
-    for index in sorted(range(len(wire)), key=lambda index: -patches[index]):
+    patches = {index: math.prod(item.grid) for index, item in items.items()}
+    for index in sorted(patches, key=lambda index: -patches[index]):
         lightest = loads.index(min(loads))
         shares[lightest].append(index)
         loads[lightest] += patches[index]

@@ -109,7 +109,7 @@ class ServeSettings(BaseSettings):
         "on: torch.compile, of blocks inside capture on CUDA; off: stock operations",
     )
     attention_backend: str = Field(
-        default="auto", description="auto (the fastest that is right), sdpa, varlen, fa3, fa4 or cudnn"
+        default="auto", description="auto (the fastest that is right), sdpa, triton, varlen, cudnn, fa3 or fa4"
     )
     max_queued_items: int = Field(default=4096, ge=1, description="items admitted at once")
     max_queued_bytes: int = Field(

@@ -132,6 +132,12 @@ def keep(wanted: str) -> Callable[[Path], None]:
     return change
 
 
+def replace(folder: Path) -> None:
+    """As peft does with modules to save."""
+    whole = {"base_model.model.model.visual.merger.ln_q.weight": torch.ones(64)}
+    save_file({**load_file(folder / WEIGHTS), **whole}, folder / WEIGHTS)
+
+
 def widen(folder: Path) -> None:
     weights = load_file(folder / WEIGHTS)
     name = next(key for key in sorted(weights) if "visual" in key and key.endswith("lora_B.weight"))
@@ -148,6 +154,7 @@ def widen(folder: Path) -> None:
         (keep("language_model"), "holds no weights of the vision tower"),
         (keep("lora_A"), "only a part of the factors"),
         (widen, "which the tower does not have"),
+        (replace, "replaces model.visual.merger.ln_q.weight as a whole"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "no safetensors file"),
         (lambda folder: (folder / WEIGHTS).unlink(), f"holds no {WEIGHTS}"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),

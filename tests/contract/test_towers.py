@@ -1,6 +1,6 @@
 """What every row of the table of models must hold, run over every row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -72,15 +72,27 @@ class TestParity:
         self, model_type: str, graphs: bool, packed: bool, rigs: Rigs, references: References
     ) -> None:
         rig = rigs(model_type, torch.bfloat16, graphs=graphs)
-        grids = draw_grids(rig, 2, 12)
+        grids = [grid for grid in draw_grids(rig, 2, 12) for _ in range(draws(rig, grid))]
         items = rig.items(grids)
         encoded = rig.run(items) if packed else [rig.run([item])[0] for item in items]
         exact = expected(rig, references(model_type, torch.float32), grids)
         rounded = expected(rig, references(model_type, torch.bfloat16), grids)
-        ours = [norm_error(own, other) for own, other in zip(encoded, exact, strict=True)]
-        theirs = [norm_error(own, other) for own, other in zip(rounded, exact, strict=True)]
+        ours, theirs = (means(grids, map(norm_error, rows, exact)) for rows in (encoded, rounded))
         assert np.mean(ours) <= 1.1 * np.mean(theirs)
         assert max(ours) <= 1.1 * max(theirs)
+
+
+def draws(rig: Rig, grid: Grid) -> int:
+    """How often to draw pixels of a grid: few tokens are few roundings, and luck decides."""
+    return 6 if rig.tower.footprint(grid).tokens < 64 else 1
+
+
+def means(grids: list[Grid], losses: Iterable[float]) -> list[float]:
+    """The mean loss of each grid."""
+    drawn: dict[Grid, list[float]] = {}
+    for grid, loss in zip(grids, losses, strict=True):
+        drawn.setdefault(grid, []).append(loss)
+    return [float(np.mean(own)) for own in drawn.values()]
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -160,7 +172,7 @@ class TestItems:
     def test_the_row_says_what_the_tower_takes(self, model_type: str, rigs: Rigs) -> None:
         rig, family = rigs(model_type, graphs=False), FAMILIES[model_type]
         assert (Modality.VIDEO in rig.modalities) is family.videos
-        assert rig.tower.geometry.prunes is not family.pooled
+        assert not family.videos or rig.tower.geometry.prunes is not family.pooled
 
     def test_rows_depend_on_the_pixels(self, model_type: str, rigs: Rigs) -> None:
         rig = rigs(model_type, graphs=False)

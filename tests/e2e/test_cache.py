@@ -114,8 +114,9 @@ async def test_the_client_asks_first_and_uploads_what_is_unknown(server: ServerP
         again = await client.encode_cached(items)
         with pytest.raises(NotCached, match="'never sent'"):
             await client.encode_cached([items[0], ask("never sent")])
-        with pytest.raises(InvalidItem):
-            await client.encode_cached([Item(pixels(1), (1, 2, 2), content_id="wrong")])
+        with pytest.raises(InvalidItem, match=r"items\[1\]") as caught:
+            await client.encode_cached([items[0], Item(pixels(1), (1, 2, 2), content_id="wrong")])
+        assert caught.value.item == 1
     assert {rows.report.path for rows in again} == {"cache"}
     for one, other in zip(seen, again, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())

@@ -25,6 +25,8 @@ LOSS = 1.1
 def test_bfloat16_loses_no_more_than_transformers(
     model_type: str, checkpoints: Callable[[str], Path], device: torch.device
 ) -> None:
+    if device.type == "cpu":
+        pytest.skip("tests/contract says it of simulated graphs")
     floor = FAMILIES[model_type].transformers
     if Version(transformers.__version__) < Version(floor):
         pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")

@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 
 pytest.importorskip("triton")
 
-from vitwire_server.runtime.attention import segment_sdpa
+from vitwire_server.runtime.attention import BACKENDS, segment_sdpa
 from vitwire_server.runtime.kernels.activations import KINDS, activate
-from vitwire_server.runtime.kernels.attention import HEAD_DIMS, segment_attention
+from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
 
@@ -57,7 +57,7 @@ def ends(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{len(layout)} slots")
-@pytest.mark.parametrize("head_dim", sorted(HEAD_DIMS))
+@pytest.mark.parametrize("head_dim", sorted(BACKENDS["triton"].head_dims))
 def test_attention_within_segments(head_dim: int, layout: list[int], device: torch.device, dtype: torch.dtype) -> None:
     heads = 2 if device.type == "cpu" else 16
     qkv = torch.randn(sum(layout), 3, heads, head_dim, dtype=dtype, device=device)

@@ -35,6 +35,8 @@ def test_row(
     device: torch.device,
     yardsticks: Callable[[str, torch.dtype], Yardstick],
 ) -> None:
+    if device.type == "cpu":
+        pytest.skip("tests/contract says it of simulated graphs")
     floor = FAMILIES[model_type].transformers
     if Version(transformers.__version__) < Version(floor):
         pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")

@@ -24,7 +24,7 @@ def sized(size: int, **kwargs: Any) -> Item:
 
 
 def only(items: list[Item]) -> Part:
-    (part,) = split(items, OPTIONS, 1, LIMITS)
+    (part,) = split(dict(enumerate(items)), OPTIONS, 1, LIMITS)
     return part
 
 
@@ -82,21 +82,22 @@ def test_upload_chunks_are_views() -> None:
 
 def test_parts_are_balanced_and_none_is_empty() -> None:
     sizes = (100, 1, 1, 60, 40, 1)
-    parts = split([Item(np.zeros((size, 1), np.uint8), (1, 1, size)) for size in sizes], OPTIONS, 2, LIMITS)
+    items = [Item(np.zeros((size, 1), np.uint8), (1, 1, size)) for size in sizes]
+    parts = split(dict(enumerate(items)), OPTIONS, 2, LIMITS)
     assert sorted(index for part in parts for index in part.indices) == list(range(6))
     loads = [sum(each.size for each in part.items) for part in parts]
     assert max(loads) - min(loads) <= 3
     for part in parts:
         assert part.indices == tuple(sorted(part.indices))
-    assert [part.indices for part in split([sized(1)], OPTIONS, 4, LIMITS)] == [(0,)]
-    assert split([], OPTIONS, 4, LIMITS) == []
+    assert [part.indices for part in split({0: sized(1)}, OPTIONS, 4, LIMITS)] == [(0,)]
+    assert split({}, OPTIONS, 4, LIMITS) == []
 
 
 def test_what_the_server_takes_in_no_message_goes_as_a_stream() -> None:
     few = replace(LIMITS, items_per_request=2)
     small = replace(LIMITS, request_bytes=1000)
     for limits, count in ((few, 3), (small, 1)):
-        (part,) = split([sized(2000)] * count, OPTIONS, 1, limits)
+        (part,) = split(dict.fromkeys(range(count), sized(2000)), OPTIONS, 1, limits)
         assert not part.one_message
 
 

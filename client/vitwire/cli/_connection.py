@@ -49,10 +49,10 @@ class Connection:
             fail(str(error) or type(error).__name__)
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
-        if not (self.tls or self.ca or self.cert):
-            return None
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key go together")
+        if not (self.tls or self.ca or self.cert):
+            return None
         ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
 

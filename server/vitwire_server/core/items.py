@@ -65,6 +65,11 @@ class Item:
     """What the client calls the content; empty if nothing."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return self.pixels.nbytes + (self.crops.nbytes if self.crops else 0)
+
+    @property
     def rows(self) -> int:
         """Rows to return: known before anything runs."""
         return retained(self.footprint.rows, self.grid.t, self.keep_ratio)

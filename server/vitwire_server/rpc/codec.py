@@ -68,8 +68,7 @@ class Codec:
 
     def weight(self, item: Item | Header, output: DType) -> int:
         """Bytes that an item holds on the host from admission to its answer: pixels, then rows."""
-        nbytes = item.pixels.nbytes + (item.crops.nbytes if item.crops else 0)
-        return nbytes + item.rows * self._card.geometry.width * output.size
+        return item.nbytes + item.rows * self._card.geometry.width * output.size
 
     def items(self, request: wire.Request) -> list[Item | Ask]:
         """The items of an Encode request. Raises InvalidRequest with every wrong field."""

@@ -193,7 +193,7 @@ async def _digests(items: Mapping[int, Item]) -> dict[int, bytes]:
     def digests() -> dict[int, bytes]:
         return {index: digest_of(item) for index, item in items.items()}
 
-    if sum(item.pixels.nbytes for item in items.values()) <= _LARGE_BYTES:
+    if sum(item.nbytes for item in items.values()) <= _LARGE_BYTES:
         return digests()
     return await asyncio.to_thread(digests)
 

@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from vitwire_server.runtime.graphs import CudaRecorder
+
 _log = logging.getLogger(__name__)
 _REPEATS = 5
 _CALLS = 8
+_FAILED: list[CudaRecorder] = []
+"""Kept for the graphs that CUDA invalidated, which torch's allocator may ask after."""
 _SEGMENTS = (1024, 256, 64, 256, *[0] * 28)
 """Patches of the segments that backends are checked and timed on: images of several sizes, and as many slots
 as a budget for them has."""
@@ -131,6 +135,12 @@ def _triton() -> Attend:
     return _opaque("segment_attention", attend)
 
 
+def _cudnn() -> Attend:
+    from vitwire_server.runtime.cudnn import cudnn_attention  # noqa: PLC0415 - pip install nvidia-cudnn-frontend
+
+    return _opaque("cudnn_attention", cudnn_attention)
+
+
 _HALF = (torch.bfloat16, torch.float16)
 BACKENDS = {
     backend.name: backend
@@ -138,6 +148,7 @@ BACKENDS = {
         Backend("sdpa", _segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
         Backend("triton", _triton, ("cuda",), _HALF, frozenset({16, 32, 64, 72, 80, 88, 96, 128})),
         Backend("varlen", _varlen, ("cuda", "meta"), _HALF),
+        Backend("cudnn", _cudnn, ("cuda",), _HALF),
         Backend("fa3", partial(_varlen, "FA3"), ("cuda",), _HALF),
         Backend("fa4", partial(_varlen, "FA4"), ("cuda",), _HALF),
     )
@@ -208,7 +219,7 @@ def _seconds(run: Callable[[], object], device: torch.device, *, syncs: bool) ->
     """The median time of one call; on CUDA within a graph, where the host's part does not count."""
     calls = 1
     if device.type == "cuda" and not syncs:
-        run, calls = _recorded(run), _CALLS
+        run, calls = _recorded(run, device), _CALLS
     taken = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
@@ -219,13 +230,19 @@ def _seconds(run: Callable[[], object], device: torch.device, *, syncs: bool) ->
     return median(taken[1:])
 
 
-def _recorded(run: Callable[[], object]) -> Callable[[], object]:
+def _recorded(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """A replay of `_CALLS` calls. Raises RuntimeError for what cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def calls() -> None:
         for _ in range(_CALLS):
             run()
-    return graph.replay
+
+    recorder = CudaRecorder(torch.cuda.Stream(device))
+    try:
+        return recorder.record(calls)
+    except RuntimeError:
+        _FAILED.append(recorder)
+        raise
 
 
 def _packed(attend: Attend) -> Callable[..., tuple[Tensor, None]]:

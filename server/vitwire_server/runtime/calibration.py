@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
@@ -70,9 +70,9 @@ def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:
     return replace(ASSUMED, eager_fixed=fixed, eager_token=slope, eager_floor=floor, measured=measured)
 
 
-def _timed(engine: Engine, items: Sequence[Item], budget: object) -> float:
+def _timed(engine: Engine, items: Sequence[Item], budget: Budget | None) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
-    engine.launch(items, budget).collect()  # type: ignore[arg-type]
+    engine.launch(items, budget).collect()
     return time.perf_counter() - start

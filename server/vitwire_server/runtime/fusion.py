@@ -26,6 +26,10 @@ _ROUNDINGS = 4
 _LEAST = 1e-5
 """What sums in another order may differ by in float32."""
 
+_GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
+_PLAIN = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "act", "fc2"), ("fc1", "activation_fn", "fc2"))
+"""What the parts of an MLP are called, in the order of our own arguments."""
+
 
 class NotFusable(Exception):
     """A block is not of the form that is known here; the message says where it differs."""
@@ -58,11 +62,14 @@ class GatedMlp:
     """Gate and up projection as one matrix product; the stock modules' weights become views of it."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, act: nn.Module, down: nn.Linear) -> None:
+        """Raises ValueError."""
+        if (gate.bias is None) is not (up.bias is None):
+            raise ValueError("only one of the gate and up projections has a bias")
         self._kind = _kind(act)
         self._down = down
         self._weight = torch.cat((gate.weight, up.weight))
         gate.weight.data, up.weight.data = self._weight.chunk(2)
-        self._bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias))
+        self._bias = None if gate.bias is None else torch.cat((gate.bias, up.bias))
 
     def __call__(self, rows: Tensor) -> Tensor:
         both = functional.linear(rows, self._weight, self._bias)
@@ -141,7 +148,7 @@ class Block:
 
 @torch.inference_mode()
 def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
-    """Replace the forward of those blocks that can be fused; how many they are."""
+    """Replace the forward of the blocks up to the first one that cannot be fused; how many they are."""
     fused = 0
     layout = Layout()
     for stock in blocks:
@@ -158,12 +165,6 @@ def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
         stock.forward = block.__call__
         fused += 1
     return fused
-
-
-def unfuse(blocks: Sequence[nn.Module]) -> None:
-    """Give the blocks their stock forward back."""
-    for stock in blocks:
-        stock.__dict__.pop("forward", None)
 
 
 def _difference(stock: nn.Module, block: Block) -> float:
@@ -191,16 +192,11 @@ def _difference(stock: nn.Module, block: Block) -> float:
 
 def _mlp(stock: Any) -> Mlp:  # noqa: ANN401 - any module of transformers
     names = {name for name, _ in stock.named_children()}
-    for gate, up, act, down in (("gate_proj", "up_proj", "act_fn", "down_proj"),):
-        if names == {gate, up, act, down}:
-            return GatedMlp(*(getattr(stock, name) for name in (gate, up, act, down)))
-    for first, act, second in (
-        ("linear_fc1", "act_fn", "linear_fc2"),
-        ("fc1", "act", "fc2"),
-        ("fc1", "activation_fn", "fc2"),
-    ):
-        if names == {first, act, second}:
-            return PlainMlp(*(getattr(stock, name) for name in (first, act, second)))
+    if names == set(_GATED):
+        return GatedMlp(*(getattr(stock, name) for name in _GATED))
+    for plain in _PLAIN:
+        if names == set(plain):
+            return PlainMlp(*(getattr(stock, name) for name in plain))
     raise ValueError(f"an MLP of {', '.join(sorted(names))} is not known")
 
 

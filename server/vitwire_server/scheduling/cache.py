@@ -107,11 +107,11 @@ class EmbeddingCache:
         """Hold a copy of the rows, unless they are larger than the whole cache."""
         if key in self._entries:
             self._remove(key)
-        # What the rows came in may be pinned memory, of which there is little, or larger than they are.
-        entry = _Entry(Embedding(memoryview(bytes(embedding.data)), embedding.dtype, embedding.shape, embedding.kept))
-        if entry.nbytes > self._max_bytes:
+        if _Entry(embedding).nbytes > self._max_bytes:
             self._changed(self._nbytes, 0)
             return
+        # What the rows came in may be pinned memory, of which there is little, or larger than they are.
+        entry = _Entry(Embedding(memoryview(bytes(embedding.data)), embedding.dtype, embedding.shape, embedding.kept))
         self._entries[key] = entry
         self._nbytes += entry.nbytes
         for name in names:

@@ -95,4 +95,4 @@ class Queue:
 
     def _count(self, entry: Entry, sign: int) -> None:
         self._items += sign
-        self._nbytes += sign * len(entry.item.pixels.data)
+        self._nbytes += sign * entry.item.nbytes

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Weights = dict[str, "Tensor"]
+Parts = Mapping[str, Any]
+"""Loaded modules by name; those of transformers are typed in part only."""
 
 
 def stripped(*prefixes: str) -> dict[str, str]:

@@ -65,7 +65,11 @@ class Adapter:
 
         Raises CheckpointError if it has nothing for the vision tower, or something that does not fit.
         """
-        changes = self._changes()
+        tensors = self._tensors()
+        whole = [key for key in map(_adapted, tensors) if not _FACTOR.fullmatch(key)]
+        if replaced := [key for key in whole if any(part.name(key) for part in family.modules.values())]:
+            raise CheckpointError(f"{self.folder} replaces {replaced[0]} as a whole: only plain LoRA can be merged")
+        changes = self._changes(tensors)
         found = False
         for part, module in family.modules.items():
             own = {name: change for key, change in changes.items() if (name := module.name(key)) is not None}
@@ -83,11 +87,11 @@ class Adapter:
                 f"{self.folder} holds no weights of the vision tower: it adapts the language model only"
             )
 
-    def _changes(self) -> Weights:
+    def _changes(self, tensors: Weights) -> Weights:
         """What is added to each weight, float32, by the weight's name in the model that was adapted."""
         factors: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in self._tensors().items():
-            match = _FACTOR.fullmatch(key.removeprefix(_ROOT))
+        for key, tensor in tensors.items():
+            match = _FACTOR.fullmatch(_adapted(key))
             if match:
                 kind = match["kind"] or ""
                 factors.setdefault(match["module"], {})[kind + match["side"]] = tensor.float()
@@ -118,3 +122,8 @@ class Adapter:
         matching = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
         alpha = float(next(matching, self.config.get("lora_alpha", 8)))
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+
+def _adapted(key: str) -> str:
+    """What a weight of the adapter is called in the model that was adapted."""
+    return key.removeprefix(_ROOT)

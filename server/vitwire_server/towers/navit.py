@@ -1,5 +1,6 @@
 """Packed towers without `grid_thw`: images of any size as patches in raster order, positions of our own."""
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
+from vitwire_server.towers.family import Parts
 from vitwire_server.towers.metadata import Boundaries, Part, Rows, Sources
 from vitwire_server.towers.packed import PackedFamily, PackedTower
 from vitwire_server.towers.tile_settings import Processor
 from vitwire_server.towers.tower import Metadata
-
-Parts = Mapping[str, Any]
-"""Loaded modules by name; those of transformers are typed in part only."""
 
 _SQUARE = 16
 """Tokens a side of the images that budgets are sampled with."""
@@ -92,9 +91,9 @@ class NavitTower(PackedTower):
         }
         return self._rows(pixels, tensors, attended)
 
+    @abstractmethod
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         """Rows `(tokens, width)`; `attended` are the keyword arguments of packed attention."""
-        raise NotImplementedError
 
     def _merge(self, config: Any) -> int:  # noqa: ANN401
         del config

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitwire_server.towers.tiles import Encoder, Parts, View, module_heads, side
+from vitwire_server.towers.family import Parts
+from vitwire_server.towers.tiles import Encoder, View, module_heads, side
 
 
 def last_layer(config: Any) -> None:  # noqa: ANN401 - configurations are of many classes

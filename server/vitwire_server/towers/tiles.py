@@ -13,13 +13,10 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Modality, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
-from vitwire_server.towers.family import Family
+from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tile_settings import Processor
 from vitwire_server.towers.tower import Metadata, Tower
-
-Parts = Mapping[str, Any]
-"""Loaded modules by name; those of transformers are typed in part only."""
 
 
 class View(NamedTuple):

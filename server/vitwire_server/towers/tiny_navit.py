@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, GenerationConfig
 
-from vitwire_server.towers.tiny import CLIP, HALF, STEPS, TEXT, randomise, write_json
+from vitwire_server.towers.tiny import CLIP, HALF, SHARD, STEPS, TEXT, VISION, randomise, write_json
 from vitwire_server.towers.tiny_tiles import Tiny
 
-_SHARD = "200KB"
-_VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-_PIXTRAL = {"model_type": "pixtral", **_VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
+_PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
 _LONGEST = {
     "image_processor_type": "PixtralImageProcessor",
     "patch_size": 14,
@@ -52,7 +50,7 @@ NAVIT: Mapping[str, Tiny] = MappingProxyType(
             },
             vision={
                 "model_type": "gemma4_vision",
-                **_VISION,
+                **VISION,
                 "head_dim": 16,
                 "num_key_value_heads": 4,
                 "patch_size": 14,
@@ -77,7 +75,7 @@ NAVIT: Mapping[str, Tiny] = MappingProxyType(
             text={"model_type": "siglip2_text_model", **TEXT, "projection_size": 64},
             vision={
                 "model_type": "siglip2_vision_model",
-                **_VISION,
+                **VISION,
                 "num_patches": 64,
                 "patch_size": 14,
                 "vision_use_head": True,
@@ -118,5 +116,5 @@ def write(model_type: str, out: Path, seed: int) -> None:
     if model_type != "siglip2":
         model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out, max_shard_size=_SHARD)
+    model.save_pretrained(out, max_shard_size=SHARD)
     write_json(out / "preprocessor_config.json", {**STEPS, **tiny.image})

@@ -1,23 +1,18 @@
-"""Tiny whole VLMs of the tile families, and InternVL in the layout of its authors."""
+"""Tiny whole VLMs of the tile families."""
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
-from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, GenerationConfig
 
-from vitwire_server.towers.tiny import CLIP, HALF, IMAGENET, STEPS, TEXT, randomise, write_json
+from vitwire_server.towers.tiny import CLIP, HALF, IMAGENET, SHARD, STEPS, TEXT, VISION, randomise, write_json
+from vitwire_server.towers.tiny_layouts import save_internvl, save_step3
 
-_SHARD = "200KB"
 _QWEN2 = {"model_type": "qwen2", **TEXT}
-_VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-_SIGLIP = {"model_type": "siglip_vision_model", **_VISION, "patch_size": 14, "vision_use_head": False}
+_SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
 
 _SAM_OCR = {
     "downsample_channels": [24, 32],
@@ -47,7 +42,7 @@ class Tiny:
     fields: Mapping[str, Any] = field(default_factory=lambda: {"image_token_id": 500})
     base: str | None = None
     """`model_type` of the model that is built, if it is not the checkpoint's own."""
-    save: Callable[[Any, Path], None] = lambda model, out: model.save_pretrained(out, max_shard_size=_SHARD)
+    save: Callable[[Any, Path], None] = lambda model, out: model.save_pretrained(out, max_shard_size=SHARD)
 
 
 def write(model_type: str, out: Path, seed: int) -> None:
@@ -65,90 +60,7 @@ def write(model_type: str, out: Path, seed: int) -> None:
         write_json(out / "video_preprocessor_config.json", {**STEPS, **tiny.video})
 
 
-_ORIGINAL_NAMES = (
-    (r"^model\.language_model\.", "language_model.model."),
-    (r"^lm_head\.", "language_model.lm_head."),
-    (r"^model\.multi_modal_projector\.layer_norm\.", "mlp1.0."),
-    (r"^model\.multi_modal_projector\.linear_1\.", "mlp1.1."),
-    (r"^model\.multi_modal_projector\.linear_2\.", "mlp1.3."),
-    (r"^model\.vision_tower\.", "vision_model."),
-    (r"encoder\.layer\.", "encoder.layers."),
-    (r"\.lambda_([12])$", r".ls\1"),
-    (r"\.attention\.projection_layer\.", ".attn.proj."),
-    (r"\.attention\.([qk]_norm)\.", r".attn.\1."),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.cls_token$", ".class_embedding"),
-    (r"\.position_embeddings$", ".position_embedding"),
-    (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
-)
-
-
-def _save_original(model: Any, out: Path) -> None:  # noqa: ANN401 - an InternVL model
-    """Names, fused projections and config.json as OpenGVLab writes them."""
-    weights: dict[str, Tensor] = {}
-    fused: dict[str, list[Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        for pattern, replacement in _ORIGINAL_NAMES:
-            name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
-        if found := re.search(r"\.attention\.[qkv]_proj\.", name):
-            fused.setdefault(name.replace(found[0], ".attn.qkv."), []).append(tensor)
-        else:
-            weights[name] = tensor
-    # The state dict of an attention module lists key, query and value in the order of its fields: q, k, v.
-    weights |= {name: torch.cat(parts) for name, parts in fused.items()}
-    ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
-    save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=_SHARD)
-    vision = model.config.vision_config
-    write_json(
-        out / "config.json",
-        {
-            "architectures": ["InternVLChatModel"],
-            "model_type": "internvl_chat",
-            "downsample_ratio": 0.5,
-            "dynamic_image_size": True,
-            "force_image_size": vision.image_size[0],
-            "max_dynamic_patch": 6,
-            "min_dynamic_patch": 1,
-            "ps_version": "v2",
-            "select_layer": -1,
-            "torch_dtype": "bfloat16",
-            "use_thumbnail": True,
-            "llm_config": {"architectures": ["Qwen2ForCausalLM"], **_QWEN2},
-            "vision_config": {
-                "architectures": ["InternVisionModel"],
-                "model_type": "intern_vit_6b",
-                **_VISION,
-                "hidden_act": "gelu",
-                "image_size": vision.image_size[0],
-                "layer_norm_eps": vision.layer_norm_eps,
-                "norm_type": vision.norm_type,
-                "patch_size": vision.patch_size[0],
-                "qk_normalization": vision.use_qk_norm,
-                "qkv_bias": vision.attention_bias,
-            },
-        },
-    )
-
-
-_STEP3_FIELDS = {"hidden_size": "width", "num_attention_heads": "heads", "num_hidden_layers": "layers"}
-
-
-def _save_step3(model_type: str) -> Callable[[Any, Path], None]:
-    """Step-3.7's weights, whose names are those of the hub anyway, and config.json in the words of an earlier model."""
-
-    def save(model: Any, out: Path) -> None:  # noqa: ANN401 - a Step-3.7 model
-        model.save_pretrained(out, max_shard_size=_SHARD)
-        settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        vision = {_STEP3_FIELDS.get(name, name): value for name, value in settings["vision_config"].items()}
-        vision["ls_init_value"] = vision.pop("layer_scale_init_value")
-        vision["model_type"] = "perception_encoder"
-        write_json(out / "config.json", {**settings, "model_type": model_type, "vision_config": vision})
-
-    return save
-
-
-_INTERNVL_VISION = {**_VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
+_INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
 _INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
 _STEP3 = Tiny(
@@ -157,7 +69,7 @@ _STEP3 = Tiny(
         "layer_types": ["full_attention"] * 3,
         "mlp_layer_types": ["dense"] * 3,
     },
-    vision={**_VISION, "image_size": 168, "patch_size": 14, "mlp_ratio": 1.5},
+    vision={**VISION, "image_size": 168, "patch_size": 14, "mlp_ratio": 1.5},
     image={
         **CLIP,
         "image_processor_type": "Step3p7ImageProcessor",
@@ -193,7 +105,7 @@ TILES: Mapping[str, Tiny] = {
         },
         image={**IMAGENET, "crop_size": 112, "size": 112, "feature_extractor_type": "CLIPFeatureExtractor"},
         base="internvl",
-        save=_save_original,
+        save=save_internvl,
     ),
     "llava_onevision": Tiny(
         text=_QWEN2,
@@ -251,7 +163,7 @@ TILES: Mapping[str, Tiny] = {
         },
         vision={
             "model_type": "llama4_vision_model",
-            **_VISION,
+            **VISION,
             "intermediate_size": 256,
             "image_size": 112,
             "patch_size": 14,
@@ -294,8 +206,8 @@ TILES: Mapping[str, Tiny] = {
         },
     ),
     "step3p7": _STEP3,
-    "step3_vl": replace(_STEP3, base="step3p7", save=_save_step3("step3_vl")),
-    "step_robotics": replace(_STEP3, base="step3p7", save=_save_step3("step_robotics")),
+    "step3_vl": replace(_STEP3, base="step3p7", save=save_step3("step3_vl")),
+    "step_robotics": replace(_STEP3, base="step3p7", save=save_step3("step_robotics")),
     "deepseek_ocr2": Tiny(
         text={
             **TEXT,

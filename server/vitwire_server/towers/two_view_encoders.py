@@ -8,8 +8,9 @@ from torch.nn import functional
 from transformers.models.deepseek_vl_hybrid.modeling_deepseek_vl_hybrid import DeepseekVLSamVisionProj
 from transformers.vision_utils import get_vision_position_ids
 
+from vitwire_server.towers.family import Parts
 from vitwire_server.towers.relative import gather_relative_positions
-from vitwire_server.towers.tiles import Parts, View, module_heads
+from vitwire_server.towers.tiles import View, module_heads
 from vitwire_server.towers.two_views import CropEncoder, PairEncoder
 
 

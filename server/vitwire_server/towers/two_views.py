@@ -15,8 +15,9 @@ from torch import Tensor
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import TileGeometry
+from vitwire_server.towers.family import Parts
 from vitwire_server.towers.metadata import Capacity
-from vitwire_server.towers.tiles import Encoder, Parts, TileFamily, TileTower, View
+from vitwire_server.towers.tiles import Encoder, TileFamily, TileTower, View
 from vitwire_server.towers.tower import Metadata, Tower
 
 _CROPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 48, 64)

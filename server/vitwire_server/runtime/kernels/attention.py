@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
 
-HEAD_DIMS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
-"""Columns of a head that were tested on a GPU."""
 _LOG2_E = 1.4426950408889634
 _DENSE = 8192
 """Patches of a segment beyond which cuDNN is used where it can be."""
@@ -51,7 +49,7 @@ def segment_attention(
         # All segments are equal and long: cuDNN is faster, and a plan of it for each shape is worth its time.
         query, key, value = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
         attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
-        return attended.transpose(1, 2).flatten(0, 1)
+        return attended.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     tiles = segment_tiles(boundaries, rows, heads) if tiles is None else tiles
     many = _block(rows, heads) == _MANY_ROWS

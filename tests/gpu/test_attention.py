@@ -1,0 +1,51 @@
+"""Every attention backend that is installed, against float32 attention, and in a graph whose boundaries change."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitwire_server.runtime.attention import BACKENDS, Attend, segment_sdpa
+
+HEADS, HEAD_DIM = 16, 72
+LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 356, 0, 0, 0, 0], [502, 0, 0, 0, 0, 0, 0])
+
+
+@pytest.fixture(params=list(BACKENDS))
+def attend(request: pytest.FixtureRequest, device: torch.device) -> Attend:
+    backend = BACKENDS[request.param]
+    if device.type != "cuda" or not backend.runs(device, torch.bfloat16, HEAD_DIM, captured=True):
+        pytest.skip(f"{backend.name} does not serve graphs on {device}")
+    try:
+        return backend.load()
+    except (ImportError, ValueError, RuntimeError) as error:
+        pytest.skip(f"{backend.name} is not installed: {error}")
+
+
+def ends(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def check(rows: Tensor, qkv: Tensor, boundaries: Tensor) -> None:
+    expected = segment_sdpa(*qkv.float().unbind(1), boundaries, qkv.shape[0], 0.1)
+    error = float((rows.float() - expected).norm() / expected.norm())
+    assert error <= torch.finfo(torch.bfloat16).eps, "shares are rounded, then the rows"
+
+
+@torch.inference_mode()
+def test_eager_and_captured(attend: Attend, device: torch.device) -> None:
+    qkv = torch.randn(sum(LAYOUTS[0]), 3, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    boundaries = ends(LAYOUTS[0], device)
+    for layout in LAYOUTS:
+        check(attend(*qkv.unbind(1), ends(layout, device), len(qkv), 0.1), qkv, ends(layout, device))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        attend(*qkv.unbind(1), boundaries, len(qkv), 0.1)
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        rows = attend(*qkv.unbind(1), boundaries, len(qkv), 0.1)
+    for layout in LAYOUTS:
+        qkv.copy_(torch.randn_like(qkv))
+        boundaries.copy_(ends(layout, device))
+        graph.replay()
+        check(rows, qkv, boundaries)
