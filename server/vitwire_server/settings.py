@@ -6,8 +6,8 @@ beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the d
 
 import json
 import os
-import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -255,7 +255,7 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
         return CliApp.run(source, cli_args=flags)
     except ValidationError as error:
         raise UsageError("; ".join(map(_told, error.errors()))) from error
-    except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (SettingsError, ValueError, RecursionError) as error:
         raise UsageError(f"{config or 'settings'}: {error}") from error
 
 
@@ -283,12 +283,16 @@ def _told(error: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, a Typed
     return f"--{field}: {told}{given}" if field else told
 
 
+def _ladder(path: Path) -> str:
+    try:
+        return ",".join(map(str, json.loads(path.read_text(encoding="utf-8"))["budgets"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the file holds no ladder: {error!r}") from None
+
+
 def _sizes(text: str) -> list[int]:
-    if Path(text).is_file():
-        try:
-            text = ",".join(map(str, json.loads(Path(text).read_text(encoding="utf-8"))["budgets"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"the file holds no ladder: {error!r}") from None
+    with suppress(OSError):  # a long list is no path
+        text = _ladder(Path(text)) if Path(text).is_file() else text
     try:
         sizes = sorted({int(size) for size in text.strip("[]").split(",")})
     except ValueError:

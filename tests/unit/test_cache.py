@@ -109,3 +109,13 @@ def test_the_bound_holds_whatever_happens_and_names_leave_with_their_embedding(
         assert cache.nbytes == sum(entry.nbytes for entry in cache._entries.values())
         assert set(cache._keys.values()) <= cache._entries.keys()
         assert {one for entry in cache._entries.values() for one in entry.names} == cache._keys.keys()
+
+
+def test_a_name_does_not_go_back_to_older_pixels() -> None:
+    """The newer ones could not be kept, so the name stands for nothing."""
+    cache = EmbeddingCache(4048)
+    cache.put(key(b"old"), rows(), {name("cat"), name("dog")})
+    cache.put(key(b"new"), rows(4048), {name("cat"), name("bird")})
+    assert cache.find(name("cat")) is None
+    assert cache.find(name("dog")) is not None
+    assert cache.get(key(b"old")) is not None

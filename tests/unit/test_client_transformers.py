@@ -189,3 +189,16 @@ def test_what_cannot_be_attached_or_detached_is_said() -> None:
     detach(model)
     attach(model.model, client)
     detach(model)
+
+
+def test_a_tower_that_is_called_otherwise_is_refused() -> None:
+    model = tiny("qwen3_vl")
+
+    class Otherwise(torch.nn.Module):
+        config = model.model.visual.config
+
+        def forward(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> None: ...
+
+    model.model.visual = Otherwise()
+    with pytest.raises(ValueError, match="Otherwise is not called with hidden_states and grid_thw"):
+        attach(model, Local(tiny("qwen3_vl")))

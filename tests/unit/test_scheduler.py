@@ -363,7 +363,8 @@ def test_silence_is_what_the_work_does_not_explain() -> None:
     rig.submit(rig.ticket(), 100)
     rig.scheduler._step()
     assert silences[0] == 0.0, "a batch may take ten times what was predicted"
-    assert silences[1] == pytest.approx(100.04 - 0.0486, abs=0.01)
+    attention = 400 * 400 / 2e5  # pairs of patches, on a slow host
+    assert silences[1] == pytest.approx(100.04 - 0.0486 - attention, abs=0.01)
     assert rig.scheduler.silence() == 0.0
 
 

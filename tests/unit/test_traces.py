@@ -1,13 +1,14 @@
 """Traces that the server records."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
-from vitwire_server.scheduling.traces import TraceWriter, read_trace
+from vitwire_server.scheduling.traces import TraceError, TraceWriter, read_trace
 
 
 def item(modality: Modality, grid: Grid) -> Item:
@@ -34,6 +35,24 @@ def test_what_was_recorded_is_read_back_and_continued(tmp_path: Path) -> None:
         .splitlines()[0]
         .endswith('"items": [{"modality": "image", "grid": [1, 4, 6]}, {"modality": "video", "grid": [3, 2, 2]}]}')
     )
+
+
+def test_what_a_grid_does_not_tell_is_recorded_too(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "trace.jsonl")
+    tiles = replace(IMAGE, grid=Grid(13, 3, 4), footprint=Footprint(13, 1141, 13, 1, crops=12))
+    trace.record([tiles, IMAGE])
+    trace.close()
+    assert read_trace(tmp_path / "trace.jsonl", merge=2) == [tiles.footprint, IMAGE.footprint]
+
+
+@pytest.mark.parametrize(
+    "footprint", ['{"tokens": 4}', '{"patches": 1, "tokens": 0, "segments": 1, "longest": 1}', "[]x"]
+)
+def test_a_footprint_that_cannot_be_is_named_by_its_line(footprint: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"items": [{{"grid": [1, 2, 2], "footprint": {footprint}}}]}}')
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1"):
+        read_trace(path, merge=2)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")

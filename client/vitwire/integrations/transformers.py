@@ -9,6 +9,7 @@ Works for models that hold a grid_thw tower as `visual`: Qwen2-VL, Qwen2.5-VL, Q
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -95,6 +96,8 @@ def attach(model: PreTrainedModel, client: Encoder) -> RemoteTower:
     original = owner.visual
     if isinstance(original, RemoteTower):
         raise ValueError("the model's vision tower is remote already; detach it first")
+    if not {"hidden_states", "grid_thw"} <= signature(original.forward).parameters.keys():
+        raise ValueError(f"{type(original).__name__} is not called with hidden_states and grid_thw; it has no stand-in")
     levels = _check(getattr(model.config, "model_type", ""), original.config, client.model())
     place: Any = model.get_input_embeddings().weight
     remote = RemoteTower(original, client, place.detach(), levels)

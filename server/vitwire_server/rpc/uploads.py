@@ -78,7 +78,8 @@ class Uploads:
         """The client sends no more: what is not whole by now is wrong."""
         for number, upload in list(self._unfinished.items()):
             reason = f"only {upload.filled} of {upload.header.nbytes} bytes arrived"
-            self._refuse(number, InvalidRequest([Violation(f"items[{number}].pixels.data", reason)]))
+            field = "pixels" if upload.filled < upload.header.pixels.nbytes else "crops"
+            self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
 
     async def _begin(self, number: int, item: pb.Item) -> None:
         if self.call.is_open(number):
@@ -119,7 +120,8 @@ class Uploads:
         end = upload.filled + len(data)
         if end > upload.header.nbytes:
             reason = f"more than the {upload.header.nbytes} bytes that type and shape ask for arrived"
-            self._refuse(number, InvalidRequest([Violation(f"items[{number}].pixels.data", reason)]))
+            field = "crops" if upload.header.nbytes > upload.header.pixels.nbytes else "pixels"
+            self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
             return
         upload.data[upload.filled : end] = data
         upload.filled = end

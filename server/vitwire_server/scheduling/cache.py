@@ -108,6 +108,9 @@ class EmbeddingCache:
         if key in self._entries:
             self._remove(key)
         if _Entry(embedding).nbytes > self._max_bytes:
+            for name in names & self._keys.keys():  # they stand for what could not be kept, not for older pixels
+                former = self._keys.pop(name)
+                self._resize(self._entries[former], lambda held, name=name: held.discard(name))  # type: ignore[misc]
             self._changed(self._nbytes, 0)
             return
         # What the rows came in may be pinned memory, of which there is little, or larger than they are.

@@ -23,6 +23,9 @@ _HEARTBEAT_SECONDS = 0.5
 _LENIENCE = 10.0
 """How many times what was predicted a batch may take before that counts as silence."""
 
+_PAIRS_ON_HOST, _PAIRS_ON_DEVICE = 2e5, 1e8
+"""Pairs of patches a second that attention of a large tower gets through on the slowest machine thought of."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -33,6 +36,8 @@ class _Launched:
     running: Running
     started: float
     predicted: float
+    attention: float
+    """Seconds that attention over long segments may add, which predictions leave out."""
 
 
 class Scheduler:
@@ -172,10 +177,11 @@ class Scheduler:
         self._forecast.ran(predicted, start, self._checked)
         self._monitor.canary_sang(is_well=is_well)
 
-    def _allow(self, predicted: float) -> None:
+    def _allow(self, predicted: float, attention: float = 0.0) -> None:
         """The thread may now stay away for as long as the work under way explains."""
         predicted += sum(batch.predicted for batch in self._launched)
-        self._allowance = _LENIENCE * predicted * max(1.0, self._forecast.pace)
+        attention += sum(batch.attention for batch in self._launched)
+        self._allowance = _LENIENCE * predicted * max(1.0, self._forecast.pace) + attention
         self.last_beat = self._clock()
 
     def _finished(self) -> bool:
@@ -223,11 +229,15 @@ class Scheduler:
         self.last_launch = started = self._clock()
         for entry in entries:
             self._monitor.item_waited(started - entry.arrived)
-        predicted = self._predicted(batch, entries)
-        self._allow(predicted)
+        predicted, attention = self._predicted(batch, entries), self._attention(entries)
+        self._allow(predicted, attention)
         self._forecast.launched(predicted, started)
         running = self._runner.launch([entry.item for entry in entries], batch.budget)
-        return _Launched(entries, batch, running, started, predicted)
+        return _Launched(entries, batch, running, started, predicted, attention)
+
+    def _attention(self, entries: Sequence[Entry]) -> float:
+        pairs = sum(entry.item.footprint.patches * entry.item.footprint.longest for entry in entries)
+        return pairs / (_PAIRS_ON_HOST if self._runner.depth == 1 else _PAIRS_ON_DEVICE)
 
     def _predicted(self, batch: Batch, entries: Sequence[Entry]) -> float:
         own = Batch(tuple(range(len(entries))), batch.budget, batch.fallback)
@@ -235,7 +245,7 @@ class Scheduler:
 
     def _commit(self, done: _Launched) -> None:
         """Bring a batch's rows to the host, count it and hand the rows out."""
-        self._allow(done.predicted)
+        self._allow(done.predicted, done.attention)
         collected = done.running.collect()
         if collected.apart:
             done = replace(done, batch=Batch(done.batch.items, None, Fallback.OUT_OF_MEMORY))

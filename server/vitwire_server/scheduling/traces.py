@@ -32,7 +32,7 @@ class TraceWriter:
 
     def record(self, items: Iterable[Item]) -> None:
         """Write what was submitted together; nothing once closed."""
-        sizes = [{"modality": item.modality, "grid": item.grid} for item in items]
+        sizes = [_size(item) for item in items]
         if self._file.closed or not sizes:
             return
         line = json.dumps({"t": round(time.monotonic() - self._start, 6), "items": sizes}).encode() + b"\n"
@@ -49,10 +49,19 @@ class TraceWriter:
             self._file.close()
 
 
+def _size(item: Item) -> dict[str, Any]:
+    """Modality and grid, and the footprint of towers whose grid does not tell it."""
+    size: dict[str, Any] = {"modality": item.modality, "grid": item.grid}
+    grid, footprint = item.grid, item.footprint
+    told = (grid.patches, grid.t, grid.frame_patches) == (footprint.patches, footprint.segments, footprint.longest)
+    return size if told and not footprint.pooled else size | {"footprint": footprint._asdict()}
+
+
 def read_trace(path: Path, merge: int) -> list[Footprint]:
     """Footprints of all items of a trace in their order of arrival, each frame a segment.
 
-    A line is `{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}`. Raises TraceError.
+    A line is `{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}`; an item may have a
+    `footprint`, which counts instead of the grid. Raises TraceError.
     """
     footprints: list[Footprint] = []
     try:
@@ -72,9 +81,17 @@ def _items(line: str, merge: int, where: str) -> Iterator[Footprint]:
         request: dict[str, Any] = json.loads(line)
         for item in request["items"]:
             t, h, w = item["grid"]
-            yield _footprint(Grid(int(t), int(h), int(w)), merge)
+            told = item.get("footprint")
+            yield _told(told) if told else _footprint(Grid(int(t), int(h), int(w)), merge)
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f'{where}: expected {{"items": [{{"grid": [t, h, w]}}]}}, got {error!r}') from error
+
+
+def _told(footprint: dict[str, int]) -> Footprint:
+    told = Footprint(**{name: int(count) for name, count in footprint.items()})
+    if min(told.patches, told.tokens, told.segments, told.longest) < 1 or min(told) < 0:
+        raise ValueError(f"a footprint of positive counts, not {footprint}")
+    return told
 
 
 def _footprint(grid: Grid, merge: int) -> Footprint:
