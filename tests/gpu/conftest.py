@@ -5,9 +5,16 @@ and says which of them only a GPU can run.
 """
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+
+from rigs import Rig
+from vitwire_server.towers.families import FAMILIES
 
 _DEVICE = os.environ.get("VITWIRE_GPU_TEST_DEVICE", "cuda")
 
@@ -26,3 +33,20 @@ def pytest_sessionstart() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device(_DEVICE, 0) if _DEVICE == "cuda" else torch.device(_DEVICE)
+
+
+@pytest.fixture
+def captured(checkpoints: Callable[[str], Path], device: torch.device) -> Callable[[str], Rig]:
+    """A tower of a model_type in bfloat16, all of whose budgets were captured; skips what cannot be served here."""
+
+    def rig(model_type: str) -> Rig:
+        if device.type == "cpu":
+            pytest.skip("tests/contract says it of simulated graphs")
+        floor = FAMILIES[model_type].transformers
+        if Version(transformers.__version__) < Version(floor):
+            pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")
+        made = Rig.of(checkpoints(model_type), torch.bfloat16, device)
+        assert not made.graphs.dropped, made.graphs.dropped
+        return made
+
+    return rig

@@ -6,14 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from reference import Array, norm_error
 from references import reference_of
 from rigs import RIGHT, Rig, draw_grids
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.packed_rows import PACKED_ROWS
 
 BF16 = torch.bfloat16
@@ -23,16 +20,9 @@ LOSS = 1.1
 
 @pytest.mark.parametrize("model_type", [row.model_type for row in PACKED_ROWS])
 def test_bfloat16_loses_no_more_than_transformers(
-    model_type: str, checkpoints: Callable[[str], Path], device: torch.device
+    model_type: str, captured: Callable[[str], Rig], checkpoints: Callable[[str], Path], device: torch.device
 ) -> None:
-    if device.type == "cpu":
-        pytest.skip("tests/contract says it of simulated graphs")
-    floor = FAMILIES[model_type].transformers
-    if Version(transformers.__version__) < Version(floor):
-        pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")
-    folder = checkpoints(model_type)
-    rig = Rig.of(folder, BF16, device)
-    assert not rig.graphs.dropped
+    rig, folder = captured(model_type), checkpoints(model_type)
     grids = draw_grids(rig, 2, 12)
     lost = [losses(rig, folder, model_type, grids, seed, str(device)) for seed in (0, 100, 200)]
     items = rig.items(grids)

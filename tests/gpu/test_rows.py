@@ -1,12 +1,9 @@
 """Rows of the table whose forwards are not stock, or take tiles: captured, right, and free of waiting."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from rigs import Rig, Yardstick, rows_of
 from vitwire_server.core.grids import Grid
@@ -31,17 +28,11 @@ def grids_of(rig: Rig) -> list[Grid]:
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_row(
     model_type: str,
-    checkpoints: Callable[[str], Path],
+    captured: Callable[[str], Rig],
     device: torch.device,
     yardsticks: Callable[[str, torch.dtype], Yardstick],
 ) -> None:
-    if device.type == "cpu":
-        pytest.skip("tests/contract says it of simulated graphs")
-    floor = FAMILIES[model_type].transformers
-    if Version(transformers.__version__) < Version(floor):
-        pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")
-    rig = Rig.of(checkpoints(model_type), BF16, device)
-    assert not rig.graphs.dropped, rig.graphs.dropped
+    rig = captured(model_type)
     yardstick, grids = yardsticks(model_type, BF16), grids_of(rig)
     usual = max(yardstick.lost(rig, grids))
     items = rig.items(grids)
