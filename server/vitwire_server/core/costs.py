@@ -33,15 +33,15 @@ class Costs:
 
 
 ASSUMED = Costs(
-    replay_fixed=1.5e-3,
+    replay_fixed=2.0e-3,
     replay_token=8.3e-6,
-    eager_fixed=2.5e-3,
+    eager_fixed=3.0e-3,
     eager_token=8.3e-6,
-    eager_floor=7.6e-3,
+    eager_floor=8.1e-3,
 )
 """Taken where nothing was measured: lines through what Qwen3-VL-8B's tower took on an H200 (docs/performance.md).
 
-A replay took 1.9 ms for 49 tokens and 14.6 ms for 1568, an eager forward 15.4 ms for 1568 and never less than
-the 7.6 ms that launching its kernels takes. Simulated graphs use it too: on a CPU every measurement would
-say that padding is pure loss.
+On the device a replay took 1.9 ms for 49 tokens and 14.6 ms for 1568, an eager forward 15.4 ms for 1568 and never
+less than the 7.6 ms that launching its kernels takes; half a millisecond is added for the host's part of a batch.
+Simulated graphs use it too: on a CPU every measurement would say that padding is pure loss.
 """
