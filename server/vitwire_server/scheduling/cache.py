@@ -108,9 +108,8 @@ class EmbeddingCache:
         if key in self._entries:
             self._remove(key)
         if _Entry(embedding).nbytes > self._max_bytes:
-            for name in names & self._keys.keys():  # they stand for what could not be kept, not for older pixels
-                former = self._keys.pop(name)
-                self._resize(self._entries[former], lambda held, name=name: held.discard(name))  # type: ignore[misc]
+            for name in names:  # they stand for what could not be kept, not for older pixels
+                self._forget(name)
             self._changed(self._nbytes, 0)
             return
         # What the rows came in may be pinned memory, of which there is little, or larger than they are.
@@ -123,13 +122,16 @@ class EmbeddingCache:
 
     def _call(self, name: Name, key: Key, entry: _Entry) -> None:
         """Let `name` stand for `key`, and for nothing else."""
-        former = self._keys.get(name)
-        if former == key:
+        if self._keys.get(name) == key:
             return
-        if former is not None:
-            self._resize(self._entries[former], lambda names: names.discard(name))
+        self._forget(name)
         self._keys[name] = key
         self._resize(entry, lambda names: names.add(name))
+
+    def _forget(self, name: Name) -> None:
+        former = self._keys.pop(name, None)
+        if former is not None:
+            self._resize(self._entries[former], lambda names: names.discard(name))
 
     def _resize(self, entry: _Entry, change: Callable[[set[Name]], None]) -> None:
         before = entry.nbytes
