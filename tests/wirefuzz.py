@@ -192,3 +192,16 @@ def headers(draw: Draw) -> Sequence[tuple[str, str | bytes]]:
     if draw(st.integers(0, 9)) == 0:
         pairs.append(("x-anything-bin", draw(st.binary(max_size=200))))
     return pairs
+
+
+def _bad_item() -> list[bytes]:
+    """A stream of two items, of which only the first is to be refused."""
+    bad, good = image(8, 8), image(4, 2)
+    bad.grid.h = 3
+    return [each.SerializeToString() for number, item in enumerate((bad, good)) for each in _upload(number, item, 4097)]
+
+
+GOOD_REQUEST = pb.EncodeRequest(items=[image(8, 8)]).SerializeToString()
+BAD_REQUEST = pb.EncodeRequest().SerializeToString()
+BAD_ITEM = _bad_item()
+"""Messages of known outcomes: served, refused whole, refused in one item."""

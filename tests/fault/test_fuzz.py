@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 
 from conftest import Checkpoints
 from faults import SCALE, Note, rss_mib, settle
@@ -22,7 +22,7 @@ from servers import ServerProcess, serving
 from vitwire import Client, Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.grids import Grid
-from wirefuzz import headers, mangled, requests, uploads
+from wirefuzz import BAD_ITEM, BAD_REQUEST, GOOD_REQUEST, headers, mangled, requests, uploads
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -118,17 +118,17 @@ def garbage(port: int, rng: random.Random) -> None:
 
 
 def fuzz(fuzzer: Fuzzer) -> list[Callable[[], None]]:
-    """Rounds of drawn examples, one for each way in; a round that fails is shrunk to its smallest example."""
+    """Rounds of examples, one for each way in: those that no round may miss, then drawn ones, shrunk on failure."""
     drawn = settings(
         max_examples=ROUND,
         deadline=None,
         database=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
     return [
-        drawn(given(requests(), headers())(fuzzer.encode)),
-        drawn(given(uploads(), headers())(fuzzer.encode_stream)),
+        drawn(example(GOOD_REQUEST, ())(example(BAD_REQUEST, ())(given(requests(), headers())(fuzzer.encode)))),
+        drawn(example(BAD_ITEM, ())(given(uploads(), headers())(fuzzer.encode_stream))),
         drawn(given(uploads())(fuzzer.cancel)),
         drawn(given(mangled(b""))(fuzzer.get_model)),
         drawn(given(mangled(b"\x0a\x03abc"))(fuzzer.health)),
