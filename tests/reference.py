@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,8 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitwire_server.towers.tiny_packed import write
+from vitwire_server.towers.tiny import save_plain, write
+from vitwire_server.towers.tiny_packed import PACKED
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-5
@@ -82,7 +84,7 @@ class KimiVL(Kimi):
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         with TemporaryDirectory() as folder:
-            write("kimi_vl", Path(folder), 0, published=False)
+            write("kimi_vl", replace(PACKED["kimi_vl"], save=save_plain), Path(folder), 0)
             super().__init__(Path(folder), dtype, device)
 
 

@@ -1,41 +1,19 @@
 """Checkpoints that are broken in the ways they are: one sentence that names the file, never a traceback."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import transformers
 
+from broken import Break, edit, load, write
 from conftest import Checkpoints
-from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.checkpoint import open_checkpoint
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.files import CheckpointError
 
-Break = Callable[[Path], Any]
-
-
-def edit(name: str, **changes: Any) -> Break:
-    """Set keys of a JSON file; a value of None removes the key."""
-
-    def change(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        for path, value in changes.items():
-            *owners, key = path.split("__")
-            target = content
-            for owner in owners:
-                target = target[owner]
-            target[key] = value
-        (folder / name).write_text(json.dumps(content))
-
-    return change
-
-
-def write(name: str, content: str) -> Break:
-    return lambda folder: (folder / name).write_text(content)
+INDEX = "model.safetensors.index.json"
+PREPROCESSOR = "preprocessor_config.json"
 
 
 def truncate_shards(folder: Path) -> None:
@@ -46,16 +24,6 @@ def truncate_shards(folder: Path) -> None:
 def single_garbage(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     (folder / "model.safetensors").write_bytes(b"garbage")
-
-
-INDEX = "model.safetensors.index.json"
-PREPROCESSOR = "preprocessor_config.json"
-
-
-def load(folder: Path) -> None:
-    checkpoint = open_checkpoint(str(folder))
-    checkpoint.preprocessing()
-    load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)
 
 
 @pytest.mark.parametrize(

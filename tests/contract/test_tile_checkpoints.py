@@ -1,42 +1,17 @@
 """Checkpoints of tiles and of raster patches that are broken, or of a kind that is not served: one sentence each."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from broken import Break, edit, load, write
 from conftest import Checkpoints
-from vitwire_server.towers.checkpoint import Loaded, load_tower, open_checkpoint
 from vitwire_server.towers.files import CheckpointError
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
-
-
-def load(folder: Path) -> Loaded:
-    checkpoint = open_checkpoint(str(folder))
-    checkpoint.preprocessing()
-    return load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)
-
-
-def edit(name: str, **changes: Any) -> Callable[[Path], None]:
-    """Set keys of a JSON file; those of an inner object after two underscores."""
-
-    def change(folder: Path) -> None:
-        content = json.loads((folder / name).read_text())
-        for path, value in changes.items():
-            *owners, key = path.split("__")
-            target = content
-            for owner in owners:
-                target = target[owner]
-            target[key] = value
-        (folder / name).write_text(json.dumps(content))
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -58,6 +33,11 @@ def edit(name: str, **changes: Any) -> Callable[[Path], None]:
         ("llava_onevision", edit(PROCESSOR, image_grid_pinpoints=[[56, 57]]), "multiples of 56"),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
+        (
+            "step3p7",
+            write("processor_config.json", '{"image_processor": 5}'),
+            "processor_config.json holds no settings",
+        ),
         ("deepseek_ocr2", edit(PROCESSOR, tile_size=80), "does not become 144 tokens"),
         ("deepseek_ocr2", edit(PROCESSOR, crop_to_patches=False), "crop_to_patches"),
         ("llava", edit(CONFIG, vision_config={"model_type": "clip_vision_model"}), "only Pixtral's is served"),
@@ -67,7 +47,7 @@ def edit(name: str, **changes: Any) -> Callable[[Path], None]:
     ],
 )
 def test_what_is_not_served_is_told(
-    model_type: str, harm: Callable[[Path], None], told: str, checkpoints: Checkpoints, tmp_path: Path
+    model_type: str, harm: Break, told: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
     harm(folder)

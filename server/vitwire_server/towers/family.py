@@ -27,9 +27,21 @@ def stripped(*prefixes: str) -> dict[str, str]:
     return dict.fromkeys(prefixes, "")
 
 
+def in_model(*names: str) -> dict[str, str]:
+    """Prefixes of a module that checkpoints hold by one of these names, within `model.` or without."""
+    return stripped(*(f"{outer}{name}" for name in names for outer in ("model.", "")))
+
+
 def at(config: Any, path: str) -> Any:  # noqa: ANN401 - configurations are of many classes
     """The field of a configuration at a dotted path; all of it where the path is empty. Raises AttributeError."""
     return reduce(getattr, filter(None, path.split(".")), config)
+
+
+def last_layer(config: Any) -> None:  # noqa: ANN401 - configurations are of many classes
+    """Raises ValueError unless rows are those of the last layer."""
+    layer = getattr(config, "vision_feature_layer", -1)
+    if layer != -1:
+        raise ValueError(f"vision_feature_layer {layer} is not served, only -1, the last one, is")
 
 
 def unchanged(weights: Weights, config: Any) -> Weights:  # noqa: ANN401 - configurations are of many classes
@@ -125,7 +137,7 @@ class Family(ABC):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
     @abstractmethod
-    def build(self, parts: Mapping[str, "nn.Module"], config: Any) -> Any:  # noqa: ANN401
+    def build(self, parts: Parts, config: Any) -> Any:  # noqa: ANN401
         """The tower around its loaded modules; `config` is the whole checkpoint's."""
 
     @abstractmethod

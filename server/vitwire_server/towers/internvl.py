@@ -10,9 +10,10 @@ from transformers.models.internvl.configuration_internvl import InternVLConfig
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.family import Module, Weights, stripped
-from vitwire_server.towers.tile_encoders import InternVL, thirds
-from vitwire_server.towers.tile_settings import BICUBIC, IMAGENET, Processor, stretched, tiled
+from vitwire_server.towers.family import Module, Weights, in_model, stripped
+from vitwire_server.towers.processors import BICUBIC, IMAGENET, Processor
+from vitwire_server.towers.tile_encoders import InternVL
+from vitwire_server.towers.tile_settings import stretched, tiled
 from vitwire_server.towers.tiles import TileFamily, side
 
 _SAME = (
@@ -64,7 +65,7 @@ def _unfused(weights: Weights, config: Any) -> Weights:  # noqa: ANN401
     apart: Weights = {}
     for name, tensor in weights.items():
         if ".attn.qkv." in name:
-            for part, own in zip(("q_proj", "k_proj", "v_proj"), thirds(tensor), strict=True):
+            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
                 apart[name.replace("attn.qkv", f"attention.{part}")] = own
         else:
             apart[name] = tensor
@@ -105,14 +106,11 @@ INTERNVL = TileFamily(
     model_type="internvl",
     title="InternVL",
     architecture="24 x 1024 or 45 x 3200, patch 14",
-    tower=Module(
-        source="internvl.modeling_internvl:InternVLVisionModel",
-        prefixes=stripped("model.vision_tower.", "vision_tower."),
-    ),
+    tower=Module(source="internvl.modeling_internvl:InternVLVisionModel", prefixes=in_model("vision_tower.")),
     beside={
         "projector": Module(
             source="internvl.modeling_internvl:InternVLMultiModalProjector",
-            prefixes=stripped("model.multi_modal_projector.", "multi_modal_projector."),
+            prefixes=in_model("multi_modal_projector."),
             config="",
         )
     },

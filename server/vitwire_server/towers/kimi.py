@@ -1,4 +1,4 @@
-"""What is particular about loading Kimi's vision tower: the layout that its authors publish."""
+"""Rows of Kimi's models, and what is particular about loading them: the layout that their authors publish."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from vitwire_server.towers.family import Weights
+from vitwire_server.towers.family import Module, Weights, in_model, stripped
 from vitwire_server.towers.packed import PackedFamily
+from vitwire_server.towers.projected import KimiTower
 
 _FUSED = ".attn.wqkv."
 
 
-def unfused(weights: Weights, config: Any) -> Weights:  # noqa: ANN401 - a configuration of transformers
+def _unfused(weights: Weights, config: Any) -> Weights:  # noqa: ANN401 - a configuration of transformers
     """One projection each for queries, keys and values, the rotary pairs of a head first halves, then second.
 
     The published weights rotate neighbouring columns, transformers those half a head apart.
@@ -38,7 +39,7 @@ def _halves(rows: Tensor, heads: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KimiVL(PackedFamily):
+class KimiVLFamily(PackedFamily):
     """Kimi-VL, which transformers has no classes for: its tower is that of Kimi K2.5 for single images."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
@@ -64,3 +65,72 @@ class KimiVL(PackedFamily):
             projection_hidden_size=own["hidden_size"],
             dtype=settings.get("torch_dtype") or settings.get("dtype"),
         )
+
+
+_KIMI_TOWER = Module(
+    source="kimi_k25.modeling_kimi_k25:Kimi_K25VisionModel",
+    prefixes=in_model("vision_tower."),
+    renames=(
+        (r"^encoder\.blocks\.(\d+)\.mlp\.fc1\.", r"layers.\1.mlp.fc2."),
+        (r"^encoder\.blocks\.(\d+)\.mlp\.fc0\.", r"layers.\1.mlp.fc1."),
+        (r"^encoder\.blocks\.(\d+)\.norm1\.", r"layers.\1.norm2."),
+        (r"^encoder\.blocks\.(\d+)\.norm0\.", r"layers.\1.norm1."),
+        (r"^encoder\.blocks\.(\d+)\.wo\.", r"layers.\1.attn.proj."),
+        (r"^encoder\.blocks\.(\d+)\.wqkv\.", r"layers.\1.attn.wqkv."),
+        (r"^encoder\.", ""),
+        (r"^patch_embed\.pos_emb\.weight$", "patch_embed.pos_emb.position_embeddings"),
+    ),
+    ignored=("patch_embed.pos_emb.time_",),
+    convert=_unfused,
+)
+_KIMI_K25 = PackedFamily(
+    model_type="kimi_k25",
+    title="Kimi K2.5, K2.6",
+    tower=_KIMI_TOWER,
+    beside={
+        "projector": Module(
+            source="kimi_k25.modeling_kimi_k25:Kimi_K25MultimodalProjection",
+            prefixes=in_model("mm_projector."),
+            renames=((r"^proj\.0\.", "in_proj."), (r"^proj\.2\.", "out_proj.")),
+            config="",
+        )
+    },
+    adapter=KimiTower,
+    width="text_config.hidden_size",
+    positions="patch_embed.pos_emb",
+    layers="layers",
+    whole_clips=True,
+    raster=True,
+    prepared=False,
+    prepared_videos=False,
+    architecture="27 x 1152, patch 14",
+    pooled=True,
+    attention="over a chunk of up to 4 frames",
+    special="frames of a chunk are averaged, so a chunk has the tokens of one frame; projector",
+)
+_KIMI_VL = KimiVLFamily(
+    model_type="kimi_vl",
+    title="Kimi-VL",
+    tower=_KIMI_TOWER,
+    beside={
+        "projector": Module(
+            source="kimi_k25.modeling_kimi_k25:Kimi_K25MultimodalProjection",
+            prefixes=stripped("multi_modal_projector."),
+            renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
+            config="",
+        )
+    },
+    adapter=KimiTower,
+    width="text_config.hidden_size",
+    positions="patch_embed.pos_emb",
+    layers="layers",
+    whole_clips=True,
+    raster=True,
+    prepared=False,
+    videos=False,
+    architecture="27 x 1152, patch 14",
+    attention="full",
+    special="MoonViT, through the classes of Kimi K2.5; projector",
+)
+
+KIMI_ROWS: tuple[PackedFamily, ...] = (_KIMI_K25, _KIMI_VL)

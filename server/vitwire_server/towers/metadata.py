@@ -30,7 +30,7 @@ class Capacity:
     """Rows of the second view, in towers that take one."""
 
 
-class Part(Protocol):
+class Kind(Protocol):
     """One kind of metadata: laid into a buffer, item after item, padding behind them."""
 
     @property
@@ -65,10 +65,7 @@ class Rows:
         return torch.zeros((rows, *self.shape), dtype=self.dtype, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
-        at = 0
-        for rows in measured:
-            buffer[at : at + len(rows)].copy_(rows)
-            at += len(rows)
+        _copy(measured, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +101,7 @@ class Grids:
         return torch.ones((capacity.segments, 3), dtype=torch.int64, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
-        at = 0
-        for grids in measured:
-            buffer[at : at + len(grids)].copy_(grids)
-            at += len(grids)
+        _copy(measured, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +154,11 @@ class Boundaries:
         if padding:
             host[at : at + len(padding)] = torch.tensor(padding, dtype=torch.int32)
         buffer.copy_(host, non_blocking=True)
+
+
+def _copy(measured: Sequence[Tensor], buffer: Tensor) -> None:
+    """Rows of each item behind those of the one before."""
+    at = 0
+    for rows in measured:
+        buffer[at : at + len(rows)].copy_(rows)
+        at += len(rows)

@@ -1,24 +1,23 @@
 """Packed towers without `grid_thw`: images of any size as patches in raster order, positions of our own."""
 
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
-from vitwire_server.towers.family import Parts
-from vitwire_server.towers.metadata import Boundaries, Part, Rows, Sources
-from vitwire_server.towers.packed import PackedFamily, PackedTower
-from vitwire_server.towers.tile_settings import Processor
+from vitwire_server.towers.family import Parts, at
+from vitwire_server.towers.metadata import Rows, Sources
+from vitwire_server.towers.patches import PatchFamily, PatchTower, neighbours
+from vitwire_server.towers.processors import Processor, read_settings
 from vitwire_server.towers.tower import Metadata
 
 _SQUARE = 16
@@ -26,58 +25,65 @@ _SQUARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class NavitFamily(PackedFamily):
+class NavitFamily(PatchFamily):
     """Rows whose tower is a NavitTower."""
 
+    adapter: "type[NavitTower]"
+    """What computes the tower's forward."""
+    merge: str | None = None
+    """Path of the field with the root of a token's patches, in the whole configuration; None for one patch a token."""
+    channels_last: bool = False
+    """The processor emits the columns of a patch as (p, p, C)."""
     processor: Callable[[Processor, Any], dict[Modality, Preprocessing]]
-    """From the processor's files and the checkpoint's configuration; raises as `Processor` does."""
+    """From the processor's files and the checkpoint's configuration; raises what `read_settings` tells of."""
     layout = "packed patches, raster order"
+
+    def build(self, parts: Parts, config: Any) -> "NavitTower":  # noqa: ANN401
+        """See Family."""
+        return self.adapter(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
         """See Family."""
-        return Processor.read(folder, lambda files: self.processor(files, config))
+        return read_settings(folder, lambda files: self.processor(files, config))
 
 
-class NavitTower(PackedTower):
+class NavitTower(PatchTower):
     """Attention within images; what a family's stock forward derives from image sizes is laid out ahead."""
 
-    channels_last: ClassVar[bool] = False
-    """The processor emits the columns of a patch as (p, p, C)."""
-
-    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
-        self.family = family
-        self.model = parts["tower"]
-        self._projector: Any = parts.get("projector")
+    def __init__(self, family: NavitFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        """`config` is the whole checkpoint's."""
+        super().__init__(family, parts)
         vision: Any = self.model.config
         self.geometry = Geometry(
             patch=vision.patch_size,
-            merge=self._merge(config),
+            merge=1 if family.merge is None else at(config, family.merge),
             temporal=1,
             channels=getattr(vision, "num_channels", 3),
-            width=self._width(config),
+            width=at(config, family.width),
             levels=0,
             raster=True,
-            channels_last=self.channels_last,
-            longest_side=self._longest_side(),
+            channels_last=family.channels_last,
         )
-        self._positions = None
-        self._window_side = 0
-        self._parts = self._kinds()
-        self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
-        self._kept = 0
-
-    def to(self, device: torch.device | str) -> None:
-        """See Tower."""
-        super().to(device)
-        if self._projector is not None:
-            self._projector.to(device)
+        self._projector: Any = parts.get("projector")
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Attention heads and the size of one."""
+        """See Tower."""
         config: Any = self.model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_attention_heads, size
+
+    def samples(self, tokens: int, items: int) -> list[Grid]:
+        """At most `items` images, nearly square, of `tokens` together, or of a few less than that."""
+        merge, longest = self.geometry.merge, self.geometry.longest_side
+        squares = min(tokens // _SQUARE**2, items - 1)
+        rest = tokens - squares * _SQUARE**2
+        rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
+        columns = rest // rows if rows else 0
+        if longest is not None and columns * merge > longest:
+            rows = columns = isqrt(rest)
+        shapes = [(_SQUARE, _SQUARE)] * squares + [(rows, columns)] * bool(rest)
+        return [Grid(1, height * merge, width * merge) for height, width in shapes]
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, columns)` to rows `(tokens, width)`."""
@@ -95,50 +101,15 @@ class NavitTower(PackedTower):
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         """Rows `(tokens, width)`; `attended` are the keyword arguments of packed attention."""
 
-    def _merge(self, config: Any) -> int:  # noqa: ANN401
-        del config
-        return 1
-
-    def _width(self, config: Any) -> int:  # noqa: ANN401
-        width: int = config.text_config.hidden_size
-        return width
-
-    def _longest_side(self) -> int | None:
-        return None
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """At most `items` images, nearly square, of `tokens` together, or of a few less than that."""
-        squares = min(tokens // _SQUARE**2, items - 1)
-        rest = tokens - squares * _SQUARE**2
-        rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
-        columns = rest // rows if rows else 0
-        if columns * self.geometry.merge > (self.geometry.longest_side or columns * self.geometry.merge):
-            rows = columns = isqrt(rest)
-        shapes = [(_SQUARE, _SQUARE)] * squares + [(rows, columns)] * bool(rest)
-        return [Grid(1, height * self.geometry.merge, width * self.geometry.merge) for height, width in shapes]
-
-    def _kinds(self) -> dict[str, Part]:
-        return {"cu_seqlens": Boundaries(slots=lambda c: c.segments, longest=lambda c: c.longest)}
-
-    def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        return {"cu_seqlens": torch.arange(1, grid.t + 1, dtype=torch.int32) * grid.frame_patches}
-
 
 class PixtralTower(NavitTower):
     """Rotary positions by row and column; in Mistral 3, a learned merger of neighbours before the projector."""
 
-    def _merge(self, config: Any) -> int:  # noqa: ANN401
-        merge: int = getattr(config, "spatial_merge_size", 1)
-        return merge
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """See Tower."""
-        return list(self.model.transformer.layers)
-
-    def _kinds(self) -> dict[str, Part]:
-        merged = {"neighbours": Sources(self.geometry.merge**2)} if self.geometry.merge > 1 else {}
-        return {**super()._kinds(), "positions": Rows((2,), torch.int64), **merged}
+    def __init__(self, family: NavitFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(family, parts, config)
+        self._kinds["positions"] = Rows((2,), torch.int64)
+        if self.geometry.merge > 1:
+            self._kinds["neighbours"] = Sources(self.geometry.merge**2)
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         computed = {**super()._compute(grid), "positions": places(grid)}
@@ -167,10 +138,11 @@ class PixtralTower(NavitTower):
 class Gemma4Tower(NavitTower):
     """Learned and rotary positions by column and row; tokens are means of squares of patches."""
 
-    channels_last = True
-
-    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, family: NavitFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
         super().__init__(family, parts, config)
+        merge = self.geometry.merge
+        self.geometry = replace(self.geometry, longest_side=self.model.config.position_embedding_size // merge * merge)
+        self._kinds |= {"positions": Rows((2,), torch.int64), "squares": Sources(merge**2)}
         self._clear = torch.zeros(1, 1, dtype=torch.bool, device=self.device)
         """No patch is padding in the stock sense: what pads a budget has rows that nobody reads."""
 
@@ -178,24 +150,6 @@ class Gemma4Tower(NavitTower):
         """See Tower."""
         super().to(device)
         self._clear = self._clear.to(device)
-
-    def _merge(self, config: Any) -> int:  # noqa: ANN401
-        side: int = config.vision_config.pooling_kernel_size
-        return side
-
-    def _longest_side(self) -> int:
-        config: Any = self.model.config
-        side: int = config.position_embedding_size // config.pooling_kernel_size * config.pooling_kernel_size
-        return side
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """See Tower."""
-        return list(self.model.encoder.layers)
-
-    def _kinds(self) -> dict[str, Part]:
-        squares = Sources(self.geometry.merge**2)
-        return {**super()._kinds(), "positions": Rows((2,), torch.int64), "squares": squares}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         squares = neighbours(grid, self.geometry.merge)
@@ -222,23 +176,10 @@ class Gemma4Tower(NavitTower):
 class Siglip2Tower(NavitTower):
     """Learned positions, resampled to each grid; rows of the patches after the last norm."""
 
-    channels_last = True
-
-    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
-        self._table = parts["tower"].embeddings.position_embedding.weight.detach().cpu()
+    def __init__(self, family: NavitFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
         super().__init__(family, parts, config)
-
-    def _width(self, config: Any) -> int:  # noqa: ANN401
-        width: int = config.vision_config.hidden_size
-        return width
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """See Tower."""
-        return list(self.model.encoder.layers)
-
-    def _kinds(self) -> dict[str, Part]:
-        return {**super()._kinds(), "positions": Rows((self._table.shape[1],), self._table.dtype)}
+        self._table = self.model.embeddings.position_embedding.weight.detach().cpu()
+        self._kinds["positions"] = Rows((self._table.shape[1],), self._table.dtype)
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """Resampled on the host, in float32."""
@@ -276,9 +217,3 @@ def places(grid: Grid) -> Tensor:
     rows = torch.arange(grid.h).repeat_interleave(grid.w)
     columns = torch.arange(grid.w).repeat(grid.h)
     return torch.stack([rows, columns], dim=1).repeat(grid.t, 1)
-
-
-def neighbours(grid: Grid, merge: int) -> Tensor:
-    """Numbers of the patches of each token, `(tokens, merge**2)`, where they lie in raster order."""
-    patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
-    return patches.permute(0, 1, 3, 2, 4).reshape(-1, merge**2)

@@ -1,21 +1,20 @@
 """Rows of towers that take packed patches without `grid_thw`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.family import Family, Module, stripped
+from vitwire_server.towers.family import Family, Module, in_model, last_layer, stripped
 from vitwire_server.towers.navit import Gemma4Tower, NavitFamily, PixtralTower, Siglip2Tower
-from vitwire_server.towers.tile_encoders import last_layer
-from vitwire_server.towers.tile_settings import BICUBIC, BILINEAR, CLIP, HALF, Processor, channels, square
+from vitwire_server.towers.processors import BICUBIC, BILINEAR, CLIP, HALF, Normalisation, Processor, bounded, square
 
 _IDENTITY = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-_TOWER = stripped("model.vision_tower.", "vision_tower.")
-_PROJECTOR = stripped("model.multi_modal_projector.", "multi_modal_projector.")
+_TOWER = in_model("vision_tower.")
+_PROJECTOR = in_model("multi_modal_projector.")
 _GEMMA4_TOKENS = {Modality.IMAGE: 280, Modality.VIDEO: 70}
 _SIGLIP2_PATCHES = 256
 
@@ -25,21 +24,13 @@ def _settings(
     most: int,
     factor: int,
     resizing: Resizing,
-    normalisation: tuple[tuple[float, ...], tuple[float, ...]],
+    normalisation: Normalisation,
     resample: int = BICUBIC,
 ) -> Preprocessing:
     """Settings of images of at most `most` pixels whose sides are multiples of `factor`."""
-    mean, std = normalisation
-    normalised = config.get("do_normalize", normalisation is not _IDENTITY)
-    return Preprocessing(
-        min_pixels=factor**2,
-        max_pixels=most,
-        mean=channels(config, "image_mean", mean) if normalised else _IDENTITY[0],
-        std=channels(config, "image_std", std) if normalised else _IDENTITY[1],
-        rescale_factor=float(config.get("rescale_factor", 1 / 255)),
-        resample=int(config.get("resample", resample)),
-        resizing=resizing,
-    )
+    if not config.get("do_normalize", normalisation is not _IDENTITY):
+        config, normalisation = {**config, "image_mean": None, "image_std": None}, _IDENTITY
+    return replace(bounded(config, (factor**2, most), normalisation, resample), resizing=resizing)
 
 
 # -- Pixtral -----------------------------------------------------------------------------------------
@@ -77,7 +68,6 @@ _PIXTRAL = PixtralFamily(
     width="text_config.hidden_size",
     adapter=PixtralTower,
     layers="transformer.layers",
-    raster=True,
     processor=_pixtral_settings,
     videos=False,
     special="LLaVA's layout with Pixtral's tower",
@@ -94,8 +84,8 @@ _MISTRAL3 = PixtralFamily(
     },
     width="text_config.hidden_size",
     adapter=PixtralTower,
+    merge="spatial_merge_size",
     layers="transformer.layers",
-    raster=True,
     processor=_pixtral_settings,
     videos=False,
 )
@@ -136,14 +126,15 @@ _GEMMA4 = Gemma4Family(
     beside={
         "projector": Module(
             source="vitwire_server.towers.gemma4:Embedder",
-            prefixes=stripped("model.embed_vision.", "embed_vision."),
+            prefixes=in_model("embed_vision."),
             config="",
         )
     },
     width="text_config.hidden_size",
     adapter=Gemma4Tower,
+    merge="vision_config.pooling_kernel_size",
+    channels_last=True,
     layers="encoder.layers",
-    raster=True,
     processor=_gemma4_settings,
     special="a frame is an image of fewer tokens",
 )
@@ -183,8 +174,8 @@ _SIGLIP2 = Siglip2Family(
     ),
     width="vision_config.hidden_size",
     adapter=Siglip2Tower,
+    channels_last=True,
     layers="encoder.layers",
-    raster=True,
     processor=_siglip2_settings,
     videos=False,
     special="rows of the patches, without the pooling head",

@@ -1,29 +1,26 @@
 """Packed towers whose rows pass through a module beside the tower: projectors, and pooling over frames."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitwire_server.core.grids import Footprint, Grid
-from vitwire_server.core.models import ClipGeometry
-from vitwire_server.towers.metadata import Part, Rows, Sources
+from vitwire_server.core.models import ClipGeometry, Geometry
+from vitwire_server.towers.family import Parts
+from vitwire_server.towers.metadata import Rows, Sources
 from vitwire_server.towers.packed import PackedFamily, PackedTower, frame_of
+from vitwire_server.towers.patches import neighbours
 
 
 class ProjectedTower(PackedTower):
     """A tower with a projector beside it that takes the tower's rows as they are."""
 
-    def __init__(self, family: PackedFamily, parts: Mapping[str, nn.Module], config: Any) -> None:  # noqa: ANN401
-        """See PackedTower; the projector is the part of that name."""
-        self.projector: Any = parts["projector"]
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
         super().__init__(family, parts, config)
-
-    def to(self, device: torch.device | str) -> None:
-        """See Tower."""
-        super().to(device)
-        self.projector.to(device)
+        self.projector: Any = parts["projector"]
 
     def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
         del tensors
@@ -36,14 +33,13 @@ class PaddleTower(ProjectedTower):
 
     after = frozenset({"patches"})
 
-    def _geometry(self, **fields: Any) -> ClipGeometry:  # noqa: ANN401
-        return ClipGeometry(**fields, most_frames=1)
-
-    def _kinds(self) -> dict[str, Part]:
-        return super()._kinds() | {"patches": Sources(self.geometry.merge**2)}
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(family, parts, config)
+        self.geometry = _of_clips(self.geometry, most_frames=1)
+        self._kinds["patches"] = Sources(self.geometry.merge**2)
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        return super()._compute(grid) | {"patches": tokens_of(grid, self.geometry.merge)[:, 0]}
+        return super()._compute(grid) | {"patches": neighbours(grid, self.geometry.merge)}
 
     def _shaped(self, pixels: Tensor) -> Tensor:
         side = self.geometry.patch
@@ -61,29 +57,25 @@ class KimiTower(ProjectedTower):
 
     after = frozenset({"patches", "shares"})
 
-    @property
-    def _chunk(self) -> int:
-        frames: int = self.model.config.pos_emb_time
-        return frames
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(family, parts, config)
+        self._chunk: int = self.model.config.pos_emb_time
+        """Frames at most."""
+        self.geometry = _of_clips(self.geometry, most_frames=self._chunk, pooled=0)
+        self._kinds |= {
+            "frame_index": Rows((), torch.int64),
+            "patches": Sources(self._chunk * self.geometry.merge**2),
+            "shares": Rows((self._chunk,), torch.float32, per_token=True),
+        }
 
     def footprint(self, grid: Grid) -> Footprint:
         """See Tower."""
         frame = grid.frame_patches // self.geometry.merge**2
         return super().footprint(grid)._replace(pooled=frame * (grid.t - 1))
 
-    def _geometry(self, **fields: Any) -> ClipGeometry:  # noqa: ANN401
-        return ClipGeometry(**fields, most_frames=self._chunk, pooled=0)
-
-    def _kinds(self) -> dict[str, Part]:
-        return super()._kinds() | {
-            "frame_index": Rows((), torch.int64),
-            "patches": Sources(self._chunk * self.geometry.merge**2),
-            "shares": Rows((self._chunk,), torch.float32, per_token=True),
-        }
-
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """Chunks of fewer frames name their first one for those that they lack, with a share of 0."""
-        patches = tokens_of(grid, self.geometry.merge)
+        patches = neighbours(grid, self.geometry.merge).unflatten(0, (grid.t, -1)).transpose(0, 1)
         lacking = patches[:, :1].expand(-1, self._chunk - grid.t, -1)
         shares = torch.zeros(len(patches), self._chunk)
         shares[:, : grid.t] = 1 / grid.t
@@ -115,16 +107,15 @@ class ErnieTower(ProjectedTower):
 
     after = frozenset({"pairs"})
 
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(family, parts, config)
+        self.geometry = _of_clips(self.geometry, pooled=2)
+        self._kinds["pairs"] = Sources(2, patches=self.geometry.merge**2)
+
     def footprint(self, grid: Grid) -> Footprint:
         """See Tower."""
         own = super().footprint(grid)
         return own._replace(pooled=own.tokens // 2 if grid.t > 1 else 0)
-
-    def _geometry(self, **fields: Any) -> ClipGeometry:  # noqa: ANN401
-        return ClipGeometry(**fields, pooled=2)
-
-    def _kinds(self) -> dict[str, Part]:
-        return super()._kinds() | {"pairs": Sources(2, patches=self.geometry.merge**2)}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         frame = torch.arange(grid.frame_patches // self.geometry.merge**2)
@@ -140,7 +131,6 @@ class ErnieTower(ProjectedTower):
         return rows
 
 
-def tokens_of(grid: Grid, merge: int) -> Tensor:
-    """`(tokens of a frame, frames, merge**2)`: numbers of the patches of each token, where they lie in raster order."""
-    patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
-    return patches.permute(1, 3, 0, 2, 4).reshape(-1, grid.t, merge**2)
+def _of_clips(geometry: Geometry, *, most_frames: int | None = None, pooled: int = 1) -> ClipGeometry:
+    """The same sizes, of a tower that is particular about the frames of a clip."""
+    return ClipGeometry(**asdict(geometry), most_frames=most_frames, pooled=pooled)

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vitwire_server.towers.family import Parts
+from vitwire_server.towers.family import Module, Parts, in_model, last_layer
 from vitwire_server.towers.tiles import Encoder, View, module_heads, side
 
 
-def last_layer(config: Any) -> None:  # noqa: ANN401 - configurations are of many classes
-    """Raises ValueError unless rows are those of the last layer."""
-    layer = getattr(config, "vision_feature_layer", -1)
-    if layer != -1:
-        raise ValueError(f"vision_feature_layer {layer} is not served, only -1, the last one, is")
+def siglip(name: str) -> Module:
+    """SigLIP's tower by this name, its weights within `vision_model.` or not; its pooling head is left out."""
+    prefixes = in_model(f"{name}vision_model.", name)
+    return Module(source="siglip.modeling_siglip:SiglipVisionModel", prefixes=prefixes, ignored=("head.",))
 
 
 class InternVL(Encoder):
@@ -55,18 +53,13 @@ class Siglip(Encoder):
         vision = config.vision_config
         self.patch = vision.patch_size
         self.merge = 1
-        self.view = View(vision.image_size, vision.image_size, self.tokens(vision.image_size // self.patch, config))
+        self.view = View(vision.image_size, vision.image_size, (vision.image_size // self.patch) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.heads = module_heads(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.encoder.layers)
-
-    def tokens(self, side: int, config: Any) -> int:  # noqa: ANN401
-        """Tokens of a tile of so many patches a side."""
-        del config
-        return side * side
 
     def encode(self, tiles: Tensor) -> Tensor:
         return self._projector(self._tower(pixel_values=tiles).last_hidden_state)  # type: ignore[no-any-return]
@@ -83,10 +76,11 @@ class LlavaOnevision(Siglip):
 class Gemma3(Siglip):
     """The projector pools patches to a fixed number of tokens."""
 
-    def tokens(self, side: int, config: Any) -> int:  # noqa: ANN401
+    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(parts, config)
         tokens: int = config.mm_tokens_per_image
-        self.merge = side // round(tokens**0.5)
-        return tokens
+        self.view = self.view._replace(tokens=tokens)
+        self.merge = self.view.height // self.patch // round(tokens**0.5)
 
 
 class Llama4(Encoder):
@@ -108,9 +102,3 @@ class Llama4(Encoder):
     def encode(self, tiles: Tensor) -> Tensor:
         rows: Tensor = self._tower(pixel_values=tiles).last_hidden_state
         return self._projector(rows)  # type: ignore[no-any-return]
-
-
-def thirds(fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a projection that is stored as one."""
-    query, key, value = torch.chunk(fused, 3)
-    return query, key, value

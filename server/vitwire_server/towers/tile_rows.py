@@ -5,28 +5,15 @@ from typing import Any
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.family import Family, Module, stripped
+from vitwire_server.towers.family import Family, Module, in_model
 from vitwire_server.towers.internvl import INTERNVL, INTERNVL_CHAT
-from vitwire_server.towers.tile_encoders import Gemma3, Llama4, LlavaOnevision, Siglip
-from vitwire_server.towers.tile_settings import (
-    BILINEAR,
-    CLIP,
-    HALF,
-    Processor,
-    channels,
-    stretched,
-    tiled,
-)
+from vitwire_server.towers.processors import BILINEAR, CLIP, HALF, Processor, per_channel
+from vitwire_server.towers.tile_encoders import Gemma3, Llama4, LlavaOnevision, Siglip, siglip
+from vitwire_server.towers.tile_settings import shade, stretched, tiled
 from vitwire_server.towers.tiles import TileFamily
 from vitwire_server.towers.two_view_rows import TWO_VIEW_ROWS
 
-_TOWER = ("model.vision_tower.", "vision_tower.")
-_PROJECTOR = stripped("model.multi_modal_projector.", "multi_modal_projector.")
-
-
-def _siglip(*prefixes: str) -> Module:
-    names = stripped(*(f"{prefix}{inner}" for prefix in prefixes for inner in ("vision_model.", "")))
-    return Module(source="siglip.modeling_siglip:SiglipVisionModel", prefixes=names, ignored=("head.",))
+_PROJECTOR = in_model("multi_modal_projector.")
 
 
 # -- SigLIP and a projector --------------------------------------------------------------------------
@@ -56,11 +43,10 @@ def _gemma3_settings(files: Processor, config: Any) -> dict[Modality, Preprocess
 
 def _deepseek_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
     size = config.vision_config.image_size
-    mean = channels(files.image, "image_mean", CLIP[0])
     tiling = Tiling(
         TilingRule.SQUARE,
         (size, size),
-        background=tuple(int(value * 255) for value in mean),
+        background=shade(per_channel(files.image, "image_mean", CLIP[0])),
         min_side=int(files.image.get("min_size", 14)),
     )
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP)}
@@ -70,7 +56,7 @@ _LLAVA_ONEVISION = TileFamily(
     model_type="llava_onevision",
     title="LLaVA-OneVision",
     architecture="26 x 1152, patch 14",
-    tower=_siglip(*_TOWER),
+    tower=siglip("vision_tower."),
     beside={
         "projector": Module(
             source="llava_onevision.modeling_llava_onevision:LlavaOnevisionMultiModalProjector",
@@ -86,7 +72,7 @@ _GEMMA3 = TileFamily(
     model_type="gemma3",
     title="Gemma 3",
     architecture="27 x 1152, patch 14",
-    tower=_siglip(*_TOWER),
+    tower=siglip("vision_tower."),
     beside={
         "projector": Module(source="gemma3.modeling_gemma3:Gemma3MultiModalProjector", prefixes=_PROJECTOR, config="")
     },
@@ -99,11 +85,11 @@ _DEEPSEEK_VL = TileFamily(
     model_type="deepseek_vl",
     title="DeepSeek-VL",
     architecture="24 x 1024, patch 16",
-    tower=_siglip("model.vision_model.", "vision_model."),
+    tower=siglip("vision_model."),
     beside={
         "projector": Module(
             source="deepseek_vl.modeling_deepseek_vl:DeepseekVLAligner",
-            prefixes=stripped("model.aligner.", "aligner."),
+            prefixes=in_model("aligner."),
             config="",
         )
     },
@@ -131,9 +117,7 @@ _LLAMA4 = TileFamily(
     model_type="llama4",
     title="Llama 4",
     architecture="34 x 1408, patch 14",
-    tower=Module(
-        source="llama4.modeling_llama4:Llama4VisionModel", prefixes=stripped("vision_model.", "model.vision_model.")
-    ),
+    tower=Module(source="llama4.modeling_llama4:Llama4VisionModel", prefixes=in_model("vision_model.")),
     beside={
         "projector": Module(source="llama4.modeling_llama4:Llama4MultiModalProjector", prefixes=_PROJECTOR, config="")
     },

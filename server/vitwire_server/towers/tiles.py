@@ -15,7 +15,7 @@ from vitwire_server.core.items import Modality, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.metadata import Capacity
-from vitwire_server.towers.tile_settings import Processor
+from vitwire_server.towers.processors import Processor, read_settings
 from vitwire_server.towers.tower import Metadata, Tower
 
 
@@ -66,7 +66,7 @@ class TileFamily(Family):
     encoder: Callable[[Parts, Any], Encoder]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError over what it cannot compute."""
     processor: Callable[[Processor, Any], dict[Modality, Preprocessing]]
-    """From the processor's files and the checkpoint's configuration; raises as `Processor` does."""
+    """From the processor's files and the checkpoint's configuration; raises what `read_settings` tells of."""
     attention: str = "within each tile"
     layout = "tiles"
 
@@ -83,7 +83,7 @@ class TileFamily(Family):
 
     def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
         """See Family."""
-        return Processor.read(folder, lambda files: self.processor(files, config))
+        return read_settings(folder, lambda files: self.processor(files, config))
 
 
 class TileTower(Tower):

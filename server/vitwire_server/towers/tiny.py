@@ -1,12 +1,17 @@
-"""What tiny checkpoints of every family share."""
+"""Tiny whole models: what they are made of, and how one is written in hub layout."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, GenerationConfig
+
+Json = dict[str, Any]
 
 TEXT = {
     "vocab_size": 512,
@@ -33,6 +38,59 @@ STEPS = {
     "rescale_factor": 1 / 255,
 }
 """What every processor here does with an image."""
+_IMAGE_TOKEN = {"image_token_id": 500}
+
+
+def save_plain(model: Any, out: Path) -> None:  # noqa: ANN401 - of many classes
+    """As transformers writes it."""
+    model.save_pretrained(out, max_shard_size=SHARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """One tiny model: its configuration, its processors' files, and how its authors publish it."""
+
+    config: Json
+    files: Callable[[Any], Mapping[str, Json]]
+    """From the configuration to the processors' files, by name."""
+    base: str | None = None
+    """`model_type` of the model that is built, if it is not the checkpoint's own."""
+    auto: Any = AutoModelForImageTextToText
+    """What builds the whole model of its configuration."""
+    save: Callable[[Any, Path], None] = save_plain
+    """Writes weights and config.json in the layout that the model's authors publish."""
+
+
+def tiny_vlm(
+    *,
+    text: Json,
+    vision: Json,
+    image: Json,
+    video: Json | None = None,
+    fields: Mapping[str, Any] = _IMAGE_TOKEN,
+    **others: Any,  # noqa: ANN401 - those of Tiny
+) -> Tiny:
+    """A tiny model whose processors' settings are known ahead; `fields` are the rest of its configuration."""
+    config = {"text_config": text, "vision_config": vision, **fields}
+    files = {"preprocessor_config.json": {**STEPS, **image}}
+    if video:
+        files["video_preprocessor_config.json"] = {**STEPS, **video}
+    return Tiny(config=config, files=lambda _: files, **others)
+
+
+def write(model_type: str, tiny: Tiny, out: Path, seed: int) -> None:
+    """Write a checkpoint of this type. The same arguments write the same bytes."""
+    config = CONFIG_MAPPING[tiny.base or model_type](**deepcopy(tiny.config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # `randomise` adds to what transformers draws
+        model = tiny.auto.from_config(config, dtype=torch.bfloat16)
+    randomise(model, seed)
+    if model.can_generate():
+        model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    out.mkdir(parents=True, exist_ok=True)
+    tiny.save(model, out)
+    for name, content in tiny.files(config).items():
+        write_json(out / name, content)
 
 
 @torch.no_grad()

@@ -5,11 +5,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoModel
 
-from vitwire_server.towers.tiny import CLIP, HALF, SHARD, STEPS, TEXT, VISION, randomise, write_json
-from vitwire_server.towers.tiny_tiles import Tiny
+from vitwire_server.towers.tiny import CLIP, HALF, TEXT, VISION, Tiny, save_plain, tiny_vlm
 
 _PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
 _LONGEST = {
@@ -19,9 +17,20 @@ _LONGEST = {
     "size": {"longest_edge": 448},
 }
 
+
+def _save_gemma4(model: Any, out: Path) -> None:  # noqa: ANN401 - a Gemma 4 model
+    """With other numbers in the buffers that it standardises by than those that change nothing."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("std_bias"):
+            buffer.fill_(0.25)
+        elif name.endswith("std_scale"):
+            buffer.fill_(0.5)
+    save_plain(model, out)
+
+
 NAVIT: Mapping[str, Tiny] = MappingProxyType(
     {
-        "llava": Tiny(
+        "llava": tiny_vlm(
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
             vision=_PIXTRAL,
             image={**CLIP, **_LONGEST},
@@ -31,13 +40,13 @@ NAVIT: Mapping[str, Tiny] = MappingProxyType(
                 "vision_feature_select_strategy": "full",
             },
         ),
-        "mistral3": Tiny(
+        "mistral3": tiny_vlm(
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
             vision=_PIXTRAL,
             image={**CLIP, **_LONGEST},
             fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
         ),
-        "gemma4": Tiny(
+        "gemma4": tiny_vlm(
             text={
                 "model_type": "gemma4_text",
                 **TEXT,
@@ -70,8 +79,9 @@ NAVIT: Mapping[str, Tiny] = MappingProxyType(
                 "rescale_factor": 1 / 255,
             },
             fields={"audio_config": None, "image_token_id": 500, "video_token_id": 501, "boi_token_id": 498},
+            save=_save_gemma4,
         ),
-        "siglip2": Tiny(
+        "siglip2": tiny_vlm(
             text={"model_type": "siglip2_text_model", **TEXT, "projection_size": 64},
             vision={
                 "model_type": "siglip2_vision_model",
@@ -88,33 +98,8 @@ NAVIT: Mapping[str, Tiny] = MappingProxyType(
                 "resample": 2,
             },
             fields={},
+            auto=AutoModel,
         ),
     }
 )
 """By `model_type`. Pixtral's is that of LLaVA, which its checkpoints are written as."""
-
-
-@torch.no_grad()
-def _standardise(model: torch.nn.Module) -> None:
-    """What Gemma 4 keeps in buffers, which are not random."""
-    for name, buffer in model.named_buffers():
-        if name.endswith("std_bias"):
-            buffer.fill_(0.25)
-        elif name.endswith("std_scale"):
-            buffer.fill_(0.5)
-
-
-def write(model_type: str, out: Path, seed: int) -> None:
-    """Write the tiny model of a `model_type` in `NAVIT`."""
-    tiny = NAVIT[model_type]
-    config_class: Any = CONFIG_MAPPING[model_type]
-    config = config_class(text_config=dict(tiny.text), vision_config=dict(tiny.vision), **tiny.fields)
-    whole: Any = AutoModel if model_type == "siglip2" else AutoModelForImageTextToText
-    model = whole.from_config(config, dtype=torch.bfloat16)
-    randomise(model, seed)
-    _standardise(model)
-    if model_type != "siglip2":
-        model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out, max_shard_size=SHARD)
-    write_json(out / "preprocessor_config.json", {**STEPS, **tiny.image})

@@ -1,24 +1,17 @@
 """Tiny whole VLMs of the packed `grid_thw` family, in the layouts that their authors publish."""
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM, GenerationConfig
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from vitwire_server.towers.packed import PackedFamily, sizes
 from vitwire_server.towers.packed_rows import PACKED_ROWS
-from vitwire_server.towers.tiny import CLIP, HALF, STEPS, TEXT, randomise, write_json
+from vitwire_server.towers.tiny import CLIP, HALF, STEPS, TEXT, Json, Tiny, save_plain
+from vitwire_server.towers.tiny_layouts import save_kimi, save_kimi_vl, save_qwen2_5_omni
 
-Json = dict[str, Any]
-
-_INDEX = "model.safetensors.index.json"
 _IMAGE_TOKENS = (16, 1280)
 """Bounds of an image's tokens, as the published processors have them."""
 
@@ -107,36 +100,6 @@ _AUDIO = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Tiny:
-    """One tiny model: its configuration, its processors' files, and how its authors publish it."""
-
-    config: Json
-    files: Callable[[Any], Mapping[str, Json]]
-    """From the configuration to the processors' files, by name."""
-    base: str | None = None
-    """`model_type` of the model that is built, if it is not the checkpoint's own."""
-    publish: Callable[[Path], None] | None = None
-    """Rewrites what transformers wrote into the published layout, where that is another one."""
-
-
-def write(model_type: str, out: Path, seed: int, *, published: bool = True) -> None:
-    """Write the tiny model of a `model_type` in `PACKED`; as transformers writes it unless `published`."""
-    tiny = PACKED[model_type]
-    config: Any = CONFIG_MAPPING[tiny.base or model_type](**tiny.config)
-    # Omni models are whole only with their talkers, even if those are switched off.
-    auto: Any = AutoModelForMultimodalLM if hasattr(config, "thinker_config") else AutoModelForImageTextToText
-    model = auto.from_config(config, dtype=torch.bfloat16)
-    randomise(model, seed)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out, max_shard_size="200KB")
-    for name, content in tiny.files(config).items():
-        write_json(out / name, content)
-    if tiny.publish and published:
-        tiny.publish(out)
-
-
 def _whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str, Any] = _TOKENS) -> Json:
     return {"text_config": dict(text), "vision_config": dict(vision), **more}
 
@@ -187,14 +150,14 @@ def _files(family: PackedFamily, config: Any) -> dict[str, Json]:  # noqa: ANN40
     size = sizes(family.tower.configuration(config))
     shared = {
         **STEPS,
-        **(HALF if size["patch"] == 16 or not family.prepared else CLIP),
-        "merge_size": size["merge"],
-        "patch_size": size["patch"],
+        **(HALF if size.patch == 16 or not family.prepared else CLIP),
+        "merge_size": size.merge,
+        "patch_size": size.patch,
         "resample": 3,
-        "temporal_patch_size": size["temporal"],
+        "temporal_patch_size": size.temporal,
     }
     image_type, video_type = _PROCESSORS.get(family.model_type, _QWEN)
-    area = (size["patch"] * size["merge"]) ** 2
+    area = (size.patch * size.merge) ** 2
     bounds = (
         {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384}
         if not family.prepared
@@ -211,56 +174,10 @@ def _size(smallest: int, largest: int) -> Json:
     return {"size": {"shortest_edge": smallest, "longest_edge": largest}}
 
 
-def _publish_kimi(out: Path, *, alone: bool) -> None:
-    """Names as Moonshot AI publishes them, which transformers reads and does not write; `alone` as in Kimi-VL."""
-    projector = {"proj.0.": "linear_1.", "proj.2.": "linear_2."} if alone else {}
-
-    def name(key: str) -> str:
-        key = key.replace("model.mm_projector.", "mm_projector.")
-        key = key.replace("language_model.model.blocks.", "language_model.model.layers.")
-        key = key.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
-        if alone and key.startswith("mm_projector."):
-            key = key.replace("mm_projector.", "multi_modal_projector.")
-            for theirs, ours in projector.items():
-                key = key.replace(theirs, ours)
-        return key
-
-    for shard in out.glob("*.safetensors"):
-        weights = {name(key): tensor for key, tensor in load_file(shard).items()}
-        save_file(weights, shard, metadata={"format": "pt"})
-    index = json.loads((out / _INDEX).read_text(encoding="utf-8"))
-    write_json(out / _INDEX, {**index, "weight_map": {name(key): shard for key, shard in index["weight_map"].items()}})
-
-
-def _publish_kimi_vl(out: Path) -> None:
-    """transformers has no classes for Kimi-VL: those of Kimi K2.5 wrote its weights."""
-    _publish_kimi(out, alone=True)
-    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    vision = written["vision_config"]
-    height, width = vision.pop("pos_emb_height"), vision.pop("pos_emb_width")
-    del vision["pos_emb_time"]
-    vision |= {"model_type": "moonvit", "init_pos_emb_height": height, "init_pos_emb_width": width}
-    content = {
-        "architectures": ["KimiVLForConditionalGeneration"],
-        "model_type": "kimi_vl",
-        "text_config": written["text_config"],
-        "torch_dtype": "bfloat16",
-        "vision_config": vision,
-    }
-    write_json(out / "config.json", content)
-
-
-def _without_speakers(out: Path) -> None:
-    """The talker's voices, a file that the published checkpoints have: there are none."""
-    torch.save({}, out / "spk_dict.pt")
-
-
-_PUBLISH: Mapping[str, Callable[[Path], None]] = {
-    "kimi_k25": partial(_publish_kimi, alone=False),
-    "kimi_vl": _publish_kimi_vl,
-    "qwen2_5_omni": _without_speakers,
-}
+_SAVE = {"kimi_k25": save_kimi, "kimi_vl": save_kimi_vl, "qwen2_5_omni": save_qwen2_5_omni}
 _BASE = {"kimi_vl": "kimi_k25"}
+_AUTO = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), AutoModelForMultimodalLM)
+"""Omni models are whole only with their talkers, even if those are switched off."""
 
 PACKED: Mapping[str, Tiny] = MappingProxyType(
     {
@@ -268,7 +185,8 @@ PACKED: Mapping[str, Tiny] = MappingProxyType(
             config=_CONFIGS[row.model_type],
             files=partial(_files, row),
             base=_BASE.get(row.model_type),
-            publish=_PUBLISH.get(row.model_type),
+            auto=_AUTO.get(row.model_type, AutoModelForImageTextToText),
+            save=_SAVE.get(row.model_type, save_plain),
         )
         for row in PACKED_ROWS
     }

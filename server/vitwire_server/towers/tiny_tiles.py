@@ -1,14 +1,9 @@
 """Tiny whole VLMs of the tile families."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
-import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, GenerationConfig
-
-from vitwire_server.towers.tiny import CLIP, HALF, IMAGENET, SHARD, STEPS, TEXT, VISION, randomise, write_json
+from vitwire_server.towers.tiny import CLIP, HALF, IMAGENET, TEXT, VISION, Tiny, tiny_vlm
 from vitwire_server.towers.tiny_layouts import save_internvl, save_step3
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
@@ -31,39 +26,10 @@ _SAM = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Tiny:
-    """One tiny model: its configuration, and the settings of its processors."""
-
-    text: Mapping[str, Any]
-    vision: Mapping[str, Any]
-    image: Mapping[str, Any]
-    video: Mapping[str, Any] | None = None
-    fields: Mapping[str, Any] = field(default_factory=lambda: {"image_token_id": 500})
-    base: str | None = None
-    """`model_type` of the model that is built, if it is not the checkpoint's own."""
-    save: Callable[[Any, Path], None] = lambda model, out: model.save_pretrained(out, max_shard_size=SHARD)
-
-
-def write(model_type: str, out: Path, seed: int) -> None:
-    """Write the tiny model of a `model_type` in `TILES`."""
-    tiny = TILES[model_type]
-    config_class: Any = CONFIG_MAPPING[tiny.base or model_type]
-    config = config_class(text_config=dict(tiny.text), vision_config=dict(tiny.vision), **tiny.fields)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    randomise(model, seed)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    out.mkdir(parents=True, exist_ok=True)
-    tiny.save(model, out)
-    write_json(out / "preprocessor_config.json", {**STEPS, **tiny.image})
-    if tiny.video:
-        write_json(out / "video_preprocessor_config.json", {**STEPS, **tiny.video})
-
-
 _INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
 _INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
-_STEP3 = Tiny(
+_STEP3 = tiny_vlm(
     text={
         **TEXT,
         "layer_types": ["full_attention"] * 3,
@@ -80,7 +46,7 @@ _STEP3 = Tiny(
     },
 )
 TILES: Mapping[str, Tiny] = {
-    "internvl": Tiny(
+    "internvl": tiny_vlm(
         text=_QWEN2,
         vision={"model_type": "internvl_vision", **_INTERNVL_VISION},
         image={
@@ -94,7 +60,7 @@ TILES: Mapping[str, Tiny] = {
         video={**IMAGENET, **_INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
         fields={"image_token_id": 500, "image_seq_length": 16},
     ),
-    "internvl_chat": Tiny(
+    "internvl_chat": tiny_vlm(
         text=_QWEN2,
         vision={
             "model_type": "internvl_vision",
@@ -107,7 +73,7 @@ TILES: Mapping[str, Tiny] = {
         base="internvl",
         save=save_internvl,
     ),
-    "llava_onevision": Tiny(
+    "llava_onevision": tiny_vlm(
         text=_QWEN2,
         vision={**_SIGLIP, "image_size": 56},
         image={
@@ -130,7 +96,7 @@ TILES: Mapping[str, Tiny] = {
             "vision_aspect_ratio": "anyres_max_9",
         },
     ),
-    "gemma3": Tiny(
+    "gemma3": tiny_vlm(
         text={"model_type": "gemma3_text", **TEXT, "head_dim": 16},
         vision={**_SIGLIP, "image_size": 112},
         image={
@@ -141,7 +107,7 @@ TILES: Mapping[str, Tiny] = {
         },
         fields={"image_token_index": 500, "mm_tokens_per_image": 16},
     ),
-    "deepseek_vl": Tiny(
+    "deepseek_vl": tiny_vlm(
         text={"model_type": "llama", **TEXT},
         vision={**_SIGLIP, "image_size": 56},
         image={
@@ -152,7 +118,7 @@ TILES: Mapping[str, Tiny] = {
             "size": {"height": 56, "width": 56},
         },
     ),
-    "llama4": Tiny(
+    "llama4": tiny_vlm(
         text={
             "model_type": "llama4_text",
             **TEXT,
@@ -180,7 +146,7 @@ TILES: Mapping[str, Tiny] = {
         },
         fields={"image_token_index": 500, "boi_token_index": 498, "eoi_token_index": 499},
     ),
-    "deepseek_vl_hybrid": Tiny(
+    "deepseek_vl_hybrid": tiny_vlm(
         text={"model_type": "llama", **TEXT},
         vision={**_SIGLIP, "image_size": 56},
         image={
@@ -208,7 +174,7 @@ TILES: Mapping[str, Tiny] = {
     "step3p7": _STEP3,
     "step3_vl": replace(_STEP3, base="step3p7", save=save_step3("step3_vl")),
     "step_robotics": replace(_STEP3, base="step3p7", save=save_step3("step_robotics")),
-    "deepseek_ocr2": Tiny(
+    "deepseek_ocr2": tiny_vlm(
         text={
             **TEXT,
             "mlp_layer_types": ["dense", "sparse", "sparse"],

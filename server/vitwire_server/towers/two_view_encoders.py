@@ -59,6 +59,15 @@ class QueryProjection(nn.Linear):
         super().__init__(config.vision_config.encoder_config.hidden_size, config.text_config.hidden_size)
 
 
+class Constants(nn.Module):
+    """Buffers that follow from the size of a view, in the types that they were computed in."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+
 class Step3(CropEncoder):
     """A ViT with rotary positions and two strided convolutions; positions of both sizes are constants."""
 
@@ -72,13 +81,9 @@ class Step3(CropEncoder):
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.layers)
-        self._positions = nn.ModuleDict({str(side): Constants() for side in self._sides()})
-        for side in self._sides():
-            self._fix(side)
-        self._tower.constants = self._positions  # so that they move with it
-
-    def _sides(self) -> set[int]:
-        return {self.view.height // self.patch, self.crop.height // self.patch}
+        sides = {view.height // self.patch for view in (self.view, self.crop)}
+        self._constants = nn.ModuleDict({str(side): self._fixed(side) for side in sides})
+        self._tower.constants = self._constants  # so that they move with it
 
     def _view(self, size: int) -> View:
         side = size // self.patch
@@ -87,19 +92,16 @@ class Step3(CropEncoder):
         return View(size, size, side * side)
 
     @torch.no_grad()
-    def _fix(self, side: int) -> None:
+    def _fixed(self, side: int) -> Constants:
         """Positions of a grid of so many patches a side, learned and rotary."""
         weight = self._tower.embeddings.position_embedding.weight
-        learned = resampled(weight.float(), side)
         ids = get_vision_position_ids(torch.tensor([[1, side, side]]), 1)
         cosines, sines = self._tower.rotary_emb(weight, ids.to(weight.device))
-        constants = self._positions[str(side)]
-        for name, tensor in (("learned", learned.clone()), ("cosines", cosines), ("sines", sines)):
-            constants.register_buffer(name, tensor, persistent=False)
+        return Constants(learned=resampled(weight.float(), side).clone(), cosines=cosines, sines=sines)
 
     def encode(self, tiles: Tensor) -> Tensor:
         tower, side = self._tower, tiles.shape[-1] // self.patch
-        constants: Any = self._positions[str(side)]
+        constants: Any = self._constants[str(side)]
         patches = tower.embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
         states = tower.pre_layernorm(patches + constants.learned.to(patches.dtype))
         for layer in tower.layers:
@@ -110,10 +112,6 @@ class Step3(CropEncoder):
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         return self.encode(crops)
-
-
-class Constants(nn.Module):
-    """Buffers that follow from the size of a tile, in float32."""
 
 
 def resampled(table: Tensor, side: int) -> Tensor:
@@ -194,18 +192,14 @@ class DeepseekOcr2(CropEncoder):
         self.blocks = [*self._tower.sam_encoder.layers, *self._tower.vision_encoder.layers]
 
     @torch.no_grad()
-    def _fixed(self, count: int) -> "Constants":
+    def _fixed(self, count: int) -> Constants:
         """Mask and rotary positions of so many patches and as many queries: a query sees those before it."""
-        encoder, constants = self._tower.vision_encoder, Constants()
-        weight = self._tower.query_1024_resolution.weight
-        length = 2 * count
+        weight, length = self._tower.query_1024_resolution.weight, 2 * count
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         seen[:count, :count] = True
         positions = torch.arange(length, device=weight.device).unsqueeze(0)
-        cosines, sines = encoder.rotary_emb(weight.float(), positions)
-        for name, tensor in (("seen", seen[None, None].to(weight.device)), ("cosines", cosines), ("sines", sines)):
-            constants.register_buffer(name, tensor, persistent=False)
-        return constants
+        cosines, sines = self._tower.vision_encoder.rotary_emb(weight.float(), positions)
+        return Constants(seen=seen[None, None].to(weight.device), cosines=cosines, sines=sines)
 
     def encode(self, tiles: Tensor) -> Tensor:
         rows = self._rows(tiles)

@@ -8,9 +8,10 @@ from typing import Any
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.family import Family, Module, stripped
-from vitwire_server.towers.files import optional_json
-from vitwire_server.towers.tile_settings import BILINEAR, CLIP, HALF, Processor, channels, square, tiled
+from vitwire_server.towers.family import Family, Module, in_model, stripped
+from vitwire_server.towers.processors import BILINEAR, CLIP, HALF, Processor, per_channel, square
+from vitwire_server.towers.tile_encoders import siglip
+from vitwire_server.towers.tile_settings import shade, tiled
 from vitwire_server.towers.two_view_encoders import DeepseekHybrid, DeepseekOcr2, Step3
 from vitwire_server.towers.two_views import CropFamily, PairFamily
 
@@ -24,14 +25,15 @@ def _hybrid_settings(files: Processor, config: Any) -> dict[Modality, Preprocess
     """The small view is made of the large one."""
     low, high = config.vision_config.image_size, config.high_res_vision_config.image_size
     image = files.image
-    mean, std = (channels(image, f"high_res_image_{name}", CLIP[i]) for i, name in enumerate(("mean", "std")))
+    mean = per_channel(image, "high_res_image_mean", CLIP[0])
+    std = per_channel(image, "high_res_image_std", CLIP[1])
     tiling = Tiling(
         TilingRule.SQUARE,
         (low, low),
-        background=tuple(int(value * 255) for value in channels(image, "image_mean", CLIP[0])),
+        background=shade(per_channel(image, "image_mean", CLIP[0])),
         min_side=int(image.get("min_size", 14)),
         crop=(high, high),
-        crop_background=tuple(int(value * 255) for value in mean),
+        crop_background=shade(mean),
         crop_resample=int(image["high_res_resample"]) if "high_res_resample" in image else None,
     )
     return {Modality.IMAGE: replace(tiled(image, tiling, CLIP), crop_mean=mean, crop_std=std)}
@@ -41,27 +43,21 @@ _HYBRID = PairFamily(
     model_type="deepseek_vl_hybrid",
     title="DeepSeek-VL with SAM",
     architecture="24 x 1024, patch 16, and SAM 12 x 768",
-    tower=Module(
-        source="siglip.modeling_siglip:SiglipVisionModel",
-        prefixes=stripped(
-            *(f"{outer}vision_model.{inner}" for outer in ("model.", "") for inner in ("vision_model.", ""))
-        ),
-        ignored=("head.",),
-    ),
+    tower=siglip("vision_model."),
     beside={
         "sam": Module(
             source="sam.modeling_sam:SamVisionModel",
-            prefixes=stripped("model.high_res_vision_model.", "high_res_vision_model."),
+            prefixes=in_model("high_res_vision_model."),
             config="high_res_vision_config",
         ),
         "neck": Module(
             source="deepseek_vl_hybrid.modeling_deepseek_vl_hybrid:DeepseekVLSamVisionNeck",
-            prefixes=stripped("model.high_res_vision_neck.", "high_res_vision_neck."),
+            prefixes=in_model("high_res_vision_neck."),
             config="high_res_vision_config",
         ),
         "merger": Module(
             source=f"{_OURS}:Merger",
-            prefixes=stripped("model.high_res_vision_proj.", "high_res_vision_proj."),
+            prefixes=in_model("high_res_vision_proj."),
             config="",
         ),
         "alpha": Module(
@@ -71,7 +67,7 @@ _HYBRID = PairFamily(
         ),
         "projector": Module(
             source="deepseek_vl_hybrid.modeling_deepseek_vl_hybrid:DeepseekVLHybridAligner",
-            prefixes=stripped("model.aligner.", "aligner."),
+            prefixes=in_model("aligner."),
             config="",
         ),
     },
@@ -114,9 +110,7 @@ class Step3Family(CropFamily):
             projector_bias=settings.get("projector_bias", False),
             dtype=settings.get("dtype") or settings.get("torch_dtype"),
         )
-        files = optional_json(folder / "processor_config.json").get("image_processor")
-        files = files or optional_json(folder / "preprocessor_config.json")
-        config.crop_size = square(files, "patch_size", 504)
+        config.crop_size = square(Processor.read(folder).image, "patch_size", 504)
         return config
 
 
@@ -124,10 +118,7 @@ _STEP3P7 = Step3Family(
     model_type="step3p7",
     title="Step-3.7",
     architecture="47 x 1536, patch 14",
-    tower=Module(
-        source="step3p7.modeling_step3p7:Step3p7VisionModel",
-        prefixes=stripped("model.vision_model.", "vision_model."),
-    ),
+    tower=Module(source="step3p7.modeling_step3p7:Step3p7VisionModel", prefixes=in_model("vision_model.")),
     beside={
         "projector": Module(
             source=f"{_OURS}:Projection",
@@ -169,9 +160,7 @@ class OcrFamily(CropFamily):
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """See Family."""
         config = super().read_config(folder, settings)
-        files = optional_json(folder / "processor_config.json").get("image_processor")
-        files = files or optional_json(folder / "preprocessor_config.json")
-        config.crop_size = square(files, "tile_size", 768)
+        config.crop_size = square(Processor.read(folder).image, "tile_size", 768)
         return config
 
 

@@ -78,6 +78,8 @@ class PairFamily(TileFamily):
 class PairTower(TileTower):
     """As many crops as tiles, in a budget as in an item."""
 
+    encoder: PairEncoder
+
     def footprint(self, grid: Grid) -> Footprint:
         return super().footprint(grid)._replace(crops=grid.t)
 
@@ -89,7 +91,6 @@ class PairTower(TileTower):
         return replace(super().capacity(budget), crops=budget.max_crops)
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        assert isinstance(self.encoder, PairEncoder)
         assert metadata.crops is not None, "a tower of two views is run with both"
         geometry = self.geometry
         tiles = pixels.view(-1, geometry.channels, *geometry.tile)

@@ -1,0 +1,133 @@
+"""Towers of packed patches: all items in one sequence, attention within segments of it."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import total
+from vitwire_server.towers.family import Family, Parts
+from vitwire_server.towers.metadata import Boundaries, Capacity, Kind
+from vitwire_server.towers.rewrites import aligned_mlps, linear_patches
+from vitwire_server.towers.tower import Metadata, Tower
+
+_KEPT_PATCHES = 1 << 20
+"""Patches whose metadata is kept per grid: about 64 bytes each on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchFamily(Family):
+    """What rows of all towers of packed patches say."""
+
+    width: str
+    """Path of the field that holds the columns of an embedding's main part, in the whole configuration."""
+    layers: str = "blocks"
+    """Path of the tower's layers."""
+
+
+class PatchTower(Tower):
+    """What these towers cost, and their metadata: measured once for each grid, laid out for each batch.
+
+    Each class adds to `_kinds` what its forward takes, and to `_compute` what that is for an item alone.
+    """
+
+    def __init__(self, family: PatchFamily, parts: Parts) -> None:
+        """`parts` are the modules of `family`, loaded; they stay where they are."""
+        self.family = family
+        self.model = parts["tower"]
+        self._modules = parts
+        self._kinds: dict[str, Kind] = {
+            "cu_seqlens": Boundaries(slots=lambda c: c.segments, longest=lambda c: c.longest),
+        }
+        self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
+        self._kept = 0
+
+    def to(self, device: torch.device | str) -> None:
+        """See Tower."""
+        for module in self._modules.values():
+            module.to(device)
+
+    def rewrite(self) -> None:
+        linear_patches(self.model)
+        if self.device.type == "cuda":
+            aligned_mlps(self.model)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """See Tower."""
+        return list(self.model.get_submodule(self.family.layers))
+
+    def footprint(self, grid: Grid) -> Footprint:
+        """See Tower."""
+        return Footprint(
+            patches=grid.patches,
+            tokens=grid.patches // self.geometry.merge**2,
+            segments=grid.t,
+            longest=grid.frame_patches,
+        )
+
+    def capacity(self, budget: Budget) -> Capacity:
+        """See Tower."""
+        patches = budget.tokens * self.geometry.merge**2
+        return Capacity(
+            patches=patches,
+            tokens=budget.tokens,
+            segments=budget.max_segments + ceil(patches / budget.max_segment_patches),
+            longest=budget.max_segment_patches,
+        )
+
+    def exact(self, grids: Sequence[Grid]) -> Capacity:
+        """See Tower."""
+        load = total([self.footprint(grid) for grid in grids])
+        return Capacity(load.patches, load.tokens, load.segments, load.longest)
+
+    def reserve(self, capacity: Capacity) -> Metadata:
+        """See Tower."""
+        tensors = {key: kind.allocate(capacity, self.device) for key, kind in self._kinds.items()}
+        return Metadata(capacity, tensors, {"max_seqlen": capacity.longest})
+
+    def prepare(self, grids: Sequence[Grid], metadata: Metadata) -> None:
+        """See Tower. Raises ValueError if the batch has more segments than the capacity has slots."""
+        measured = [self._measure(grid) for grid in grids]
+        patches = [grid.patches for grid in grids]
+        for key, kind in self._kinds.items():
+            kind.lay(metadata.tensors[key], [own[key] for own in measured], patches, metadata.capacity)
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        """The metadata of an item that is alone, on the host."""
+        return {"cu_seqlens": torch.arange(1, grid.t + 1, dtype=torch.int32) * grid.frame_patches}
+
+    def _measure(self, grid: Grid) -> dict[str, Tensor]:
+        """The metadata of an item that is alone, kept per grid (least recently used leave)."""
+        if grid in self._measured:
+            self._measured.move_to_end(grid)
+            return self._measured[grid]
+        computed = self._compute(grid)
+        measured = {
+            key: computed[key] if kind.on_host else _to_device(computed[key], self.device)
+            for key, kind in self._kinds.items()
+        }
+        self._measured[grid] = measured
+        self._kept += grid.patches
+        while self._kept > _KEPT_PATCHES and len(self._measured) > 1:
+            oldest, _ = self._measured.popitem(last=False)
+            self._kept -= oldest.patches
+        return measured
+
+
+def neighbours(grid: Grid, merge: int) -> Tensor:
+    """Numbers of the patches of each token, `(tokens, merge**2)`, where they lie in raster order."""
+    patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
+    return patches.permute(0, 1, 3, 2, 4).reshape(-1, merge**2)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, made without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

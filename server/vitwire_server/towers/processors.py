@@ -1,0 +1,127 @@
+"""The settings of a checkpoint's Hugging Face processor, read from its files without building it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.tilings import Tiling
+from vitwire_server.towers.files import CheckpointError, optional_json, read_json
+
+BILINEAR, BICUBIC = 2, 3
+_FILTERS = range(6)
+"""Pillow's numbers of its filters."""
+
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation of each channel."""
+CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Keys of a processor's files for images and for videos."""
+
+    image: Mapping[str, Any]
+    own_video: Mapping[str, Any]
+    """Keys of the videos' file alone."""
+
+    @property
+    def video(self) -> Mapping[str, Any]:
+        """Keys for videos: those of images where there are none of their own."""
+        return {**self.image, **self.own_video}
+
+    @classmethod
+    def read(cls, folder: Path, *, required: bool = False) -> "Processor":
+        """Newer checkpoints keep all in processor_config.json. `required` says that there must be a file for images.
+
+        Raises CheckpointError.
+        """
+        nested = optional_json(folder / "processor_config.json")
+        if not all(isinstance(nested.get(key, {}), dict) for key in ("image_processor", "video_processor")):
+            raise CheckpointError(f"{folder / 'processor_config.json'} holds no settings of processors")
+        of_images = read_json if required else optional_json
+        image = nested.get("image_processor") or of_images(folder / "preprocessor_config.json")
+        return cls(image, nested.get("video_processor") or optional_json(folder / "video_preprocessor_config.json"))
+
+
+def read_settings(
+    folder: Path,
+    settings: Callable[[Processor], Mapping[Modality, Preprocessing]],
+    *,
+    channels: int = 3,
+    required: bool = False,
+) -> dict[Modality, Preprocessing]:
+    """What `settings` makes of a checkpoint's files. Raises CheckpointError.
+
+    It may raise KeyError, TypeError, ValueError or OverflowError over what a client could not work with.
+    """
+    files = Processor.read(folder, required=required)
+    try:
+        return {modality: _checked(own, channels) for modality, own in settings(files).items()}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{folder}: the preprocessor's settings cannot be used: {told}") from error
+
+
+def bounded(
+    config: Mapping[str, Any], areas: tuple[int, int], normalisation: Normalisation, resample: int = BICUBIC
+) -> Preprocessing:
+    """Settings of images of such areas; `normalisation` and `resample` are the defaults of the processor's class."""
+    (smallest, largest), (mean, std) = areas, normalisation
+    return Preprocessing(
+        min_pixels=smallest,
+        max_pixels=largest,
+        mean=per_channel(config, "image_mean", mean),
+        std=per_channel(config, "image_std", std),
+        rescale_factor=float(config.get("rescale_factor", 1 / 255)),
+        resample=int(config.get("resample", resample)),
+    )
+
+
+def per_channel(config: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    """One number for each channel."""
+    values = config.get(key) or default
+    return tuple(map(float, values if isinstance(values, list | tuple) else [values] * 3))
+
+
+def square(config: Mapping[str, Any], key: str = "size", default: int | None = None) -> int:
+    """The side of a square size, in any of the forms that processors write it in."""
+    size = config.get(key, default)
+    if size is None:
+        raise KeyError(key)
+    if isinstance(size, dict):
+        height = size.get("height", size.get("shortest_edge", size.get("longest_edge")))
+        width = size.get("width", height)
+        if height is None or height != width:
+            raise ValueError(f"{key} {size} is no square")
+        size = height
+    return int(size)
+
+
+def _checked(settings: Preprocessing, channels: int) -> Preprocessing:
+    """Raises ValueError over settings that a client could not work with."""
+    numbers = (*settings.mean, *settings.std, settings.rescale_factor, *settings.crop_mean, *settings.crop_std)
+    if not len(settings.mean) == len(settings.std) == channels:
+        raise ValueError(f"image_mean and image_std are not of {channels} channels")
+    if not all(map(isfinite, numbers)) or min(*settings.std, *settings.crop_std, 1.0) <= 0:
+        raise ValueError("image_mean, image_std and rescale_factor must be finite, image_std positive")
+    if settings.resample not in _FILTERS:
+        raise ValueError(f"resample {settings.resample} is no filter of Pillow")
+    if not 0 < settings.min_pixels <= settings.max_pixels < 1 << 63:
+        raise ValueError(f"min_pixels {settings.min_pixels} and max_pixels {settings.max_pixels} are no bounds")
+    if settings.tiling:
+        _check_tiling(settings.tiling)
+    return settings
+
+
+def _check_tiling(tiling: Tiling) -> None:
+    """Raises ValueError over a tiling that cannot be done."""
+    if tiling.crop_resample is not None and tiling.crop_resample not in _FILTERS:
+        raise ValueError(f"resample {tiling.crop_resample} is no filter of Pillow")
+    if min(*tiling.tile, *(tiling.crop or (1, 1))) < 1 or not 1 <= tiling.min_tiles <= tiling.max_tiles:
+        raise ValueError(f"tiles of {tiling.tile}, {tiling.min_tiles} to {tiling.max_tiles} of them, cannot be cut")

@@ -1,0 +1,29 @@
+"""Demo checkpoints: the same arguments write the same bytes, whatever was drawn or written before."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitwire_server.towers.demo import write_demo_checkpoint
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "other"),
+    [("paddleocr_vl", "qwen3_5"), ("qwen3_5", "qwen2_vl"), ("siglip2", "llava"), ("deepseek_ocr2", "gemma3")],
+)
+def test_the_same_arguments_write_the_same_bytes(model_type: str, other: str, tmp_path: Path) -> None:
+    before = torch.random.get_rng_state()
+    write_demo_checkpoint(model_type, tmp_path / "first")
+    assert torch.equal(torch.random.get_rng_state(), before), "what others draw is not touched"
+    torch.manual_seed(5)
+    write_demo_checkpoint(other, tmp_path / "other")
+    write_demo_checkpoint(model_type, tmp_path / "second")
+    assert written(tmp_path / "first") == written(tmp_path / "second")
+    write_demo_checkpoint(model_type, tmp_path / "third", seed=1)
+    assert written(tmp_path / "third").keys() == written(tmp_path / "first").keys()
+    assert written(tmp_path / "third") != written(tmp_path / "first")
