@@ -25,12 +25,15 @@ def rss_mib(server: ServerProcess) -> float:
     return float(psutil.Process(server.process.pid).memory_info().rss) / (1 << 20)
 
 
-def settle(server: ServerProcess, seconds: float = 30) -> None:
-    """Wait until no request is in flight, and check that nothing was lost: every account is even."""
+def settle(server: ServerProcess, seconds: float = 120) -> None:
+    """Wait until no request is in flight, and check that nothing was lost: every account is even.
+
+    Requests of clients that left long ago may still be worked off, on a machine that has other things to do too.
+    """
     deadline = time.monotonic() + seconds
-    while server.metric("vitwire_inflight_requests") and time.monotonic() < deadline:
+    while (active := server.metric("vitwire_inflight_requests")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert server.metric("vitwire_inflight_requests") == 0
+    assert active == 0, f"{active:g} requests are in flight {seconds:g} s later: {server.log()[-2000:]}"
     assert server.metric("vitwire_tickets_opened_total") == server.metric("vitwire_tickets_closed_total")
     assert server.metric("vitwire_admitted_items") == 0
     assert server.metric("vitwire_admitted_bytes") == 0

@@ -106,3 +106,20 @@ def serving(
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+
+
+@contextmanager
+def supervising(
+    model: Path, devices: str, *flags: str, ready: bool = True
+) -> Iterator[tuple[ServerProcess, dict[str, ServerProcess]]]:
+    """A supervisor of a process for each of `devices`, and these by their labels, each with its ports."""
+    names = devices.split(",")
+    labels = [f"{name}.{index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
+    with serving(model, "--devices", devices, *flags, wait=False) as supervisor:
+        children = {}
+        for label in labels:
+            ports = supervisor.wait_for(rf"\[{label}\] listening on [\d.]+:(\d+), metrics on [\d.]+:(\d+)")
+            children[label] = ServerProcess(supervisor.process, supervisor.output, int(ports[1]), int(ports[2]))
+        for label in labels if ready else ():
+            supervisor.wait_for(rf"\[{label}\] ready: ")
+        yield supervisor, children

@@ -28,6 +28,7 @@ from vitwire_server.scheduling.flights import Flights
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.traces import TraceWriter
 from vitwire_server.settings import ServeSettings, UsageError
+from vitwire_server.signals import on_signals
 from vitwire_server.towers.files import CheckpointError
 
 if TYPE_CHECKING:
@@ -200,14 +201,10 @@ async def _first(*awaitables: Awaitable[object]) -> None:
 def _stop_on_signals() -> asyncio.Event:
     """An event that the first SIGTERM or SIGINT sets; the second ends the process at once."""
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        if stopping.is_set():
-            sys.stderr.write("second signal, exiting at once\n")
-            signal.raise_signal(signal.SIGKILL)
-        stopping.set()
+    def end() -> None:
+        sys.stderr.write("second signal, exiting at once\n")
+        signal.raise_signal(signal.SIGKILL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    on_signals(stopping.set, end)
     return stopping

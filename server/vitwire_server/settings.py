@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -70,7 +70,9 @@ class ServeSettings(BaseSettings):
     port: int = Field(
         default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one, which is printed"
     )
-    unix_socket: Path | None = Field(default=None, description="listen on this Unix socket as well")
+    unix_socket: Path | None = Field(
+        default=None, description="listen on this Unix socket as well; with --devices, process N on PATH.N"
+    )
     metrics_host: str = Field(default="127.0.0.1", description="address of /metrics and /healthz")
     metrics_port: int = Field(
         default=9464, ge=0, le=65535, description="port of /metrics and /healthz; 0 takes a free one"
@@ -82,7 +84,8 @@ class ServeSettings(BaseSettings):
     devices: str = Field(
         default="none",
         pattern=r"^(none|(cpu|cuda(:\d{1,3})?)(,(cpu|cuda(:\d{1,3})?))*)$",
-        description="one process per device (cuda:0,cuda:1) on consecutive ports; none serves --device in this one",
+        description="one process per device (cuda:0,cuda:1), on consecutive ports and the Unix sockets PATH.0, PATH.1; "
+        "none serves --device in this one",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="what the tower computes in; auto is the checkpoint's own"
@@ -170,6 +173,14 @@ class ServeSettings(BaseSettings):
     )
     log_format: Literal["text", "json"] = Field(default="text", description="format of log lines on stderr")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_no_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Pydantic takes `true` of TOML for 1 otherwise."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("takes no boolean")
+        return value
 
     @field_validator("budgets", "devices", mode="before")
     @classmethod

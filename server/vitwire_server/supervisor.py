@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from vitwire_server.observe.logs import configure_logs
 from vitwire_server.settings import ServeSettings
+from vitwire_server.signals import on_signals
 
 _log = logging.getLogger(__name__)
 _FAILURES = 5
@@ -146,24 +147,23 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
         for child in children:
             child.send(signal.SIGKILL)
 
+    def insist() -> None:
+        sys.stderr.write("second signal, killing all\n")
+        kill()
+
     def stop() -> None:
-        if stopping.is_set():
-            sys.stderr.write("second signal, killing all\n")
-            kill()
-        else:
+        if not stopping.is_set():
             stopping.set()
             loop.call_later(settings.lame_duck_seconds + settings.drain_seconds + _GRACE_SECONDS, kill)
             for child in children:
                 child.send(signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    on_signals(stop, insist)
     keeping = [asyncio.create_task(child.keep(stopping)) for child in children]
     try:
         return int(not all(await asyncio.gather(*keeping)))
     except (GaveUp, OSError) as error:
-        if not stopping.is_set():
-            stop()
+        stop()
         await asyncio.gather(*keeping, return_exceptions=True)
         sys.stderr.write(f"vitwire-server: {error}\n")
         return 1

@@ -1,6 +1,7 @@
 """The server process: health, reflection, start, drain, exit codes."""
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -81,6 +83,23 @@ def test_metrics_port(server: ServerProcess) -> None:
     assert abs(time.time() - beat) < 10
 
 
+@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/livez", "/elsewhere"])
+def test_head_is_get_without_its_body(server: ServerProcess, path: str) -> None:
+    def answer(method: str) -> tuple[str, str, str]:
+        with socket.create_connection(("127.0.0.1", server.metrics_port), timeout=10) as raw:
+            raw.sendall(f"{method} {path} HTTP/1.0\r\n\r\n".encode())
+            with raw.makefile("rb") as stream:
+                head, _, body = stream.read().decode().partition("\r\n\r\n")
+        status, *headers = head.splitlines()
+        return status, ", ".join(header.partition(":")[0] for header in headers), body
+
+    (status, headers, body), (*same, nothing) = answer("GET"), answer("HEAD")
+    assert same == [status, headers]
+    assert "Content-Length" in headers
+    assert body
+    assert not nothing
+
+
 def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -> None:
     """The port is open before the model is there, and health tells the two states apart."""
     slow = (
@@ -127,8 +146,26 @@ def test_second_signal_ends_at_once(checkpoints: Checkpoints) -> None:
     with serving(checkpoints("qwen2_vl"), "--lame-duck-seconds", "60") as process:
         process.process.terminate()
         process.wait_for("draining")
+        time.sleep(0.7)
         process.process.terminate()
         assert process.process.wait(5) != 0
+        assert "second signal" in process.log()
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="needs GNU timeout")
+@pytest.mark.parametrize("flags", [(), ("--devices", "cpu,cpu")])
+def test_a_signal_that_comes_twice_is_one(checkpoints: Checkpoints, flags: tuple[str, ...]) -> None:
+    """GNU timeout signals its child, and then the group that the child is in."""
+    wrapped = ("timeout", "120")
+    with serving(checkpoints("qwen2_vl"), *flags, "--lame-duck-seconds", "1", wait=False, wrapper=wrapped) as process:
+        process.wait_for("ready: ")
+        (inside,) = psutil.Process(process.process.pid).children()
+        process.process.terminate()
+        time.sleep(0.1)
+        inside.terminate()  # where the kernel made one of those two
+        assert process.process.wait(60) == 0
+        assert "draining" in process.log()
+        assert "second signal" not in process.log()
 
 
 def test_a_dead_engine_ends_the_process(checkpoints: Checkpoints) -> None:

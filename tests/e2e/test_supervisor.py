@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from conftest import Checkpoints
-from servers import ServerProcess, serving
+from servers import ServerProcess, supervising
 from vitwire import Client, Item
 
 LABELS = ("cpu.0", "cpu.1")
@@ -25,14 +25,9 @@ ITEMS = [Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))] * 8
 @contextmanager
 def supervised(model: Path, *flags: str, ready: bool = True) -> Iterator[tuple[ServerProcess, list[ServerProcess]]]:
     """A supervisor of two CPU processes, and each of them with its ports."""
-    with serving(model, "--devices", "cpu,cpu", *flags, wait=False) as supervisor:
-        children = []
-        for label in LABELS:
-            ports = supervisor.wait_for(rf"\[{label}\] listening on [\d.]+:(\d+), metrics on [\d.]+:(\d+)")
-            children.append(ServerProcess(supervisor.process, supervisor.output, int(ports[1]), int(ports[2])))
-            if ready:
-                supervisor.wait_for(rf"\[{label}\] ready: ")
-        yield supervisor, children
+    with supervising(model, "cpu,cpu", *flags, ready=ready) as (supervisor, children):
+        assert tuple(children) == LABELS
+        yield supervisor, list(children.values())
 
 
 def encoded(children: list[ServerProcess]) -> list[float]:

@@ -37,7 +37,8 @@ async def test_deadlines_of_a_millisecond_in_bulk(server: ServerProcess, note: N
         for _ in range(count // 50):
             calls = (load.call(stub, request(image(), image(16, 16)), tally, timeout=0.001) for _ in range(50))
             await asyncio.gather(*calls)
-    assert set(tally.codes) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+    # CANCELLED is what gRPC tells of a stream that the server's clock ended before the client's did.
+    assert set(tally.codes) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED"}
     settle(server)
     computed = server.metric("vitwire_batch_items_sum") - ran
     note(calls=count, codes=tally.codes, items_computed=computed)

@@ -1,8 +1,14 @@
 """`vitwire bench` against a service that is known: what it sends, counts and tells."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from threading import Event
 
 import grpc
 import numpy as np
@@ -99,6 +105,43 @@ def test_a_service_that_refuses_all_is_an_error() -> None:
     assert done.exit_code == 1
     assert json.loads(done.stdout.splitlines()[-1])["errors"] == {"RESOURCE_EXHAUSTED": 3}
     assert done.stderr == "vitwire: none of 3 requests was answered\n"
+
+
+PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+from vitwire.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("flags", "answered"), [((), 3), (("--rate", "0.01"), 0)])
+def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered: int) -> None:
+    """Neither requests in flight nor those that are due much later are waited for."""
+    fake, end, numbers = Fake(), Event(), count()
+
+    def hold(_: grpc.ServicerContext) -> None:
+        if next(numbers) > 1 + answered:  # after GetModel and the request that warms up
+            end.wait(60)
+
+    fake.before = hold
+    words = ["bench", "--seconds", "100", "--concurrency", "2", "--size", "32x40", *flags]
+    with serving(fake) as service:
+        command = [sys.executable, "-c", PROGRAM, *words, "--target", service.target]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while fake.methods.count("Encode") < 1 + answered + 2 * bool(answered):
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        try:
+            out, err = process.communicate(timeout=10)
+        finally:
+            process.kill()
+            end.set()
+    assert (process.returncode, err) == (130, "")
+    found = json.loads(out.splitlines()[-1])
+    assert (found["requests"], found["errors"]) == (answered, {})
 
 
 def test_percentiles_are_those_of_what_was_answered() -> None:

@@ -57,6 +57,11 @@ def test_a_wrong_setting_is_named(flags: list[str], told: str) -> None:
         ("budgets = []\n", "--budgets: a list in TOML"),
         ("budgets = [true]\n", "--budgets: a list in TOML"),
         ("devices = [{ cpu = 1 }]\n", "--devices: a list in TOML"),
+        ("port = true\n", r"^--port: takes no boolean \(got True\)$"),
+        ("cache_bytes = false\n", "--cache-bytes: takes no boolean"),
+        ("max_request_bytes = true\n", "--max-request-bytes: takes no boolean"),
+        ("drain_seconds = true\n", "--drain-seconds: takes no boolean"),
+        ("graphs = false\n", "--graphs: takes no boolean"),
     ],
 )
 def test_a_wrong_file_is_named(content: str, told: str, tmp_path: Path) -> None:
@@ -64,6 +69,17 @@ def test_a_wrong_file_is_named(content: str, told: str, tmp_path: Path) -> None:
     toml.write_text(content)
     with pytest.raises(UsageError, match=told):
         resolve(["--model", "m", "--config", str(toml)])
+
+
+def test_switches_are_booleans_in_a_file_and_words_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    toml = tmp_path / "vitwire.toml"
+    toml.write_text('model = "m"\nmetrics = false\nreflection = false\nchannelz = true\n')
+    settings = resolve(["--config", str(toml), "--reflection"])
+    assert (settings.metrics, settings.reflection, settings.channelz) == (False, True, True)
+    for name, value in (("REFLECTION", "false"), ("CHANNELZ", "1"), ("PORT", "1"), ("DRAIN_SECONDS", "2.5")):
+        monkeypatch.setenv(f"VITWIRE_{name}", value)
+    settings = resolve(["--model", "m"])
+    assert (settings.reflection, settings.channelz, settings.port, settings.drain_seconds) == (False, True, 1, 2.5)
 
 
 def test_devices_are_a_list_that_a_flag_can_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.01)
 
     def run(
-        cpu: str, cuda: str = WAITING, *, signals: int = 0, after: int = 2, words: list[str] = WORDS
+        cpu: str, cuda: str = WAITING, *, signals: int = 0, after: int = 2, apart: float = 0.7, words: list[str] = WORDS
     ) -> tuple[int, list[str]]:
         script = tmp_path / "python"
         record = f'echo "$@" >> {calls}\n'
@@ -43,7 +43,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
             for _ in range(signals):
                 while not calls.exists() or len(calls.read_text().splitlines()) < after:
                     time.sleep(0.01)
-                time.sleep(0.3)
+                time.sleep(apart)
                 os.kill(os.getpid(), signal.SIGTERM)
 
         Thread(target=interrupt, daemon=True).start()
@@ -82,6 +82,12 @@ def test_a_second_signal_kills(pretend: Pretend, capfd: pytest.CaptureFixture[st
     code, _ = pretend(f"trap '' TERM\n{WAITING}", signals=2)
     assert code == 1
     assert "second signal, killing all" in capfd.readouterr().err
+
+
+def test_a_signal_that_comes_twice_drains(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
+    slow = "trap 'sleep 1; exit 0' TERM\nwhile :; do sleep 0.1; done\n"
+    assert pretend(slow, slow, signals=2, apart=0.1)[0] == 0
+    assert not capfd.readouterr().err
 
 
 def test_a_drain_without_end_is_cut(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@ from vitwire.cli._connection import (
 )
 from vitwire.cli._load import Load, Pace, Sample, Summary, nbytes
 
+_INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
+
 
 def bench(
     size: Annotated[
@@ -57,7 +60,10 @@ def bench(
     key: Key = None,
     timeout: Timeout = 60.0,
 ) -> None:
-    """Load the service with random images and show latencies and throughput; the last line is one JSON document."""
+    """Load the service with random images and show latencies and throughput; the last line is one JSON document.
+
+    Ctrl-C shows what was answered by then, and exits with 130.
+    """
     sizes = [_size(text) for text in size or ["448x448"]]
     with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
         model = client.model()
@@ -78,6 +84,8 @@ def bench(
     document = asked | summary.document()
     Console().print(_table(document))
     typer.echo(json.dumps(document))
+    if load.interrupted.is_set():
+        raise typer.Exit(_INTERRUPTED)
     if not summary.answered:
         fail(f"none of {len(summary.samples)} requests was answered")
 

@@ -59,22 +59,34 @@ class Load:
     tell: Callable[[Sample], None] = lambda _: None
     """Called for each sample, by the workers."""
     samples: list[Sample] = field(default_factory=list)
+    interrupted: threading.Event = field(default_factory=threading.Event)
+    """Set by Ctrl-C."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> float:
-        """Run it and return the seconds that it took. A worker's own failure is raised when all have ended."""
+        """Run it and return the seconds that it took. A worker's own failure is raised when all have ended.
+
+        Ctrl-C ends it early: what is in flight is given up, and the client is closed.
+        """
         self.client.encode(self.items)  # connections, and whatever the server does once
         failures: list[Exception] = []
         began = time.perf_counter()
         due = self._due()
         threads = [threading.Thread(target=self._work, args=(began, due, failures)) for _ in range(self.pace.workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            self.interrupted.set()
+            self.client.close()
+            for thread in filter(threading.Thread.is_alive, threads):
+                thread.join()
+        seconds = time.perf_counter() - began
+        if failures and not self.interrupted.is_set():
             raise failures[0]
-        return time.perf_counter() - began
+        return seconds
 
     def _due(self) -> Iterator[float | None]:
         """When requests are due, in seconds since the load began; None at once. Ends with the load, but for time."""
@@ -93,8 +105,11 @@ class Load:
             while (moment := self._next(began, due)) is not None:
                 if self.fresh:
                     _stamp(items, stamps)
-                time.sleep(max(0.0, began + moment - time.perf_counter()))
+                if self.interrupted.wait(began + moment - time.perf_counter()):
+                    return
                 sample = self._send(items, began, moment)
+                if self.interrupted.is_set():
+                    return
                 with self._lock:
                     self.samples.append(sample)
                 self.tell(sample)

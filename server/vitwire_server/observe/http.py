@@ -77,6 +77,9 @@ class MetricsServer:
                 else:
                     self._answer(Answer(HTTPStatus.NOT_FOUND, _TEXT, f"{', '.join(routes)}\n".encode()))
 
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
             def _answer(self, answer: Answer) -> None:
                 self.send_response(answer.status)
                 self.send_header("Content-Type", answer.content_type)
@@ -85,7 +88,8 @@ class MetricsServer:
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Cache-Control", "no-store")
                 self.end_headers()
-                self.wfile.write(answer.body)
+                if self.command != "HEAD":
+                    self.wfile.write(answer.body)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's signature
                 """Scrapes are not worth a log line."""

@@ -16,6 +16,8 @@ from vitwire_server.rpc.contents import Digest
 
 _SLOWEST = 64 << 10
 """Bytes a second that an upload has to reach on average, or it holds its permit for ever."""
+_REMEMBERED = 4096
+"""Refused items of a stream that are known by number; with more, a chunk of no known item counts as one of theirs."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Uploads:
     """Seconds that an upload may stand still."""
     _unfinished: dict[int, _Upload] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
+    _forgot: bool = False
+    """Whether there were more than are remembered."""
     _started: bool = False
 
     @property
@@ -112,10 +116,10 @@ class Uploads:
         self.call.settle(number, outcome)
 
     def _append(self, number: int, data: wire.Buffer) -> None:
-        if number in self._refused:
-            return
         upload = self._unfinished.get(number)
         if upload is None:
+            if number in self._refused or self._forgot:
+                return
             raise _stream_error("chunk.item", f"{number} has no header, or is whole already")
         end = upload.filled + len(data)
         if end > upload.header.nbytes:
@@ -140,7 +144,10 @@ class Uploads:
 
     def _refuse(self, number: int, error: EncoderError) -> None:
         self._unfinished.pop(number, None)
-        self._refused.add(number)
+        if len(self._refused) < _REMEMBERED:
+            self._refused.add(number)
+        else:
+            self._forgot = True
         self.call.settle(number, error)
 
 
