@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench fault-test gpu-test gpu-bench kernel-test page-test full-test acceptance setup stubs clean
+.PHONY: demo test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
 
 demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
@@ -34,9 +34,9 @@ bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a
 fault-test: $(READY) ## servers under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 for a twentieth of it
 	$(BIN)/python -m pytest tests/fault $(FLAGS)
 
-# These two take an installed torch and transformers as given, and set up nothing.
+# These take an installed torch and transformers as given, and set up nothing.
 GPU_PYTHON ?= python3
-GPU_PATH := client:server:tests
+GPU_PATH := client:server:tests$${PYTHONPATH:+:$$PYTHONPATH}
 
 gpu-test: ## the engine's tests on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: on simulated graphs)
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(FLAGS)
@@ -48,6 +48,9 @@ kernel-test: $(READY) ## our Triton kernels on the CPU, in Triton's interpreter 
 
 gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) tests/gpu/bench.py $(FLAGS)
+
+service-bench: ## servers under the load of client processes; FLAGS="--devices cuda:0 cuda:0,cuda:1 --kill"
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) tests/perf/service.py $(FLAGS)
 
 full-test: $(READY) ## towers at their published size on the CPU, within memory
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)

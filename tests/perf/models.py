@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
@@ -15,6 +17,7 @@ from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.packed import PackedTower
+from vitwire_server.towers.tiny import CLIP, STEPS, write_json
 
 _QWEN3 = {"patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
 PUBLISHED: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
@@ -63,6 +66,23 @@ def build(model_type: str, fields: Mapping[str, Any], dtype: torch.dtype, device
     model = model.eval().requires_grad_(requires_grad=False).to(device)
     assert all(buffer.dtype is torch.float32 for _, buffer in model.named_buffers()), "rotary frequencies"
     tower: PackedTower = family.build({"tower": model}, SimpleNamespace(vision_config=model.config))
+    return tower
+
+
+def write(model_type: str, fields: Mapping[str, Any], out: Path) -> Any:
+    """A checkpoint of the tower alone with random weights, in bfloat16, in shards; returns transformers' tower."""
+    family = FAMILIES[model_type]
+    config_class: Any = CONFIG_MAPPING[model_type]
+    config = config_class(vision_config=dict(fields), dtype="bfloat16")
+    torch.manual_seed(0)
+    source: Any = family.tower.resolve()
+    tower = source._from_config(family.tower.configuration(config), dtype=torch.bfloat16).eval()
+    prefix = next(iter(family.tower.prefixes))
+    weights = {f"{prefix}{name}": tensor for name, tensor in tower.state_dict().items()}
+    save_torch_state_dict(weights, out, max_shard_size="500MB")
+    config.save_pretrained(out)
+    sizes = {"shortest_edge": 56**2, "longest_edge": 3584**2}
+    write_json(out / "preprocessor_config.json", {**STEPS, **CLIP, "size": sizes})
     return tower
 
 
