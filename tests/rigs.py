@@ -68,7 +68,7 @@ class Rig:
         track: Track = lambda shards, *_: shards  # noqa: E731 - a parameter's value, with a name for its type
         tower = load_tower(checkpoint, dtype=dtype, device=device, track=track, adapter=adapter).tower
         choice = choose("auto", device, dtype, *tower.heads, captured=bool(sizes))
-        tower.use_attention(choice.backend.implementation)
+        tower.use_attention(choice.implementation)
         if device.type == "cuda":
             from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA
 

@@ -15,6 +15,8 @@ usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the
        vitwire-server budgets [FLAGS]          fit budgets to recorded sizes, judge them on others
        vitwire-server COMMAND --help           flags of a command
 """
+_SWITCH_SECONDS = 0.0005
+"""How long the engine's thread may keep the interpreter while the event loop wants it; Python waits ten times that."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,6 +63,7 @@ def _serve(words: list[str]) -> int:
 
         return asyncio.run(supervise(words, settings))
     tune()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
     from vitwire_server.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
     from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above

@@ -130,10 +130,10 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
         choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
-    tower.use_attention(choice.backend.implementation)
+    tower.use_attention(choice.implementation)
     if settings.compile == "auto" and tower.device.type == "cuda":
         _fuse(tower, choice)
-    return choice.backend.name
+    return choice.name
 
 
 def _fuse(tower: Tower, attention: Choice) -> None:

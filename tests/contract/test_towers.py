@@ -137,7 +137,7 @@ class TestGraphs:
         tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
         tower.to("meta")
         choice = choose("auto", tower.device, tower.dtype, *tower.heads, captured=True)
-        tower.use_attention(choice.backend.implementation)
+        tower.use_attention(choice.implementation)
         budget = tower.budget(64, max_items=8, max_frames=16)
         capacity = tower.capacity(budget)
         pixels = torch.empty(capacity.patches, tower.geometry.row, dtype=torch.bfloat16, device="meta")

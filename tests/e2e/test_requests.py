@@ -194,6 +194,26 @@ class TestEncodeStream:
         answers = [answer.item for answer in stub.EncodeStream(messages())]
         assert sorted(answers) == list(range(600))
 
+    def test_a_stream_remembers_so_many_refused_items_and_passes_over_chunks_of_all(
+        self, stub: EncoderServiceStub
+    ) -> None:
+        (bad, _), (right, data) = header(0, wrong(grid__h=3)), header(3, good())
+        refused = 5000
+
+        def messages() -> Iterator[pb.EncodeStreamRequest]:
+            for number in range(10, 10 + refused):
+                bad.header.item = number
+                yield bad
+            yield from (chunk(number, b"late") for number in (10, 9 + refused))
+            yield chunk(4, b"of no item")
+            yield right
+            yield chunk(3, data)
+
+        *errors, answer = stub.EncodeStream(messages())
+        assert {error.error.code for error in errors} == {grpc.StatusCode.INVALID_ARGUMENT.value[0]}
+        assert [error.item for error in errors] == list(range(10, 10 + refused))
+        assert answer.chunk.last
+
 
 def test_every_permit_comes_back(server: ServerProcess, stub: EncoderServiceStub) -> None:
     """Cancelled, failed and finished requests leave nothing behind in the queue or in flight."""
@@ -233,12 +253,15 @@ class TestClientErrors:
             client.encode(items, timeout=0.02)
 
     def test_non_finite_embedding_is_withheld(self, server: ServerProcess, client: Client) -> None:
-        pixels = [np.full((16, COLUMNS), value, np.float32) for value in (np.nan, 0.5)]
+        pixels = [np.full((16, COLUMNS), value, np.float32) for value in (np.nan, 0.5, 3e38)]
         results = dict(client.iter_encode([Item(x, (1, 8, 2)) for x in pixels], return_exceptions=True))
         assert isinstance(results[0], EncodeFailed)
+        assert isinstance(results[2], EncodeFailed)
+        assert str(results[0]).startswith("pixels: NaN or infinity came in, so the embedding of this image")
+        assert str(results[2]).startswith("the embedding of this image"), "its pixels were finite"
         assert not isinstance(results[1], Exception)
         assert np.isfinite(results[1].numpy()).all()
-        assert server.metric("vitwire_nonfinite_total") == 1
+        assert server.metric("vitwire_nonfinite_total") == 2
 
     def test_nobody_there(self) -> None:
         with Client("127.0.0.1:1", timeout=2) as client, pytest.raises((Unavailable, DeadlineExceeded)):

@@ -138,8 +138,8 @@ class Bench:
     def _ours(self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
         """The server's engine without graphs and with them; a budget for each load, so nothing is padded."""
         choice = choose(self._options.attention, self._device, tower.dtype, *tower.heads, captured=True)
-        tower.use_attention(choice.backend.implementation)
-        self._attention[name] = f"{choice.backend.name}, {choice.reason}"
+        tower.use_attention(choice.implementation)
+        self._attention[name] = f"{choice.name}, {choice.reason}"
         lanes: Lanes = CudaLanes(self._device) if self._device.type == "cuda" else HostLanes()
         batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
         ladder = _ladder(tower, batches.values())

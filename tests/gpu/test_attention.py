@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitwire_server.runtime.attention import BACKENDS, Attend, segment_sdpa
+from vitwire_server.runtime.attention import Choice, Loaded
+from vitwire_server.runtime.backends import BACKENDS, Attend, segment_sdpa
 
 HEADS, HEAD_DIM = 16, 72
 LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 356, 0, 0, 0, 0], [502, 0, 0, 0, 0, 0, 0])
@@ -49,3 +50,19 @@ def test_eager_and_captured(attend: Attend, device: torch.device) -> None:
         boundaries.copy_(ends(layout, device))
         graph.replay()
         check(rows, qkv, boundaries)
+
+
+@torch.inference_mode()
+def test_no_segment_sees_another(attend: Attend, request: pytest.FixtureRequest, device: torch.device) -> None:
+    """Flash attention reads blocks of keys that reach into the next segment, and 0 * NaN is NaN."""
+    name = request.node.callspec.params["attend"]
+    choice = Choice.only(Loaded(name, attend), "to be tested")
+    layout = [100, 64, 0, 40, 300, 1, 33]
+    qkv = torch.randn(sum(layout), 3, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    bad, good = slice(164, 204), torch.ones(len(qkv), dtype=torch.bool, device=device)
+    good[bad] = False
+    for lost in (torch.nan, torch.inf):
+        qkv[bad] = lost
+        rows = choice.attend(*qkv.unbind(1), ends(layout, device), 300, 0.1)
+        assert rows[good].isfinite().all()
+        assert rows[bad].isnan().all()

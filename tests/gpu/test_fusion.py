@@ -10,7 +10,7 @@ from gpu.test_kernels import distance, interpreted
 from perf.models import PUBLISHED, build, draw, items, preprocessing, shrunk
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime.attention import Choice, choose
+from vitwire_server.runtime.attention import Choice, Loaded, choose
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.fusion import fuse
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Simulated
@@ -37,8 +37,8 @@ def attention(tower: PackedTower, device: torch.device) -> Choice:
 
     name = "auto" if device.type == "cuda" else "sdpa"
     choice = choose(name, device, tower.dtype, *tower.heads, captured=False)
-    tower.use_attention(choice.backend.implementation)
-    return Choice(choice.backend, choice.reason, segment_attention) if device.type == "cpu" else choice
+    tower.use_attention(choice.implementation)
+    return Choice.only(Loaded("triton", segment_attention), "to be tested") if device.type == "cpu" else choice
 
 
 @torch.inference_mode()

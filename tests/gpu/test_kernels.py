@@ -12,9 +12,10 @@ from transformers.activations import ACT2FN
 
 pytest.importorskip("triton")
 
-from vitwire_server.runtime.attention import BACKENDS, segment_sdpa
+from vitwire_server.runtime.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
+from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
 
@@ -88,6 +89,26 @@ def test_rotation_in_place(head_dim: int, device: torch.device, dtype: torch.dty
     assert distance(qkv, expected) <= limit(dtype)
 
 
+@pytest.mark.parametrize("lost", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_contained(lost: float, device: torch.device, dtype: torch.dtype) -> None:
+    """A key of NaN spoils what attends to it; a value of 0 spoils nothing that does not."""
+    qkv = torch.randn(37, 3, 5, 72, dtype=dtype, device=device)
+    cos, sin = torch.randn(2, 37, 72, device=device)
+    whole = rotate_reference(qkv, cos, sin)
+    for row, head, column in ((3, 0, 1), (3, 4, 71), (36, 2, 40)):
+        qkv[row, 2, head, column] = lost
+    k, v = contain(qkv[:, 1], qkv[:, 2])
+    spoiled = ~qkv[:, 2].isfinite().all(-1)
+    assert torch.equal(k.isnan().all(-1), spoiled)
+    assert torch.equal(k[~spoiled], qkv[:, 1][~spoiled])
+    assert torch.equal(v, qkv[:, 2].where(qkv[:, 2].isfinite(), 0))
+    rotate(qkv, cos, sin, contain=True)
+    assert torch.equal(qkv[:, 2], v)
+    assert torch.equal(qkv[:, 1].isnan().all(-1), spoiled)
+    assert distance(qkv[:, 1][~spoiled], whole[:, 1][~spoiled]) <= limit(dtype)
+    assert distance(qkv[:, 0], whole[:, 0]) <= limit(dtype)
+
+
 @pytest.mark.parametrize("columns", [64, 1152, 1280])
 @pytest.mark.parametrize("added", [False, True])
 def test_norm_of_a_sum(columns: int, added: bool, device: torch.device, dtype: torch.dtype) -> None:
@@ -100,6 +121,11 @@ def test_norm_of_a_sum(columns: int, added: bool, device: torch.device, dtype: t
         summed, normed = add_norm(hidden, more if added else None, each)
         expected = hidden + more if added else hidden
         assert torch.equal(summed, expected)
+        if added:
+            ahead, normed_too = add_norm(hidden, more, each, ahead=norm.bias)
+            once = hidden.float() + more.float() + norm.bias.float()
+            assert torch.equal(ahead, once.to(dtype)), "rounded once"
+            assert torch.equal(normed_too, normed)
         assert distance(normed, each(expected.float()) if dtype is torch.float32 else each(expected)) <= 2 * limit(
             dtype
         )

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitwire_server.runtime.attention import segment_sdpa
+from vitwire_server.runtime.backends import segment_sdpa
 
 HEADS, DIM = 2, 8
 

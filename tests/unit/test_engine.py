@@ -10,9 +10,11 @@ from torch import Tensor
 
 from rigs import BUDGETS, RIGHT, Rig, Yardstick, rows_of
 from vitwire_server.core.errors import DeviceLost, EncodeFailed, OutOfMemory
-from vitwire_server.core.grids import Grid
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.runtime.engine import _non_finite
 from vitwire_server.runtime.graphs import Recorder
-from vitwire_server.runtime.lanes import Landing
+from vitwire_server.runtime.lanes import TORCH_TYPES, Landing
 
 MODEL_TYPE = "qwen3_vl"
 BF16 = torch.bfloat16
@@ -168,6 +170,23 @@ class TestDeviceLost:
             raise error
 
         monkeypatch.setattr(rig.engine, "_forward", forward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_embedding_that_is_not_finite_names_what_came_in(dtype: torch.dtype) -> None:
+    def view(value: float) -> Pixels:
+        raw = torch.tensor([[0.0, value, -1.0]], dtype=dtype).view(torch.uint8).numpy().data
+        return Pixels(raw, next(each for each, name in TORCH_TYPES.items() if name is dtype), (1, 3))
+
+    def told(pixels: float, crops: float | None) -> str:
+        second = None if crops is None else view(crops)
+        footprint = Footprint(1, 1, 1, 1)
+        item = Item(Modality.IMAGE, Grid(1, 1, 1), view(pixels), footprint, DType.FLOAT32, crops=second)
+        return str(_non_finite(item)).partition("the embedding")[0]
+
+    nan, inf = float("nan"), float("inf")
+    assert [told(nan, None), told(-inf, None), told(1.0, 1.0)] == ["pixels: NaN or infinity came in, so "] * 2 + [""]
+    assert [told(1.0, inf).split(":")[0], told(nan, nan).split(":")[0]] == ["crops", "pixels, crops"]
 
 
 class TestOverlap:

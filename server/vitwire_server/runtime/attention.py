@@ -1,218 +1,171 @@
-"""Packed attention: one function per backend, registered with transformers under its name.
+"""Which backend attends within packed segments: one for each band of lengths, registered as one.
 
-transformers takes the packed branch, which has no host synchronisation, only for names that
-contain `flash`. Backends are imported when they are tried, so importing this module needs none of
-them. `auto` checks each that can run on the device against float32 attention, times those that are
-right on the model's own shapes, and takes the fastest.
+`auto` checks each backend that can run on the device against float32 attention, times those that are right on the
+model's own heads, and takes the fastest of each band. transformers takes the packed branch, which has no host
+synchronisation, only for names that contain `flash`.
 """
 
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
-from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface
 
+from vitwire_server.runtime.backends import BACKENDS, Attend, Backend, segment_sdpa
 from vitwire_server.runtime.graphs import CudaRecorder
 
 _log = logging.getLogger(__name__)
+_BANDS = (
+    (128, (*[64] * 81, *[0] * 319)),
+    (1024, (1024, 256, 64, 256, *[0] * 28)),
+    (sys.maxsize, (4096, 1728, 1024, 836, 400, *[0] * 123)),
+)
+"""Up to how many patches the longest segment has room for, and segments to check and time backends on: windows, small
+images, and images of several sizes, with as many slots as a budget for them has."""
 _REPEATS = 5
 _CALLS = 8
 _FAILED: list[CudaRecorder] = []
 """Kept for the graphs that CUDA invalidated, which torch's allocator may ask after."""
-_SEGMENTS = (1024, 256, 64, 256, *[0] * 28)
-"""Patches of the segments that backends are checked and timed on: images of several sizes, and as many slots
-as a budget for them has."""
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
-"""`q, k, v (rows, heads, head_dim)`, boundaries `(segments + 1,)` int32, longest, scale; rows like `q`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """A way to attend within packed segments."""
+class Loaded:
+    """A backend that is there."""
 
     name: str
-    load: Callable[[], Attend]
-    """Imports what it needs. Raises ImportError, ValueError or RuntimeError where that is not there."""
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    head_dims: frozenset[int] = frozenset()
-    """Sizes of a head that it was made for; empty if any."""
-    syncs: bool = False
-    """Reads the boundaries on the host, so it cannot be captured on CUDA."""
+    attend: Attend
+
+    @property
+    def isolates(self) -> bool:
+        """Whether values that are not finite stay in their segment."""
+        return BACKENDS[self.name].isolates
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What attends, and why."""
+
+    bands: tuple[Loaded, ...]
+    """For each of `_BANDS`."""
+    reason: str
+
+    @classmethod
+    def only(cls, backend: Loaded, reason: str) -> "Choice":
+        """One for all lengths."""
+        return cls((backend,) * len(_BANDS), reason)
+
+    @property
+    def name(self) -> str:
+        """The backends, each once, from short segments to long ones."""
+        return "+".join(dict.fromkeys(one.name for one in self.bands))
 
     @property
     def implementation(self) -> str:
         """The name that transformers knows it by."""
         return f"vitwire_flash_{self.name}"
 
-    def runs(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, captured: bool) -> bool:
-        """Whether it can serve there at all."""
-        capturable = not (captured and self.syncs and device.type == "cuda")
-        fits = not self.head_dims or head_dim in self.head_dims
-        return device.type in self.devices and dtype in self.dtypes and fits and capturable
+    def at(self, longest: int) -> Loaded:
+        """What attends where the longest segment has room for so many patches."""
+        return next(one for one, (most, _) in zip(self.bands, _BANDS, strict=True) if longest <= most)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        """As `Attend` says; what is not finite stays in its segment."""
+        one = self.at(longest)
+        if not one.isolates:
+            from vitwire_server.runtime.kernels.containment import contain  # noqa: PLC0415 - triton comes with CUDA
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The backend to use, and why."""
-
-    backend: Backend
-    reason: str
-    attend: Attend
-
-
-def _opaque(name: str, attend: Attend) -> Attend:
-    """`attend`, which torch.compile does not look into: it cannot trace loops over boundaries, nor our kernels."""
-    operator = torch.library.custom_op(f"vitwire::{name}", attend, mutates_args=())
-    operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
-
-    def attended(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        within = operator if torch.compiler.is_compiling() else attend
-        out: Tensor = within(q, k, v, boundaries, longest, scale)
-        return out
-
-    return attended
-
-
-def _segment_sdpa() -> Attend:
-    return _opaque("segment_sdpa", segment_sdpa)
-
-
-def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-    """Dense attention per segment, one call for each run of equal segments; boundaries read on the host."""
-    del longest
-    ends: list[int] = boundaries.tolist()
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    start = 0
-    for length, run in groupby(right - left for left, right in pairwise(ends)):
-        stop = start + length * sum(1 for _ in run)
-        if length:
-            part = slice(start, stop)
-            query, key, value = (x[part].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-            attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
-            out[part].unflatten(0, (-1, length)).copy_(attended.transpose(1, 2))
-        start = stop
-    return out
-
-
-def _varlen(impl: str | None = None) -> Attend:
-    """torch's own flash attention, or one that is installed beside it; a switch for all of torch."""
-    from torch.nn import attention  # noqa: PLC0415 - torch 2.10 or newer
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - torch 2.10 or newer
-
-    if "scale" not in signature(varlen_attn).parameters:
-        raise ImportError("varlen_attn of torch 2.10 takes no scale")
-    if impl is not None:
-        attention.activate_flash_attention_impl(impl)
-    elif attention.current_flash_attention_impl() is not None:
-        attention.restore_flash_attention_impl()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale)
-        assert isinstance(out, Tensor)
-        return out
-
-    return attend
-
-
-def _triton() -> Attend:
-    from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - triton comes with CUDA
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        return segment_attention(q, k, v, boundaries, longest, scale)
-
-    return _opaque("segment_attention", attend)
-
-
-def _cudnn() -> Attend:
-    from vitwire_server.runtime.cudnn import cudnn_attention  # noqa: PLC0415 - pip install nvidia-cudnn-frontend
-
-    return _opaque("cudnn_attention", cudnn_attention)
-
-
-_HALF = (torch.bfloat16, torch.float16)
-BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("sdpa", _segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
-        Backend("triton", _triton, ("cuda",), _HALF, frozenset({16, 32, 64, 72, 80, 88, 96, 128})),
-        Backend("varlen", _varlen, ("cuda", "meta"), _HALF),
-        Backend("cudnn", _cudnn, ("cuda",), _HALF),
-        Backend("fa3", partial(_varlen, "FA3"), ("cuda",), _HALF),
-        Backend("fa4", partial(_varlen, "FA4"), ("cuda",), _HALF),
-    )
-}
+            k, v = contain(k, v)
+        return one.attend(q, k, v, boundaries, longest, scale)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, *, captured: bool) -> Choice:
-    """Load and register the backend called `name`, or with `auto` the fastest that is right.
+    """Load and register the backend called `name`, or with `auto` the fastest that are right.
 
     Raises ValueError if there is no such backend, or if it does not run on this device and dtype.
     """
     fitting = [backend for backend in BACKENDS.values() if backend.runs(device, dtype, head_dim, captured=captured)]
     if name != "auto":
         fitting = [backend for backend in fitting if backend.name == name]
-    loaded = {backend.name: attend for backend in fitting if (attend := _loaded(backend, quiet=name == "auto"))}
+    loaded = [one for backend in fitting if (one := _loaded(backend, quiet=name == "auto"))]
     if not loaded:
         known = ", ".join(f"{backend.name} ({'/'.join(backend.devices)})" for backend in BACKENDS.values())
         raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype}; there are: {known}")
-    chosen, reason = next(iter(loaded)), "asked for" if name != "auto" else "the only one that runs here"
-    if len(loaded) > 1:
-        chosen, reason = _fastest(loaded, device, dtype, heads, head_dim)
-    if BACKENDS[chosen].name in ("varlen", "fa3", "fa4"):
-        loaded[chosen] = BACKENDS[chosen].load()  # the flash implementation is one switch for all of torch
-    AttentionInterface.register(BACKENDS[chosen].implementation, _packed(loaded[chosen]))
-    _log.info("attention: %s, %s", chosen, reason)
-    return Choice(BACKENDS[chosen], reason, loaded[chosen])
+    if len(loaded) == 1:
+        choice = Choice.only(loaded[0], "the only one that runs here" if name == "auto" else "asked for")
+    else:
+        choice = _fastest(loaded, device, dtype, heads, head_dim)
+    AttentionInterface.register(choice.implementation, _packed(choice.attend))
+    _log.info("attention: %s, %s", choice.name, choice.reason)
+    return choice
 
 
-def _loaded(backend: Backend, *, quiet: bool) -> Attend | None:
+def _loaded(backend: Backend, *, quiet: bool) -> Loaded | None:
     try:
-        return backend.load()
+        return Loaded(backend.name, backend.load())
     except (ImportError, ValueError, RuntimeError, AttributeError) as error:
         _log.log(logging.DEBUG if quiet else logging.ERROR, "attention: %s is not there: %s", backend.name, error)
         return None
 
 
-def _fastest(
-    loaded: dict[str, Attend], device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
-) -> tuple[str, str]:
-    """The fastest of the backends that agree with float32 attention, and the times as the reason."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, sum(_SEGMENTS), heads, head_dim, generator=generator) * 0.5).to(device)
-    boundaries = torch.tensor([0, *torch.tensor(_SEGMENTS).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    scale = head_dim**-0.5
-    expected = segment_sdpa(q, k, v, boundaries, max(_SEGMENTS), scale)
-    query, key, value = (x.to(dtype) for x in (q, k, v))
-    limit = 4 * torch.finfo(dtype).eps
-    seconds: dict[str, float] = {}
-    for name in loaded:
-        try:
-            attend = BACKENDS[name].load()
-            out = attend(query, key, value, boundaries, max(_SEGMENTS), scale)
-            error = float((out.float() - expected).norm() / expected.norm())
-            if not error <= limit:
-                _log.warning("attention: %s is off by %.1e, not used", name, error)
-                continue
-            run = partial(attend, query, key, value, boundaries, max(_SEGMENTS), scale)
-            seconds[name] = _seconds(run, device, syncs=BACKENDS[name].syncs)
-        except (RuntimeError, TypeError) as failure:
-            _log.warning("attention: %s failed: %s", name, str(failure).partition("\n")[0])
-    if not seconds:
+def _fastest(loaded: list[Loaded], device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> Choice:
+    """The fastest backend of each band, and the times as the reason."""
+    bands: list[dict[str, float]] = []
+    for _, segments in _BANDS:
+        sample = _Sample.of(segments, device, dtype, heads, head_dim)
+        bands.append({one.name: each for one in loaded if (each := sample.seconds(one)) is not None})
+        loaded = [one for one in loaded if one.name in bands[-1]]
+    if not loaded:
         raise ValueError(f"no attention backend gives right results on {device}")
-    told = ", ".join(f"{name} {1e6 * each:.0f} us" for name, each in sorted(seconds.items(), key=lambda pair: pair[1]))
-    return min(seconds, key=seconds.__getitem__), f"the fastest of: {told}"
+    told = "; ".join(f"{max(of)} patches: {_told(band)}" for (_, of), band in zip(_BANDS, bands, strict=True))
+    fastest = tuple(min(loaded, key=lambda one: band[one.name]) for band in bands)
+    return Choice(fastest, f"the fastest at {told}")
+
+
+def _told(seconds: Mapping[str, float]) -> str:
+    ascending = sorted(seconds.items(), key=lambda pair: pair[1])
+    return ", ".join(f"{name} {1e6 * each:.0f} us" for name, each in ascending)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Random rows in segments, and what float32 attention makes of them."""
+
+    rows: tuple[Tensor, Tensor, Tensor]
+    boundaries: Tensor
+    longest: int
+    expected: Tensor
+
+    @classmethod
+    def of(
+        cls, segments: tuple[int, ...], device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+    ) -> "_Sample":
+        generator = torch.Generator().manual_seed(0)
+        # As one linear layer for all three leaves them.
+        rows = torch.randn(sum(segments), 3, heads, head_dim, generator=generator).mul(0.5).to(device, dtype)
+        boundaries = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        q, k, v = rows.unbind(1)
+        exact = segment_sdpa(q.float(), k.float(), v.float(), boundaries, max(segments), head_dim**-0.5)
+        return cls((q, k, v), boundaries, max(segments), exact)
+
+    def seconds(self, one: Loaded) -> float | None:
+        """What one call takes; None if the backend fails or is wrong, which is logged."""
+        q = self.rows[0]
+        run = partial(one.attend, *self.rows, self.boundaries, self.longest, q.shape[-1] ** -0.5)
+        try:
+            error = float((run().float() - self.expected).norm() / self.expected.norm())
+            if error <= 4 * torch.finfo(q.dtype).eps:
+                return _seconds(run, q.device, syncs=BACKENDS[one.name].syncs)
+            _log.warning("attention: %s is off by %.1e, not used", one.name, error)
+        except (RuntimeError, TypeError, ValueError, AssertionError) as failure:  # as others' kernels refuse a device
+            _log.warning("attention: %s failed: %s", one.name, str(failure).partition("\n")[0])
+        return None
 
 
 def _seconds(run: Callable[[], object], device: torch.device, *, syncs: bool) -> float:

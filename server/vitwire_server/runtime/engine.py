@@ -12,7 +12,7 @@ from vitwire_server.core.errors import DeviceLost, EncodeFailed, NonFinite, OutO
 from vitwire_server.core.items import Embedding, Item
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.graphs import GraphSet
-from vitwire_server.runtime.lanes import TORCH_TYPES, Landing, Lanes
+from vitwire_server.runtime.lanes import TORCH_TYPES, Landing, Lanes, flat
 from vitwire_server.runtime.pruning import prune
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.towers.tower import Metadata, Tower
@@ -122,7 +122,7 @@ class Engine:
             parts = self._tower.split(forward, [item.footprint for item in items])
             # Rows leave the static buffer, which the next replay overwrites.
             rows = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
-            finite = torch.stack([own.isfinite().all() for own in rows])
+            finite = _all_finite(rows)
             geometry = self._tower.geometry
             rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
         landing = self._lanes.download([*rows, finite, kept])
@@ -160,6 +160,12 @@ class Engine:
             self._stager.stage(source, item.modality, rows, crops=True)
 
 
+def _all_finite(rows: Sequence[Tensor]) -> Tensor:
+    """`(items,)`: whether all elements of each are. NaN is both least and greatest, and one pass finds the two."""
+    extremes = [extreme for own in rows for extreme in torch.aminmax(own)]
+    return torch.stack(extremes).isfinite().view(-1, 2).all(1)
+
+
 def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:
     """Rows on the host as bytes that keep the tensor alive."""
     count, width = rows.shape
@@ -168,7 +174,11 @@ def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:
 
 
 def _non_finite(item: Item) -> NonFinite:
-    return NonFinite(f"the embedding of this {item.modality} of grid {item.grid} is not finite")
+    """Says whose fault it is: what came in is looked at only here."""
+    views = {"pixels": item.pixels, "crops": item.crops}
+    wrong = [name for name, view in views.items() if view and not torch.stack(flat(view).aminmax()).isfinite().all()]
+    told = f"the embedding of this {item.modality} of grid {item.grid} is not finite"
+    return NonFinite(f"{', '.join(wrong)}: NaN or infinity came in, so {told}" if wrong else told)
 
 
 def _first_line(error: Exception) -> str:

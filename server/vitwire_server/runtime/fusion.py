@@ -38,8 +38,11 @@ class NotFusable(Exception):
 class Mlp(Protocol):
     """`(rows, hidden)` to `(rows, hidden)`."""
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """The MLP of normed rows."""
+    last: nn.Linear
+    """Its last layer. Its bias is in the residual already when the MLP is called."""
+
+    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """Add the MLP of normed rows, but for the last bias, to the residual stream, in place."""
         ...
 
 
@@ -47,15 +50,16 @@ class PlainMlp:
     """Two linear layers; tanh GELU in the first one's epilogue, any other activation in a pass of its own."""
 
     def __init__(self, first: nn.Linear, act: nn.Module, second: nn.Linear) -> None:
-        self._first, self._second, self._kind = first, second, _kind(act)
+        self._first, self.last, self._kind = first, second, _kind(act)
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
         first = self._first
         if self._kind == "gelu_pytorch_tanh" and rows.is_cuda and first.bias is not None:
             # cuBLAS applies the bias and tanh GELU to its float32 sums.
             inner: Tensor = torch._addmm_activation(first.bias, rows, first.weight.t(), use_gelu=True)  # noqa: SLF001
-            return self._second(inner)  # type: ignore[no-any-return]
-        return self._second(activate(first(rows), self._kind))  # type: ignore[no-any-return]
+        else:
+            inner = activate(first(rows), self._kind)
+        return hidden.addmm_(inner, self.last.weight.t())
 
 
 class GatedMlp:
@@ -66,14 +70,14 @@ class GatedMlp:
         if (gate.bias is None) is not (up.bias is None):
             raise ValueError("only one of the gate and up projections has a bias")
         self._kind = _kind(act)
-        self._down = down
+        self.last = down
         self._weight = torch.cat((gate.weight, up.weight))
         gate.weight.data, up.weight.data = self._weight.chunk(2)
         self._bias = None if gate.bias is None else torch.cat((gate.bias, up.bias))
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
         both = functional.linear(rows, self._weight, self._bias)
-        return self._down(activate(both, self._kind, gated=True))  # type: ignore[no-any-return]
+        return hidden.addmm_(activate(both, self._kind, gated=True), self.last.weight.t())
 
 
 class Layout:
@@ -111,8 +115,7 @@ class Block:
         extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
         if extras:
             raise NotFusable(f"attention has {', '.join(sorted(extras))}")
-        self._attend = attention.attend
-        self._tiled = attention.backend.name == "triton"
+        self._attention = attention
         self._layout = layout
         self._first = first
 
@@ -135,15 +138,17 @@ class Block:
         first, second = self._norms
         hidden, normed = add_norm(hidden_states, None, first)
         qkv = self._qkv(normed).view(len(hidden), 3, self._heads, -1)
-        rotate(qkv, cos, sin)
+        chosen = self._attention.at(max_seqlen)
+        rotate(qkv, cos, sin, contain=not chosen.isolates)
         q, k, v = qkv.unbind(1)
-        if self._tiled:
+        if chosen.name == "triton":
             tiles = self._layout.tiles(cu_seqlens, len(hidden), self._heads)
             attended = segment_attention(q, k, v, cu_seqlens, max_seqlen, self._scale, tiles)
         else:
-            attended = self._attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
-        hidden, normed = add_norm(hidden, self._proj(attended.view(len(hidden), -1)), second)
-        return hidden.add_(self._mlp(normed))
+            attended = chosen.attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
+        added = self._proj(attended.view(len(hidden), -1))
+        hidden, normed = add_norm(hidden, added, second, ahead=self._mlp.last.bias)
+        return self._mlp(normed, hidden)
 
 
 @torch.inference_mode()

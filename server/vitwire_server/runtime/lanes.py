@@ -98,10 +98,10 @@ class CudaLanes(Lanes):
         offsets = [0]
         for one in pixels:
             offsets.append(offsets[-1] + -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT)
-        pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
-        for start, one in zip(offsets, pixels, strict=False):
-            pinned[start : start + one.nbytes].copy_(torch.frombuffer(one.data, dtype=torch.uint8))
-        with torch.cuda.stream(self._in):
+        with torch.cuda.stream(self._in):  # also makes this device the thread's, which pinned memory belongs to
+            pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
+            for start, one in zip(offsets, pixels, strict=False):
+                pinned[start : start + one.nbytes].copy_(torch.frombuffer(one.data, dtype=torch.uint8))
             there = pinned.to(self._device, non_blocking=True)
         self.compute.wait_stream(self._in)
         there.record_stream(self.compute)

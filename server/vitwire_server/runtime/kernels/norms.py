@@ -6,12 +6,16 @@ from torch import Tensor, nn
 from triton import language as tl
 
 
-def add_norm(hidden: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm(
+    hidden: Tensor, added: Tensor | None, norm: nn.Module, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`hidden + added`, rounded to their dtype, and its norm; `(rows, columns)` each, contiguous.
 
     `norm` is an `nn.LayerNorm` or any module of `weight` and `eps` that divides by the root of the mean square.
-    Without `added`, the first of the two is `hidden` itself.
+    Without `added`, the first of the two is `hidden` itself. `ahead (columns,)` is added to the first only, before
+    that is rounded: a bias of what will be added next.
     """
+    assert added is not None or ahead is None
     rows, columns = hidden.shape
     weight: Tensor = norm.weight  # type: ignore[assignment]
     bias = getattr(norm, "bias", None)
@@ -24,12 +28,14 @@ def add_norm(hidden: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Ten
         normed,
         weight,
         weight if bias is None else bias,
+        weight if ahead is None else ahead,
         epsilon(norm),
         COUNT=columns,
         COLUMNS=triton.next_power_of_2(columns),
         ADD=added is not None,
         CENTRE=isinstance(norm, nn.LayerNorm),
         BIAS=bias is not None,
+        AHEAD=ahead is not None,
         num_warps=4,
     )
     return summed, normed
@@ -51,12 +57,14 @@ def _add_norm(
     normed_ptr,
     weight_ptr,
     bias_ptr,
+    ahead_ptr,
     epsilon,
     COUNT: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
     CENTRE: tl.constexpr,
     BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
     there = column < COUNT
@@ -64,9 +72,11 @@ def _add_norm(
     values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(added_ptr + at, mask=there, other=0.0).to(tl.float32)
-        rounded = values.to(summed_ptr.dtype.element_ty)
-        tl.store(summed_ptr + at, rounded, mask=there)
-        values = rounded.to(tl.float32)
+        summed = values
+        if AHEAD:
+            summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
+        values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
     if CENTRE:
         mean = tl.sum(values, 0) / COUNT
         values = tl.where(there, values - mean, 0.0)

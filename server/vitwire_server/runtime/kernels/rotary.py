@@ -1,4 +1,4 @@
-"""Rotary positions, applied where the queries and keys lie."""
+"""Rotary positions of queries and keys."""
 
 import torch
 import triton
@@ -6,11 +6,12 @@ from torch import Tensor
 from triton import language as tl
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> None:
     """Turn queries and keys of `qkv (rows, 3, heads, head_dim)` in place, in float32, rounding once.
 
     `cos` and `sin (rows, head_dim)` are float32; column `i` of a head turns with `i + head_dim / 2` (the halves of
-    Su et al., arXiv 2104.09864, as in GPT-NeoX). `qkv` must be contiguous.
+    Su et al., arXiv 2104.09864, as in GPT-NeoX). `qkv` must be contiguous. With `contain`, also does what
+    `containment.contain` does.
     """
     rows, _, heads, head_dim = qkv.shape
     _rotate[(rows,)](
@@ -18,10 +19,11 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         cos,
         sin,
         3 * heads * head_dim,
-        HEADS=2 * heads,
+        HEADS=heads,
         HALF=head_dim // 2,
         LINES=triton.next_power_of_2(2 * heads),
         COLUMNS=triton.next_power_of_2(head_dim // 2),
+        CONTAIN=contain,
         num_warps=4,
     )
 
@@ -45,6 +47,7 @@ def _rotate(
     HALF: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CONTAIN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, LINES)
@@ -55,9 +58,23 @@ def _rotate(
     cos_two = tl.load(cos_ptr + angle + HALF, mask=turned)[None, :]
     sin_one = tl.load(sin_ptr + angle, mask=turned)[None, :]
     sin_two = tl.load(sin_ptr + angle + HALF, mask=turned)[None, :]
-    there = (line < HEADS)[:, None] & turned[None, :]
+    there = (line < 2 * HEADS)[:, None] & turned[None, :]
     at = qkv_ptr + row * row_stride + line[:, None] * (2 * HALF) + column[None, :]
     one = tl.load(at, mask=there).to(tl.float32)
     two = tl.load(at + HALF, mask=there).to(tl.float32)
-    tl.store(at, (one * cos_one - two * sin_one).to(qkv_ptr.dtype.element_ty), mask=there)
-    tl.store(at + HALF, (two * cos_two + one * sin_two).to(qkv_ptr.dtype.element_ty), mask=there)
+    first = one * cos_one - two * sin_one
+    second = two * cos_two + one * sin_two
+    if CONTAIN:
+        keys = there & (line >= HEADS)[:, None]  # a key's value is as far behind it as it is behind its query
+        value = at + HEADS * 2 * HALF
+        value_one = tl.load(value, mask=keys, other=0.0).to(tl.float32)
+        value_two = tl.load(value + HALF, mask=keys, other=0.0).to(tl.float32)
+        lost_one = (tl.abs(value_one) < float("inf")) == 0
+        lost_two = (tl.abs(value_two) < float("inf")) == 0
+        tl.store(value, tl.zeros_like(value_one).to(qkv_ptr.dtype.element_ty), mask=keys & lost_one)
+        tl.store(value + HALF, tl.zeros_like(value_two).to(qkv_ptr.dtype.element_ty), mask=keys & lost_two)
+        lost = (tl.max((lost_one | lost_two).to(tl.int32), 1) > 0)[:, None]
+        first = tl.where(lost, float("nan"), first)
+        second = tl.where(lost, float("nan"), second)
+    tl.store(at, first.to(qkv_ptr.dtype.element_ty), mask=there)
+    tl.store(at + HALF, second.to(qkv_ptr.dtype.element_ty), mask=there)
