@@ -2,6 +2,7 @@
 #
 #   docker build -t vitwire:0.1.0 .
 #   docker build -t vitwire:0.1.0 --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .   # CPU only
+#   docker build -t vitwire:0.1.0 --build-arg EXTRAS=server,flash .   # with flash attention 4, for Hopper and newer
 #   docker run --read-only --tmpfs /tmp -v "$PWD/model:/models:ro" -e VITWIRE_MODEL=/models -p 50051:50051 vitwire:0.1.0
 #
 # Both images need Python >= 3.11 at the same path, the builder with venv; pass digests for a reproducible build.
@@ -11,6 +12,7 @@ ARG BUILD_IMAGE=${BASE_IMAGE}
 FROM ${BUILD_IMAGE} AS builder
 # pip reads it from the environment; empty means PyPI alone.
 ARG PIP_EXTRA_INDEX_URL=""
+ARG EXTRAS="server"
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 COPY constraints.txt pyproject.toml ./
@@ -19,8 +21,9 @@ RUN python3 -m venv /opt/build \
     && /opt/build/bin/pip install --constraint constraints.txt hatchling \
     && python3 -m venv --without-pip /opt/vitwire
 # Dependencies in a layer of their own: a change of the source leaves these gigabytes cached.
-RUN python3 -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-        print(*p["dependencies"], *p["optional-dependencies"]["server"], sep="\n")' > requirements.txt \
+RUN python3 -c 'import os, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+        extras = (each for name in os.environ["EXTRAS"].split(",") for each in p["optional-dependencies"][name]); \
+        print(*p["dependencies"], *extras, sep="\n")' > requirements.txt \
     && /opt/build/bin/pip --python /opt/vitwire/bin/python install \
         --constraint constraints.txt --requirement requirements.txt
 COPY LICENSE README.md ./

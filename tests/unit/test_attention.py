@@ -1,9 +1,12 @@
-"""Packed attention against dense attention under a block mask, in float64."""
+"""Packed attention against dense attention under a block mask, in float64; and the choice among backends."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from vitwire_server.runtime.attention import Choice, Loaded, _fastest, choose
 from vitwire_server.runtime.backends import segment_sdpa
 
 HEADS, DIM = 2, 8
@@ -23,3 +26,43 @@ def test_segments_attend_within_themselves_only(lengths: list[int], seed: int) -
     scores = scores.masked_fill(owner[:, None] != owner[None, :], -torch.inf)
     expected = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
     torch.testing.assert_close(out, expected)
+
+
+def of_zeros(q: Tensor, *_: object) -> Tensor:
+    return torch.zeros_like(q)
+
+
+def refusing(*_: object) -> Tensor:
+    raise AssertionError("only on a device of another kind")
+
+
+def test_each_band_has_its_own() -> None:
+    short, long = Loaded("triton", of_zeros), Loaded("fa4", refusing)
+    choice = Choice((short, short, long), "to be tested")
+    assert (choice.name, choice.implementation) == ("triton+fa4", "vitwire_flash_triton+fa4")
+    assert {longest: choice.at(longest).name for longest in (1, 1024, 1025, 1 << 40)} == {
+        1: "triton",
+        1024: "triton",
+        1025: "fa4",
+        1 << 40: "fa4",
+    }
+    assert (short.isolates, long.isolates) == (True, False)
+    assert Choice.only(short, "").name == "triton"
+
+
+def test_what_is_wrong_or_refuses_is_not_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    backends = [Loaded("triton", of_zeros), Loaded("fa4", refusing), Loaded("sdpa", segment_sdpa)]
+    choice = _fastest(backends, torch.device("cpu"), torch.float32, 2, 8)
+    assert choice.name == "sdpa"
+    assert "64 patches: sdpa" in choice.reason
+    assert "triton is off by" in caplog.text
+    assert "fa4 failed: only on a device of another kind" in caplog.text
+    with pytest.raises(ValueError, match="none that was tried"):
+        _fastest(backends[:2], torch.device("cpu"), torch.float32, 2, 8)
+
+
+def test_a_name_that_cannot_serve_is_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"'triton' does not run on cpu in torch.float32; there are: sdpa \(cpu/cuda\)"
+    ):
+        choose("triton", torch.device("cpu"), torch.float32, 2, 64, captured=False)

@@ -88,7 +88,7 @@ class Choice:
 def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, *, captured: bool) -> Choice:
     """Load and register the backend called `name`, or with `auto` the fastest that are right.
 
-    Raises ValueError if there is no such backend, or if it does not run on this device and dtype.
+    Raises ValueError if there is no such backend, if it does not run on this device and dtype, or is wrong there.
     """
     fitting = [backend for backend in BACKENDS.values() if backend.runs(device, dtype, head_dim, captured=captured)]
     if name != "auto":
@@ -97,10 +97,10 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head
     if not loaded:
         known = ", ".join(f"{backend.name} ({'/'.join(backend.devices)})" for backend in BACKENDS.values())
         raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype}; there are: {known}")
-    if len(loaded) == 1:
-        choice = Choice.only(loaded[0], "the only one that runs here" if name == "auto" else "asked for")
-    else:
+    if device.type == "cuda":
         choice = _fastest(loaded, device, dtype, heads, head_dim)
+    else:
+        choice = Choice.only(loaded[0], "the only one that runs here")
     AttentionInterface.register(choice.implementation, _packed(choice.attend))
     _log.info("attention: %s, %s", choice.name, choice.reason)
     return choice
@@ -122,10 +122,10 @@ def _fastest(loaded: list[Loaded], device: torch.device, dtype: torch.dtype, hea
         bands.append({one.name: each for one in loaded if (each := sample.seconds(one)) is not None})
         loaded = [one for one in loaded if one.name in bands[-1]]
     if not loaded:
-        raise ValueError(f"no attention backend gives right results on {device}")
+        raise ValueError(f"none that was tried attends right on {device}; the log says why")
     told = "; ".join(f"{max(of)} patches: {_told(band)}" for (_, of), band in zip(_BANDS, bands, strict=True))
     fastest = tuple(min(loaded, key=lambda one: band[one.name]) for band in bands)
-    return Choice(fastest, f"the fastest at {told}")
+    return Choice(fastest, f"at {told}")
 
 
 def _told(seconds: Mapping[str, float]) -> str:

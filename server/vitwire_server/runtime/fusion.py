@@ -21,6 +21,8 @@ from vitwire_server.runtime.kernels.rotary import rotate
 
 _log = logging.getLogger(__name__)
 _SEGMENTS = (48, 16)
+_LONGEST = (64, 1024, 4096)
+"""What the longest segment is said to have room for, so that each backend of a choice attends once."""
 _ROUNDINGS = 4
 """Units in the last place, in norm, that a block's own roundings may differ by."""
 _LEAST = 1e-5
@@ -159,7 +161,7 @@ def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
     for stock in blocks:
         try:
             block = Block(stock, attention, layout, first=not fused)
-            off = _difference(stock, block)
+            off = max(_difference(stock, block, longest) for longest in _LONGEST)
         except NotFusable as error:
             _log.info("blocks of %s are not fused: %s", type(stock).__name__, error)
             return fused
@@ -172,7 +174,7 @@ def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
     return fused
 
 
-def _difference(stock: nn.Module, block: Block) -> float:
+def _difference(stock: nn.Module, block: Block, longest: int) -> float:
     """Norm of the difference of what both add to random rows, over the norm of what stock adds."""
     weight = next(stock.parameters())
     attention: Any = stock.attn
@@ -184,7 +186,7 @@ def _difference(stock: nn.Module, block: Block) -> float:
     given: dict[str, Any] = {
         "cu_seqlens": ends,
         "position_embeddings": (angles.cos(), angles.sin()),
-        "max_seqlen": max(_SEGMENTS),
+        "max_seqlen": longest,
     }
     block.begin()
     try:
