@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 import grpc.aio
 
 from vitwire import _channel
-from vitwire._channel import Deadline, Metadata
+from vitwire._channel import Backoff, Deadline, Metadata
 from vitwire._errors import EncodeFailed, from_rpc
 from vitwire._model import Model
 from vitwire._protocol import Assembler, Part, Result
@@ -40,13 +40,18 @@ class AsyncTransport:
     async def model(self, deadline: Deadline) -> Model:
         get_model = self._connected(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
-        try:
-            message = await get_model(pb.GetModelRequest(), timeout=deadline.left(), metadata=metadata)
-            return Model.from_message(message)
-        except grpc.RpcError as error:
-            raise from_rpc(error) from None
-        except ValueError as error:
-            raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
+        backoff = Backoff()
+        while True:
+            try:
+                message = await get_model(pb.GetModelRequest(), timeout=deadline.left(), metadata=metadata)
+                return Model.from_message(message)
+            except grpc.RpcError as error:
+                delay = backoff.delay(error)
+                if delay is None:
+                    raise from_rpc(error) from None
+            except ValueError as error:
+                raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
+            await asyncio.sleep(deadline.bound(delay))
 
     async def health(self, service: str, timeout: float | None) -> str:  # noqa: ASYNC109  # the RPC's deadline
         check = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
@@ -67,22 +72,30 @@ class AsyncTransport:
     async def _results(
         self, part: Part, levels: int, deadline: Deadline, metadata: Metadata
     ) -> AsyncGenerator[Result, None]:
+        """Results of a part that is one message; one that was refused before anything was answered is sent again."""
         encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
-        call = encode(part.request(), timeout=deadline.left(), metadata=metadata)
-        assembler = Assembler(part.indices, levels)
-        try:
-            async for response in call:
-                if (result := assembler.feed(response)) is not None:
-                    yield result
-            assembler.finish()
-        except grpc.RpcError as error:
-            raise from_rpc(error, part.indices) from None
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise EncodeFailed("the client was closed during the call", code="CANCELLED") from None
-        finally:
-            call.cancel()
+        backoff = Backoff()
+        while True:
+            call = encode(part.request(), timeout=deadline.left(), metadata=metadata)
+            assembler, answered = Assembler(part.indices, levels), False
+            try:
+                async for response in call:
+                    answered = True
+                    if (result := assembler.feed(response)) is not None:
+                        yield result
+                assembler.finish()
+                return
+            except grpc.RpcError as error:
+                delay = backoff.delay(error, answered=answered)
+                if delay is None:
+                    raise from_rpc(error, part.indices) from None
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                raise EncodeFailed("the client was closed during the call", code="CANCELLED") from None
+            finally:
+                call.cancel()
+            await asyncio.sleep(deadline.bound(delay))
 
     async def _streamed(
         self, part: Part, levels: int, deadline: Deadline, metadata: Metadata

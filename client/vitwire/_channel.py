@@ -28,39 +28,22 @@ ChannelOptions = tuple[tuple[str, int | str], ...]
 SERVICE = "vitwire.v1.EncoderService"
 
 _ATTEMPTS, _FIRST_BACKOFF, _MAX_BACKOFF, _BACKOFF_FACTOR = 5, 0.1, 2.0, 2
-_RETRY = {
-    "maxAttempts": _ATTEMPTS,
-    "initialBackoff": f"{_FIRST_BACKOFF}s",
-    "maxBackoff": f"{_MAX_BACKOFF}s",
-    "backoffMultiplier": _BACKOFF_FACTOR,
-    "retryableStatusCodes": ["UNAVAILABLE"],
-}
 _BALANCED: dict[str, object] = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": SERVICE},
 }
-_RETRIED = _BALANCED | {"methodConfig": [{"name": [{"service": SERVICE}], "retryPolicy": _RETRY}]}
-_RETRY_BUFFER_BYTES = 8 << 20
-"""Holds the one message of any request that is not a stream; gRPC repeats no larger ones."""
 _LONGEST_SECONDS = 1e9
 """gRPC overflows on longer deadlines; nobody waits that long."""
 _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-)
-OPTIONS: ChannelOptions = (
-    *_COMMON_OPTIONS,
-    ("grpc.enable_retries", 1),
-    ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
-    ("grpc.service_config", json.dumps(_RETRIED)),
-)
-# gRPC 1.85 loses messages of a stream that it repeats, by its policy or transparently. So streams have a channel of
-# their own, where it repeats nothing; it also keeps bulk off the connection of small requests.
-STREAM_OPTIONS: ChannelOptions = (
-    *_COMMON_OPTIONS,
+    # gRPC repeats nothing, neither by a policy nor transparently: where 1.85 does, RPCs whose servers are all gone hang
+    # beyond their deadline, and client streams lose messages. `Backoff` says when we send again.
     ("grpc.enable_retries", 0),
-    ("grpc.service_config", json.dumps(_BALANCED)),
 )
+OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
+# Streams have connections of their own, to keep bulk off that of small requests.
+STREAM_OPTIONS: ChannelOptions = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 HEALTH_OPTIONS = _COMMON_OPTIONS
 """No health checking here: such a channel hides the servers whose ill health is asked for."""
 
@@ -137,13 +120,13 @@ def _trace_context() -> Metadata:
 
 
 class Backoff:
-    """When a stream may be sent again: after UNAVAILABLE, with nothing answered yet, as often as gRPC would."""
+    """When an RPC may be sent again: after UNAVAILABLE, with nothing answered yet, a few times within its deadline."""
 
-    def __init__(self, *, attempts: int = _ATTEMPTS) -> None:
-        self._attempts = attempts
+    def __init__(self) -> None:
+        self._attempts = _ATTEMPTS
         self._delay = _FIRST_BACKOFF
 
-    def delay(self, error: grpc.RpcError, *, answered: bool) -> float | None:
+    def delay(self, error: grpc.RpcError, *, answered: bool = False) -> float | None:
         """Seconds to wait before the next attempt; None when there is to be none."""
         self._attempts -= 1
         if answered or self._attempts < 1 or error.code() is not grpc.StatusCode.UNAVAILABLE:

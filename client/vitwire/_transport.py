@@ -1,6 +1,7 @@
 """Channels and RPCs of the client for threads. `_aio_transport.py` holds its twin for asyncio."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -39,12 +40,17 @@ class Transport:
     def model(self, deadline: Deadline) -> Model:
         get_model = self._connected(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
-        try:
-            return Model.from_message(get_model(pb.GetModelRequest(), timeout=deadline.left(), metadata=metadata))
-        except grpc.RpcError as error:
-            raise from_rpc(error) from None
-        except ValueError as error:
-            raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
+        backoff = Backoff()
+        while True:
+            try:
+                return Model.from_message(get_model(pb.GetModelRequest(), timeout=deadline.left(), metadata=metadata))
+            except grpc.RpcError as error:
+                delay = backoff.delay(error)
+                if delay is None:
+                    raise from_rpc(error) from None
+            except ValueError as error:
+                raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
+            time.sleep(deadline.bound(delay))
 
     def health(self, service: str, timeout: float | None) -> str:
         check = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
@@ -65,8 +71,8 @@ class Transport:
     def results(
         self, part: Part, levels: int, deadline: Deadline, metadata: Metadata, calls: "Calls"
     ) -> Iterator[Result]:
-        """Results of one part; a stream that was refused before anything was answered is sent again."""
-        backoff = Backoff(attempts=1) if part.one_message else Backoff()
+        """Results of one part; what was refused before anything was answered is sent again."""
+        backoff = Backoff()
         while True:
             assembler = Assembler(part.indices, levels)
             answered = False

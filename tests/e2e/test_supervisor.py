@@ -1,5 +1,6 @@
 """`--devices`: one process per device under one supervisor."""
 
+import asyncio
 import os
 import re
 import signal
@@ -7,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import psutil
@@ -16,7 +19,7 @@ import pytest
 
 from conftest import Checkpoints
 from servers import ServerProcess, supervising
-from vitwire import Client, Item
+from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 
 LABELS = ("cpu.0", "cpu.1")
 ITEMS = [Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))] * 8
@@ -68,6 +71,63 @@ def test_two_processes_share_requests_and_a_dead_one_returns(checkpoints: Checkp
         assert supervisor.stop() == 0
         assert not any(process.is_running() for process in processes)
         assert all(re.search(rf"\[{re.escape(label)}\] .*draining", supervisor.log()) for label in LABELS)
+
+
+def test_calls_end_when_all_servers_are_gone_and_succeed_when_they_are_back(checkpoints: Checkpoints) -> None:
+    timeout, back = 4.0, Event()
+
+    def work(client: Client) -> tuple[float, set[str]]:
+        """The longest call, in seconds, and what came of the calls."""
+        longest, told = 0.0, set()
+        while not back.is_set():
+            began = time.monotonic()
+            try:
+                client.encode(ITEMS[:1])
+                told.add("OK")
+            except VitwireError as error:
+                told.add(error.code)
+            longest = max(longest, time.monotonic() - began)
+        return longest, told
+
+    with (
+        supervised(checkpoints("qwen2_vl")) as (supervisor, children),
+        ThreadPoolExecutor(4) as pool,
+        Client(f"ipv4:{','.join(child.target for child in children)}", timeout=timeout) as client,
+    ):
+        encode_until_shared(client, children)
+        workers = [pool.submit(work, client) for _ in range(4)]
+        try:
+            for process in psutil.Process(supervisor.process.pid).children():
+                time.sleep(0.3)
+                process.kill()
+            for label in LABELS:
+                supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}")
+            encode_until_shared(client, children)
+        finally:
+            back.set()
+        for worker in workers:
+            longest, told = worker.result(timeout + 20)
+            assert longest < timeout + 2
+            assert told <= {"OK", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
+            assert "UNAVAILABLE" in told, "nobody was left to answer"
+
+
+async def test_asynchronous_calls_end_as_well(checkpoints: Checkpoints) -> None:
+    with supervised(checkpoints("qwen2_vl")) as (supervisor, children):
+        async with AsyncClient(f"ipv4:{','.join(child.target for child in children)}", timeout=4) as client:
+            assert len(await client.encode(ITEMS)) == len(ITEMS)
+            for process in psutil.Process(supervisor.process.pid).children():
+                process.kill()
+            calls = [client.encode(ITEMS[:1]) for _ in range(8)]
+            outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+            assert all(isinstance(each, Unavailable | DeadlineExceeded) for each in outcomes), outcomes
+            for label in LABELS:
+                supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}")
+            async with asyncio.timeout(60):  # gRPC connects again in its own time
+                while True:
+                    with suppress(Unavailable):
+                        assert len(await client.encode(ITEMS)) == len(ITEMS)
+                        break
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
