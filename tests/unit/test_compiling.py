@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 import torch
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.runtime.attention import choose
-from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
+from vitwire_server.runtime.compiling import Forward, HotShapes, compiled_blocks
 from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Metadata, Tower
 
@@ -63,6 +64,38 @@ def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
         torch.testing.assert_close(hot.forward(fresh, same), expected)
         torch.testing.assert_close(hot.forward(other, unlike), alone)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "nothing compiles on the way"
+
+
+def test_a_trace_in_another_thread_does_not_disturb(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.fx redirects the calls of every module for as long as it traces, whichever thread they come from."""
+    began, end = Event(), Event()
+
+    def traced(value: object) -> object:
+        began.set()
+        assert end.wait(60)
+        return value
+
+    def compile_slowly(forward: Forward, **_: object) -> Forward:
+        def compiled(pixels: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+            torch.fx.symbolic_trace(traced)
+            return forward(pixels, metadata)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_slowly)
+    hot = HotShapes(tower, most=0)
+    with torch.inference_mode():
+        pixels, metadata = batch(tower, Grid(1, 8, 6))
+        expected = tower.forward(pixels, metadata)
+        hot._work.put((pixels, metadata))
+        assert began.wait(60)
+        with pytest.raises(NameError):
+            tower.forward(pixels, metadata)
+        Timer(0.2, end.set).start()
+        torch.testing.assert_close(hot.forward(pixels, metadata), expected)
+        assert end.is_set(), "it waited for the trace to end"
+    while hot._ended < 1:  # or it measures while the next test compiles
+        time.sleep(0.01)
 
 
 def test_blocks_are_compiled_within_capture_only(tower: Tower) -> None:

@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _MOST_COUNTED = 1024
 _REPEATS = 5
 _GAIN = 1.05
+_MOMENT = 0.001
 
 Forward = Callable[[Tensor, Metadata], Tensor]
 
@@ -42,7 +43,10 @@ class HotShapes:
         self._asked: set[Capacity] = set()
         self._ready: dict[Capacity, Forward] = {}
         self._work: SimpleQueue[tuple[Tensor, Metadata]] = SimpleQueue()
+        self._begun = self._ended = 0
+        """Compilations; while there are more of the former, the other thread may trace."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * most)  # noqa: SLF001
+        torch._dynamo.config.error_on_nested_fx_trace = False  # noqa: SLF001 - what is compiled runs eagerly meanwhile
         Thread(target=self._compile_all, name="compiling", daemon=True).start()
 
     @property
@@ -53,10 +57,25 @@ class HotShapes:
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """As `Tower.forward`, compiled if this shape is hot; never waits for a compilation."""
         shape = metadata.capacity
-        if compiled := self._ready.get(shape):
-            return compiled(pixels, metadata)
-        self._count(shape, pixels, metadata)
-        return self._tower.forward(pixels, metadata)
+        compiled = self._ready.get(shape)
+        if compiled is None:
+            self._count(shape, pixels, metadata)
+        return self._undisturbed(compiled or self._tower.forward, pixels, metadata)
+
+    def _undisturbed(self, forward: Forward, pixels: Tensor, metadata: Metadata) -> Tensor:
+        """The forward, again if the other thread got in its way.
+
+        torch.fx traces by redirecting the calls of all modules in all threads, and for moments refuses those that it
+        does not trace, with a NameError.
+        """
+        while True:
+            ended = self._ended
+            try:
+                return forward(pixels, metadata)
+            except NameError:
+                if self._begun == ended:
+                    raise
+                time.sleep(_MOMENT)
 
     def _count(self, shape: Capacity, pixels: Tensor, metadata: Metadata) -> None:
         if shape in self._asked or len(self._asked) >= self._most:
@@ -71,10 +90,13 @@ class HotShapes:
     def _compile_all(self) -> None:
         while True:
             pixels, metadata = self._work.get()
+            self._begun += 1
             try:
                 self._compile(pixels, metadata)
             except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager goes on
                 _log.warning("no compiled forward for %s: %s", metadata.capacity, str(error).partition("\n")[0])
+            finally:
+                self._ended += 1
 
     @torch.inference_mode()
     def _compile(self, pixels: Tensor, metadata: Metadata) -> None:
