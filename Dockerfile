@@ -2,7 +2,7 @@
 #
 #   docker build -t vitwire:0.1.0 .
 #   docker build -t vitwire:0.1.0 --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .   # CPU only
-#   docker build -t vitwire:0.1.0 --build-arg EXTRAS=server,flash .   # with flash attention 4, for Hopper and newer
+#   docker build -t vitwire:0.1.0 --build-arg EXTRAS=server,flash .   # with flash attention 4, CUDA 13
 #   docker run --read-only --tmpfs /tmp -v "$PWD/model:/models:ro" -e VITWIRE_MODEL=/models -p 50051:50051 vitwire:0.1.0
 #
 # Both images need Python >= 3.11 at the same path, the builder with venv; pass digests for a reproducible build.

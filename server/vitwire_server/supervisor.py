@@ -158,7 +158,7 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
             for child in children:
                 child.send(signal.SIGTERM)
 
-    on_signals(stop, insist)
+    on_signals(lambda: insist() if stopping.is_set() else stop(), insist)  # it may be stopping by itself
     keeping = [asyncio.create_task(child.keep(stopping)) for child in children]
     try:
         return int(not all(await asyncio.gather(*keeping)))

@@ -1,5 +1,7 @@
 """Blocks whose forward is ours against the stock ones; `make kernel-test` runs them on a CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.runtime.attention import Choice, Loaded, choose
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.fusion import fuse
+from vitwire_server.runtime.fusion import Block, Layout, fuse
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Simulated
 from vitwire_server.runtime.lanes import CudaLanes, HostLanes
 from vitwire_server.runtime.staging import Stager
@@ -62,6 +64,36 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
     for captured in (False, True):
         for own, expected in zip(rows(captured=captured), stock, strict=True):
             assert distance(own, expected) <= max(1e-5, 2 * torch.finfo(tower.dtype).eps)
+
+
+@torch.inference_mode()
+def test_a_backend_that_is_wrong_in_one_band_is_not_fused(tower: PackedTower, attention: Choice) -> None:
+    right = attention.at(1)
+    wrong = Loaded("varlen", lambda q, *_: torch.full_like(q, torch.nan))
+    for bands in ((wrong, right, right), (right, wrong, right), (right, right, wrong)):
+        assert fuse(tower.blocks, Choice(bands, "to be tested")) == 0
+
+
+@torch.inference_mode()
+def test_a_fused_block_contains_what_its_backend_spreads(
+    tower: PackedTower, attention: Choice, device: torch.device
+) -> None:
+    right = attention.at(1)
+
+    def spreading(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """As flash attention: rows of other segments count as 0, but they count."""
+        return right.attend(q, k, v, *rest) + 0 * v.sum(0)
+
+    ends = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
+    for name, contained in (("fa4", True), ("varlen", False)):
+        stock: Any = tower.blocks[0]
+        block = Block(stock, Choice.only(Loaded(name, spreading), ""), Layout(), first=True)
+        rows = torch.zeros(32, stock.attn.qkv.in_features, dtype=tower.dtype, device=device)
+        rows[:16] = torch.nan
+        angles = torch.zeros(32, tower.heads[1], device=device)
+        out = block(rows, ends, (angles.cos(), angles.sin()), 16)
+        assert out[:16].isnan().all()
+        assert bool(out[16:].isfinite().all()) is contained
 
 
 def test_blocks_of_another_form_are_left_alone(attention: Choice) -> None:

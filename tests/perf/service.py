@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import cpu_count, kill
 from pathlib import Path
@@ -34,7 +35,17 @@ CLIENT = (sys.executable, "-c", "from vitwire.cli import main; main()", "bench")
 READY_SECONDS = 300
 TINY = (2, 128)
 """Layers and columns of what is served to show that it runs."""
+LEAD = 4.0
+"""Seconds that clients are given to start, and go on after the measurement."""
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Images of so many pixels a side, one a request, and how many requests are in flight together."""
+
+    side: int
+    in_flight: int
 
 
 def main() -> None:
@@ -46,8 +57,8 @@ def main() -> None:
         for devices in options.devices:
             with supervising(Path(folder), devices, *options.flags.split()) as (supervisor, children):
                 rows += [
-                    _measured(devices, children, side, clients, in_flight, options.seconds)
-                    for side, in_flight in zip(options.sizes, options.in_flight, strict=True)
+                    _measured(devices, children, load, clients, options.seconds)
+                    for load in options.loads
                     for clients in options.clients
                 ]
                 if options.kill and len(children) > 1:
@@ -59,27 +70,27 @@ def main() -> None:
     print(json.dumps(document))
 
 
-def _measured(
-    devices: str, children: Mapping[str, ServerProcess], side: int, clients: int, in_flight: int, seconds: float
-) -> Row:
-    """Figures of one load; latencies are the median client's, and the worst one's at 99 %."""
-    before = _computed(children)
-    with _load(children, side, clients, in_flight, seconds) as running:
+def _measured(devices: str, children: Mapping[str, ServerProcess], load: Load, clients: int, seconds: float) -> Row:
+    """Figures of one load once it is under way; latencies are the median client's, and the worst one's at 99 %."""
+    with _clients(children, load, clients, LEAD + seconds + LEAD) as running:
+        time.sleep(LEAD)
+        began, before = time.perf_counter(), _counted(children)
+        time.sleep(seconds)
+        spent, after = time.perf_counter() - began, _counted(children)
         documents = [json.loads(client.communicate()[0].splitlines()[-1]) for client in running]
-    busy = (_computed(children) - before) / len(set(devices.split(","))) / seconds
-    tokens = sum(each["tokens_per_second"] for each in documents)
+    items, tokens, busy = ((now - then) / spent for now, then in zip(after, before, strict=True))
     latencies = [each["latency_ms"] for each in documents]
     return {
         "devices": devices,
-        "side": side,
+        "side": load.side,
+        "in_flight": load.in_flight,
         "clients": clients,
-        "in_flight": max(1, in_flight // clients) * clients,
-        "images_per_second": round(sum(each["items_per_second"] for each in documents), 1),
+        "images_per_second": round(items, 1),
         "tokens_per_second": round(tokens),
         "p50_ms": sorted(each.get("p50", 0.0) for each in latencies)[clients // 2],
         "p99_ms": max(each.get("p99", 0.0) for each in latencies),
-        "device_busy": round(busy, 3),
-        "errors": dict(sum((Counter(each["errors"]) for each in documents), Counter())),
+        "busy": round(busy / len(children), 3),
+        "errors": _errors(documents),
     }
 
 
@@ -87,35 +98,36 @@ def _killed(
     devices: str, supervisor: ServerProcess, children: Mapping[str, ServerProcess], options: argparse.Namespace
 ) -> Row:
     """One process is killed under load: what clients were told, and when its successor was ready."""
-    side, clients, in_flight = options.sizes[0], options.clients[-1], options.in_flight[0]
-    pid = supervisor.process.pid
+    load, clients, pid = options.loads[0], options.clients[-1], supervisor.process.pid
     first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-    with _load(children, side, clients, in_flight, options.seconds) as running:
-        time.sleep(options.seconds / 2)
+    with _clients(children, load, clients, LEAD + options.seconds) as running:
+        time.sleep(LEAD)
         kill(first, signal.SIGKILL)
-        died = time.monotonic()
+        died = time.perf_counter()
         label = supervisor.wait_for(r"(\S+) ended unexpectedly with SIGKILL")[1]
+        supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}", READY_SECONDS)
+        back = time.perf_counter() - died
         documents = [json.loads(client.communicate()[0].splitlines()[-1]) for client in running]
-    supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}", READY_SECONDS)
     return {
         "devices": devices,
-        "side": side,
+        "side": load.side,
+        "in_flight": load.in_flight,
         "clients": clients,
         "killed": label,
         "requests": sum(each["requests"] for each in documents),
-        "errors": dict(sum((Counter(each["errors"]) for each in documents), Counter())),
-        "ready_again_seconds": round(time.monotonic() - died, 1),
+        "errors": _errors(documents),
+        "ready_again_seconds": round(back, 1),
     }
 
 
 @contextmanager
-def _load(
-    children: Mapping[str, ServerProcess], side: int, clients: int, in_flight: int, seconds: float
+def _clients(
+    children: Mapping[str, ServerProcess], load: Load, clients: int, seconds: float
 ) -> Iterator[Sequence[subprocess.Popen[str]]]:
-    """Client processes with `in_flight` requests among them."""
+    """Client processes that share the load; they end with the block, by force if need be."""
     target = "ipv4:" + ",".join(child.target for child in children.values())
-    words = ("--target", target, "--size", f"{side}x{side}", "--seconds", str(seconds))
-    own = ("--concurrency", str(max(1, in_flight // clients)))
+    words = ("--target", target, "--size", f"{load.side}x{load.side}", "--seconds", str(seconds))
+    own = ("--concurrency", str(max(1, load.in_flight // clients)))
     running = [subprocess.Popen((*CLIENT, *words, *own), stdout=subprocess.PIPE, text=True) for _ in range(clients)]
     try:
         yield running
@@ -125,9 +137,21 @@ def _load(
             client.wait()
 
 
-def _computed(children: Mapping[str, ServerProcess]) -> float:
-    """Seconds that the devices have computed."""
-    return sum(child.metric("vitwire_stage_seconds_sum", stage="execute") for child in children.values())
+def _counted(children: Mapping[str, ServerProcess]) -> tuple[float, float, float]:
+    """Items, their tokens, and seconds of computing, of all processes since their start."""
+    items = sum(child.metric("vitwire_items_total") for child in children.values())
+    tokens = sum(child.metric("vitwire_tokens_total", kind="real") for child in children.values())
+    computed = sum(child.metric("vitwire_stage_seconds_sum", stage="execute") for child in children.values())
+    return items, tokens, computed
+
+
+def _errors(documents: Sequence[Row]) -> dict[str, int]:
+    return dict(sum((Counter(each["errors"]) for each in documents), Counter()))
+
+
+def _pair(text: str) -> Load:
+    side, _, in_flight = text.partition(":")
+    return Load(int(side), int(in_flight))
 
 
 def _show(rows: Sequence[Row]) -> None:
@@ -158,8 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("service-bench", description=__doc__)
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="setups, each with a process per device named")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4], help="client processes")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[224, 448, 1024], help="sides of images, pixels")
-    parser.add_argument("--in-flight", nargs="+", type=int, default=[64, 32, 16], help="requests, for each size")
+    loads = [Load(224, 64), Load(448, 32), Load(1024, 16)]
+    parser.add_argument("--loads", nargs="+", type=_pair, default=loads, help="SIDE:REQUESTS in flight, such as 224:64")
     parser.add_argument("--seconds", type=float, default=6.0, help="how long each load lasts")
     parser.add_argument("--tower", choices=PUBLISHED, default="Qwen3-VL-8B")
     parser.add_argument("--tiny", action="store_true", help="a tower of the same shape, but small")

@@ -71,6 +71,11 @@ class Choice:
         """The name that transformers knows it by."""
         return f"vitwire_flash_{self.name}"
 
+    @property
+    def lengths(self) -> list[int]:
+        """A length for each backend, at which it is what attends."""
+        return list({one.name: max(segments) for one, (_, segments) in zip(self.bands, _BANDS, strict=True)}.values())
+
     def at(self, longest: int) -> Loaded:
         """What attends where the longest segment has room for so many patches."""
         return next(one for one, (most, _) in zip(self.bands, _BANDS, strict=True) if longest <= most)
@@ -109,7 +114,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head
 def _loaded(backend: Backend, *, quiet: bool) -> Loaded | None:
     try:
         return Loaded(backend.name, backend.load())
-    except (ImportError, ValueError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - packages of others may fail in any way while they are imported
         _log.log(logging.DEBUG if quiet else logging.ERROR, "attention: %s is not there: %s", backend.name, error)
         return None
 
@@ -157,13 +162,13 @@ class _Sample:
     def seconds(self, one: Loaded) -> float | None:
         """What one call takes; None if the backend fails or is wrong, which is logged."""
         q = self.rows[0]
-        run = partial(one.attend, *self.rows, self.boundaries, self.longest, q.shape[-1] ** -0.5)
+        run = partial(Choice.only(one, "").attend, *self.rows, self.boundaries, self.longest, q.shape[-1] ** -0.5)
         try:
             error = float((run().float() - self.expected).norm() / self.expected.norm())
             if error <= 4 * torch.finfo(q.dtype).eps:
                 return _seconds(run, q.device, syncs=BACKENDS[one.name].syncs)
             _log.warning("attention: %s is off by %.1e, not used", one.name, error)
-        except (RuntimeError, TypeError, ValueError, AssertionError) as failure:  # as others' kernels refuse a device
+        except Exception as failure:  # noqa: BLE001 - others' kernels, and their compilers, may fail in any way
             _log.warning("attention: %s failed: %s", one.name, str(failure).partition("\n")[0])
         return None
 

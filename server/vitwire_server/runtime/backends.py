@@ -39,7 +39,7 @@ class Backend:
 
 
 def _opaque(name: str, attend: Attend) -> Attend:
-    """`attend`, which torch.compile does not look into: it cannot trace loops over boundaries, nor our kernels."""
+    """`attend`, which torch.compile does not look into: it cannot trace loops over boundaries."""
     operator = torch.library.custom_op(f"vitwire::{name}", attend, mutates_args=())
     operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
 

@@ -1,8 +1,8 @@
 """Blocks of a tower in eight launches instead of thirty: our kernels around the matrix products.
 
 transformers writes a block as some thirty operations, most of which only move rows. Blocks of the usual
-form, norm -> attention -> add -> norm -> MLP -> add, are replaced by the same arithmetic, rounded at the same
-places, and each is compared with the stock block before it is used.
+form, norm -> attention -> add -> norm -> MLP -> add, are replaced by the same arithmetic, rounded at most as often,
+and each is compared with the stock block before it is used.
 """
 
 import logging
@@ -21,8 +21,6 @@ from vitwire_server.runtime.kernels.rotary import rotate
 
 _log = logging.getLogger(__name__)
 _SEGMENTS = (48, 16)
-_LONGEST = (64, 1024, 4096)
-"""What the longest segment is said to have room for, so that each backend of a choice attends once."""
 _ROUNDINGS = 4
 """Units in the last place, in norm, that a block's own roundings may differ by."""
 _LEAST = 1e-5
@@ -38,7 +36,7 @@ class NotFusable(Exception):
 
 
 class Mlp(Protocol):
-    """`(rows, hidden)` to `(rows, hidden)`."""
+    """Adds to the residual stream what it makes of normed rows, both `(rows, hidden)`."""
 
     last: nn.Linear
     """Its last layer. Its bias is in the residual already when the MLP is called."""
@@ -161,13 +159,13 @@ def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
     for stock in blocks:
         try:
             block = Block(stock, attention, layout, first=not fused)
-            off = max(_difference(stock, block, longest) for longest in _LONGEST)
+            offs = [_difference(stock, block, longest) for longest in attention.lengths]
         except NotFusable as error:
             _log.info("blocks of %s are not fused: %s", type(stock).__name__, error)
             return fused
         limit = max(_LEAST, _ROUNDINGS * torch.finfo(next(stock.parameters()).dtype).eps)
-        if not off <= limit:
-            _log.warning("a fused %s is off by %.1e, not used", type(stock).__name__, off)
+        if not all(off <= limit for off in offs):  # NaN is no less than anything
+            _log.warning("a fused %s is off by %s, not used", type(stock).__name__, offs)
             return fused
         stock.forward = block.__call__
         fused += 1

@@ -15,6 +15,7 @@ def contain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     Heads must lie one after the other in a row; rows may lie apart. Both results are new and contiguous.
     """
     rows, heads, head_dim = k.shape
+    assert k.stride(1) == v.stride(1) == head_dim
     keys, values = (torch.empty((rows, heads, head_dim), dtype=each.dtype, device=each.device) for each in (k, v))
     _contain[(rows,)](
         k,
