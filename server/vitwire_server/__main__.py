@@ -84,8 +84,8 @@ def _leave_threads(code: int) -> None:
     import threading  # noqa: PLC0415 - as above
 
     if any(thread.name in ("loading", "engine", "compiling") for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before the start
+            stream.flush()
         os._exit(code)
 
 

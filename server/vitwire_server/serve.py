@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -63,7 +64,7 @@ async def serve(settings: ServeSettings) -> int:
     if pages:
         pages.start()
     metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
-    print(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", flush=True)
+    _tell(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}")
     try:
         return await _until_stopped(settings, metrics, service, Life(health, rpc), trace, stopping)
     finally:
@@ -137,7 +138,7 @@ async def _until_stopped(
     engine.start()
     service.serving = _serving(settings, metrics, assembly, scheduler, trace)
     await life.become(State.SERVING)
-    print(f"ready: {assembly.card.model_type} {assembly.card.model_id} on {assembly.card.device}", flush=True)
+    _tell(f"ready: {assembly.card.model_type} {assembly.card.model_id} on {assembly.card.device}")
     watching = asyncio.create_task(life.watch(scheduler, settings.wedge_seconds))
     await _first(stopping.wait(), engine.ended.wait())
     watching.cancel()
@@ -188,6 +189,15 @@ def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:
 
     Thread(target=run, name="loading", daemon=True).start()
     return future
+
+
+def _tell(line: str) -> None:
+    """A line on stdout, for whoever started this and may have read enough."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        _log.warning("nobody reads stdout any more: %s", error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:

@@ -1,6 +1,7 @@
 """The server process: health, reflection, start, drain, exit codes."""
 
 import json
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conftest import Checkpoints
 from servers import ServerProcess, serving
-from vitwire import Client, EncodeFailed, Item
+from vitwire import Client, EncodeFailed, Item, Unavailable
 
 GRPCURL = Path(sys.executable).with_name("grpcurl")
 SERVICE = "vitwire.v1.EncoderService"
@@ -217,10 +218,11 @@ class TestExit:
         assert "Traceback" not in error
 
     def test_port_taken(self, server: ServerProcess, checkpoints: Checkpoints) -> None:
-        flags = ["--port", str(server.port), "--metrics-port", "0"]
-        code, error = run("serve", "--model", str(checkpoints("qwen2_vl")), *flags)
-        assert code == 1
-        assert f"cannot listen on 127.0.0.1:{server.port}" in error
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            flags = ["--host", host, "--port", str(server.port), "--metrics-port", "0"]
+            code, error = run("serve", "--model", str(checkpoints("qwen2_vl")), *flags)
+            assert code == 1
+            assert f"cannot listen on {host}:{server.port}: [Errno 98] Address already in use" in error
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             held.listen()
@@ -234,6 +236,48 @@ def test_unix_socket(checkpoints: Checkpoints, tmp_path: Path) -> None:
     path = tmp_path / "vitwire.sock"
     with serving(checkpoints("qwen2_vl"), "--unix-socket", str(path)), Client(f"unix:{path}") as client:
         assert client.health() == "SERVING"
+        flags = ("--port", "0", "--metrics-port", "0", "--unix-socket", str(path))
+        code, error = run("serve", "--model", str(checkpoints("qwen2_vl")), *flags)
+        assert (code, f"cannot listen on {path}: [Errno 98] a server listens there" in error) == (1, True)
+        assert client.health() == "SERVING"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    with serving(checkpoints("qwen2_vl"), "--unix-socket", str(path)), Client(f"unix:{path}") as client:
+        assert client.health() == "SERVING", "nobody listened there"
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["from the start", "after the first line"])
+def test_stdout_may_be_closed(checkpoints: Checkpoints, *, closed: bool, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "vitwire_server", "serve", "--model", str(checkpoints("qwen2_vl"))]
+    flags = ["--port", str(port), "--metrics-port", "0", "--lame-duck-seconds", "0"]
+    shell = f"exec {shlex.join([*words, *flags])} {'>&-' if closed else ''}"
+    with (tmp_path / "log").open("wb+") as log:
+        process = subprocess.Popen(shell, shell=True, stdout=subprocess.PIPE, stderr=log)
+        assert process.stdout
+        assert closed or process.stdout.readline().startswith(b"listening on")
+        process.stdout.close()
+        try:
+            with Client(f"127.0.0.1:{port}") as client:
+                deadline = time.monotonic() + 60
+                while not is_serving(client):
+                    assert process.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+        finally:
+            process.terminate()
+        assert process.wait(60) == 0
+        log.seek(0)
+        assert b"Traceback" not in log.read()
+
+
+def is_serving(client: Client) -> bool:
+    try:
+        return client.health() == "SERVING"
+    except Unavailable:
+        return False
 
 
 def test_reflection_can_be_closed(checkpoints: Checkpoints) -> None:

@@ -97,6 +97,7 @@ class MetricsServer:
         class Server(ThreadingHTTPServer):
             address_family = AF_INET6 if ":" in host else AF_INET
             daemon_threads = True
+            request_queue_size = 128
 
             def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class calls it so
                 """A scraper that went away is not worth a traceback."""

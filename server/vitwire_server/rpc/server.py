@@ -13,6 +13,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from vitwire_server.observe.tracing import Tracer
+from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_taken
 from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.principals import Gate
 from vitwire_server.rpc.service import SERVICE, EncoderService, handlers
@@ -117,13 +118,15 @@ class RpcServer:
         await self.set_ready(ready=False)
         await self.set_alive(alive=True)
         try:
+            raise_if_port_taken(listen.host, listen.port)
             port = self._open(f"{bracketed(listen.host)}:{listen.port}")
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
         try:
             if listen.unix_socket:
+                raise_if_socket_taken(listen.unix_socket)
                 self._server.add_insecure_port(f"unix:{listen.unix_socket}")
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise OSError(f"cannot listen on {listen.unix_socket}: {error}") from error
         await self._server.start()
         return port
