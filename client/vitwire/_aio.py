@@ -94,7 +94,8 @@ class AsyncClient:
         """
         asked = dict(enumerate(items))
         errors: list[VitwireError] = []
-        results = self._results(asked, self._deadline(timeout), Options.of(output_type, priority))
+        options = Options.of(output_type, priority, stream=return_exceptions)
+        results = self._results(asked, self._deadline(timeout), options)
         async with aclosing(results):
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:

@@ -97,12 +97,17 @@ class Client:
         """Yield `(position, embedding)` of each item once it is ready; leaving the loop cancels the rest.
 
         An item that failed does not stop the others: its error is raised after all of them were yielded,
-        the first one's if there are several; with `return_exceptions` it is yielded in the embedding's
-        place instead. What ends the whole request is raised at once. The other arguments are `encode`'s.
+        the first one's if there are several. What ends the whole request is raised at once: without
+        `return_exceptions` a request of up to 4 MiB is one message, which a single item that the server finds
+        invalid refuses as a whole (InvalidItem names it). The other arguments are `encode`'s.
+
+        return_exceptions: yield an item's error in the embedding's place; the request is a stream, however small,
+            so that invalid items fail alone too.
         """
         asked = dict(enumerate(items))
         errors: list[VitwireError] = []
-        for index, result in self._results(asked, self._deadline(timeout), Options.of(output_type, priority)):
+        options = Options.of(output_type, priority, stream=return_exceptions)
+        for index, result in self._results(asked, self._deadline(timeout), options):
             if isinstance(result, VitwireError) and not return_exceptions:
                 errors.append(result)
             else:

@@ -42,17 +42,19 @@ class Options:
 
     output_type: "pb.DataType.ValueType"
     priority: "pb.Priority.ValueType"
+    stream: bool = False
+    """However small: an item that the server finds invalid ends one message as a whole, but no stream."""
 
     @classmethod
-    def of(cls, output_type: DType | None, priority: Priority) -> "Options":
+    def of(cls, output_type: DType | None, priority: Priority, *, stream: bool = False) -> "Options":
         """Raises ValueError for a name that is not known."""
         if priority not in _PRIORITIES:
             raise ValueError(f"priority is one of {', '.join(_PRIORITIES)}, not {priority!r}")
         if output_type is None:
-            return cls(pb.DATA_TYPE_UNSPECIFIED, _PRIORITIES[priority])
+            return cls(pb.DATA_TYPE_UNSPECIFIED, _PRIORITIES[priority], stream)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type is one of {', '.join(OUTPUT_TYPES)}, not {output_type!r}")
-        return cls(OUTPUT_TYPES[output_type], _PRIORITIES[priority])
+        return cls(OUTPUT_TYPES[output_type], _PRIORITIES[priority], stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Part:
     @property
     def one_message(self) -> bool:
         """Whether the items travel in one message rather than as a stream."""
+        if self.options.stream:
+            return False
         most_items = self.limits.items_per_request or len(self.items)
         most_bytes = min(ONE_MESSAGE_BYTES, self.limits.request_bytes or ONE_MESSAGE_BYTES)
         sizes = (item.size + item.message.ByteSize() + _FRAMING_BYTES for item in self.items)

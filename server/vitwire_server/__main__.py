@@ -52,7 +52,8 @@ def _serve(words: list[str]) -> int:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
     from vitwire.allocator import tune  # noqa: PLC0415 - as above
-    from vitwire_server.settings import UsageError, resolve  # noqa: PLC0415 - as above
+    from vitwire_server.resolving import resolve  # noqa: PLC0415 - each command loads only what it needs
+    from vitwire_server.settings import UsageError  # noqa: PLC0415 - as above
 
     try:
         settings = resolve(words)

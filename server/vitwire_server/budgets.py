@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil, sqrt
 from pathlib import Path
 from typing import TextIO
 
@@ -90,8 +91,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _judge(trace: Sequence[Footprint], sizes: Sequence[int], options: argparse.Namespace) -> tuple[Score, Score]:
     """Our planner on `sizes` and the reference on powers of two, over queues of the depth asked for."""
-    ladder = _ladder(sizes, options)
-    doubling = _ladder(powers_of_two(options.max_budget_tokens), options)
+    merge = ceil(sqrt(max(footprint.longest / footprint.tokens for footprint in trace)))
+    ladder = _ladder(sizes, merge, options)
+    doubling = _ladder(powers_of_two(options.max_budget_tokens), merge, options)
     limits = Bounds(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
     planner = Planner(ladder, limits, without_graph=Fallback.GRAPHS_OFF)
     ours, theirs = Score(), Score()
@@ -109,9 +111,10 @@ def _judge(trace: Sequence[Footprint], sizes: Sequence[int], options: argparse.N
     return ours, theirs
 
 
-def _ladder(sizes: Iterable[int], options: argparse.Namespace) -> Ladder:
-    bounds = {"merge": options.merge_size, "max_items": options.max_items_per_batch, "max_frames": _FRAMES}
-    return Ladder(tuple(budget(size, **bounds) for size in sizes))
+def _ladder(sizes: Iterable[int], merge: int, options: argparse.Namespace) -> Ladder:
+    """Budgets that hold an item's segments and crops wherever they hold its tokens."""
+    bounds = {"merge": max(merge, options.merge_size), "max_items": options.max_items_per_batch, "max_frames": _FRAMES}
+    return Ladder(tuple(replace(budget(size, **bounds), max_crops=size) for size in sizes))
 
 
 def _write(plans: TextIO, number: int, plan: Plan) -> None:
@@ -156,7 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("vitwire-server budgets", description=__doc__)
     add = parser.add_argument
     add("--trace", type=Path, required=True, help="recorded sizes to fit the ladder to (JSON lines)")
-    add("--merge-size", type=_positive, default=2, help="side of the squares of patches that make a token")
+    add(
+        "--merge-size",
+        type=_positive,
+        default=2,
+        help="side of the squares of patches that make a token, for lines without footprint",
+    )
     add("--count", type=_positive, default=24, help="budgets at most")
     add("--max-budget-tokens", type=_positive, default=4096, help="tokens of the largest budget")
     add("--max-items-per-batch", type=_positive, default=64, help="items that share one forward")

@@ -154,6 +154,8 @@ def _compiles(setting: str, tower: Tower) -> bool:
 def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
     """The budgets asked for, or inferred ones as far as `--graph-memory` goes."""
     if mode == "off":
+        if settings.budgets != "auto":
+            _log.warning("--budgets %s is not used: there are no graphs on %s", settings.budgets, tower.device)
         return Ladder()
     sizes = settings.budget_sizes
     if sizes is None:

@@ -5,20 +5,16 @@ beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the d
 """
 
 import json
-import os
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
-    CliApp,
     CliImplicitFlag,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -258,42 +254,6 @@ class ServeSettings(BaseSettings):
         return (*sources, TomlConfigSettingsSource(settings_cls, cls.toml)) if cls.toml else sources
 
 
-def resolve(arguments: Sequence[str]) -> ServeSettings:
-    """Settings from flags, environment and TOML. Raises UsageError; `--help` exits."""
-    flags, config = _config(list(arguments))
-    try:
-        source = type("ServeSettings", (ServeSettings,), {"toml": config}) if config else ServeSettings
-        return CliApp.run(source, cli_args=flags)
-    except ValidationError as error:
-        raise UsageError("; ".join(map(_told, error.errors()))) from error
-    except (SettingsError, ValueError, RecursionError) as error:
-        raise UsageError(f"{config or 'settings'}: {error}") from error
-
-
-def _config(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """Flags without `--config FILE`, and the file. Raises UsageError."""
-    named = os.environ.get(f"{PREFIX}CONFIG")
-    rest: list[str] = []
-    flags = iter(arguments)
-    for flag in flags:
-        if flag == "--config" or flag.startswith("--config="):
-            named = flag.partition("=")[2] or next(flags, "")
-        else:
-            rest.append(flag)
-    if not named:
-        return rest, None
-    if not Path(named).is_file():
-        raise UsageError(f"--config {named}: no such file")
-    return rest, Path(named)
-
-
-def _told(error: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, a TypedDict of another package
-    field = "-".join(map(str, error["loc"])).replace("_", "-")
-    given = "" if error["type"] == "missing" else f" (got {error['input']!r})" if field else ""
-    told = str(error["msg"]).removeprefix("Value error, ")
-    return f"--{field}: {told}{given}" if field else told
-
-
 def _ladder(path: Path) -> str:
     try:
         return ",".join(map(str, json.loads(path.read_text(encoding="utf-8"))["budgets"]))
@@ -302,12 +262,14 @@ def _ladder(path: Path) -> str:
 
 
 def _sizes(text: str) -> list[int]:
+    told = "no such file, and neither auto nor a list of token counts such as 64,256,1024"
     with suppress(OSError):  # a long list is no path
-        text = _ladder(Path(text)) if Path(text).is_file() else text
+        if Path(text).is_file():
+            text, told = _ladder(Path(text)), "the file holds no ladder of token counts"
     try:
         sizes = sorted({int(size) for size in text.strip("[]").split(",")})
     except ValueError:
-        raise ValueError("is neither auto nor a list of token counts such as 64,256,1024") from None
+        raise ValueError(told) from None
     if sizes[0] < 1:
         raise ValueError("a budget has at least 1 token")
     return sizes

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from conftest import Checkpoints
 from reference import TOLERANCE, error
 from servers import ServerProcess, serving
-from vitwire import Client
+from vitwire import Client, Embedding, InvalidItem, Item
 
 VITWIRE = Path(sys.executable).with_name("vitwire")
 HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
@@ -68,3 +68,31 @@ def test_mistakes_are_told_in_a_line(server: ServerProcess, words: list[str], to
     assert done.returncode == 1
     assert told in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_broken_file_does_not_lose_the_others(server: ServerProcess, tmp_path: Path) -> None:
+    out = tmp_path / "rows.safetensors"
+    done = vitwire("encode", HOPPER, __file__, COFFEE, "--target", server.target, "--out", out)
+    assert done.returncode == 1
+    assert "test_cli.py" in done.stderr
+    assert list(load_file(out)) == ["coffee.png", "grace_hopper.jpg"]
+
+
+def test_an_item_that_the_service_finds_invalid_fails_alone(server: ServerProcess) -> None:
+    """As `encode` asks for it: the request is a stream, though one message would hold it."""
+    good, odd = (Item(np.zeros((2 * height, 3 * 2 * 14 * 14), np.float32), (1, height, 2)) for height in (4, 3))
+    with Client(server.target) as client:
+        with pytest.raises(InvalidItem):
+            list(client.iter_encode([good, odd]))
+        results = dict(client.iter_encode([good, odd], return_exceptions=True))
+    assert isinstance(results[0], Embedding)
+    assert isinstance(results[1], InvalidItem)
+
+
+def test_bench_with_a_plot(server: ServerProcess, tmp_path: Path) -> None:
+    plot = tmp_path / "latency.svg"
+    sizes = ("--size", "56x56", "--size", "112x56")
+    done = vitwire("bench", *sizes, "--requests", "4", "--target", server.target, "--plot", plot)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["items"] == 4
+    assert plot.read_text().startswith("<?xml")

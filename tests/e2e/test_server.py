@@ -281,8 +281,9 @@ def is_serving(client: Client) -> bool:
 
 
 def test_reflection_can_be_closed(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen2_vl"), "--no-reflection", "--log-format", "json") as process:
+    with serving(checkpoints("qwen2_vl"), "--no-reflection", "--log-format", "json", "--budgets", "16") as process:
         words = [GRPCURL, "-plaintext", process.target, "list"]
         assert subprocess.run(words, capture_output=True, check=False).returncode != 0
         lines = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
         assert any(line["message"].startswith("loaded ") for line in lines)
+        assert any(line["message"] == "--budgets 16 is not used: there are no graphs on cpu" for line in lines)

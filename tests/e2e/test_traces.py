@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from conftest import Checkpoints
 from servers import serving
@@ -51,6 +52,23 @@ def test_recorded_sizes_fit_a_ladder(checkpoints: Checkpoints, tmp_path: Path) -
     budgets = json.loads(done.stdout.splitlines()[-1])["budgets"]
     assert json.loads(ladder.read_text()) == {"budgets": budgets}
     assert 256 in budgets, "the tokens of the large image"
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "siglip2"])
+def test_tokens_that_are_not_quarters_of_patches_fit_a_ladder(
+    model_type: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with serving(checkpoints(model_type), "--record-trace", str(trace)) as server, Client(server.target) as client:
+        (photo,) = client.encode_images([np.zeros((192, 192, 3), np.uint8)])
+    tokens = photo.shape[0]
+    (line,) = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert line["items"][0]["footprint"]["tokens"] == tokens
+    done = run("budgets", "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert tokens in document["budgets"]
+    assert (document["padding"], document["eager"]) == (0.0, 0)
 
 
 def test_a_trace_that_cannot_be_written_is_told_at_once() -> None:

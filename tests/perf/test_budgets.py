@@ -7,6 +7,9 @@ import pytest
 
 from perf.sizes import trace
 from vitwire_server.budgets import main
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.scheduling.traces import TraceWriter
 
 PADDING = {1: 0.05, 4: 0.04, 16: 0.025, 64: 0.008}
 """Of computed tokens, by queue depth; the reference pads 30, 25, 18 and 11 % and more."""
@@ -58,6 +61,34 @@ def check_plans(plans: Path, judged: Path, depth: int, budgets: list[int], docum
     assert sorted(seen) == list(range(len(tokens)))
     assert len(batches) == document["launches"]
     assert 1 - sum(tokens) / computed == pytest.approx(document["padding"], abs=1e-5)
+
+
+@pytest.mark.parametrize("merge", [1, 3])
+def test_towers_of_another_merge_fit_their_budgets(
+    merge: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grids = [Grid(1, rows * merge, rows * merge) for rows in (4, 6, 10)]
+    sizes = [(grid, Footprint(grid.patches, grid.patches // merge**2, 1, grid.patches)) for grid in grids]
+    check_exact(sizes, tmp_path, capsys)
+
+
+def test_items_of_crops_fit_their_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [(Grid(1 + crops, 1, 1), Footprint(1, 169 + 81 * crops, 1 + crops, 2704, crops)) for crops in (0, 2, 6)]
+    check_exact(sizes, tmp_path, capsys)
+
+
+def check_exact(sizes: list[tuple[Grid, Footprint]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Recorded items of these sizes get budgets of their own, and no item is eager."""
+    path = tmp_path / "trace.jsonl"
+    writer = TraceWriter(path)
+    for grid, footprint in sizes:
+        pixels = Pixels(b"", DType.UINT8, (footprint.patches, 0))
+        writer.record([Item(Modality.IMAGE, grid, pixels, footprint, DType.UINT8)])
+    writer.close()
+    assert main(["--trace", str(path)]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {footprint.tokens for _, footprint in sizes} <= set(document["budgets"])
+    assert (document["padding"], document["launches"], document["eager"]) == (0.0, len(sizes), 0)
 
 
 def test_what_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str]) -> None:

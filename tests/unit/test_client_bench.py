@@ -51,6 +51,28 @@ def test_the_last_line_is_one_document(running: Running, tmp_path: Path) -> None
         assert drawn.size == (1400, 560)
 
 
+@pytest.mark.parametrize(("count", "turns"), [(1, [[80], [16], [24]]), (2, [[80, 16], [24, 80], [16, 24]])])
+def test_sizes_take_turns_over_requests(count: int, turns: list[list[int]]) -> None:
+    fake = Fake()
+    seen: list[list[int]] = []
+    sent: list[int] = []
+    encode = fake.Encode
+
+    def remembering(request, context):  # noqa: ANN001, ANN202
+        seen.append([item.pixels.shape[0] for item in request.items])
+        sent.append(sum(len(item.pixels.data) for item in request.items))
+        return encode(request, context)
+
+    fake.Encode = remembering  # type: ignore[method-assign]
+    sizes = ("--size", "16x16", "--size", "16x24")
+    with serving(fake) as service:
+        found = document(bench(service.target, *sizes, "--items", count, "--requests", 7, "--concurrency", 1))
+    assert seen == [*turns, *turns, *turns, turns[0]][: 3 + 7], "each one to warm up, then seven in turn"
+    assert isinstance(found["megabytes_per_second"], float)
+    assert isinstance(found["seconds"], float)
+    assert found["megabytes_per_second"] * found["seconds"] == pytest.approx(sum(sent[3:]) / 1e6, rel=0.1)
+
+
 def test_the_time_is_bounded_too(running: Running) -> None:
     found = document(bench(running.target, "--seconds", 0.3))
     assert isinstance(found["requests"], int)
@@ -145,8 +167,8 @@ def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered
 
 
 def test_percentiles_are_those_of_what_was_answered() -> None:
-    samples = [Sample(due=number, done=number + number / 1e3, tokens=5, paths=("graph",)) for number in range(101)]
-    found = Summary(10.0, [*samples, Sample(0.0, 99.0, error="INTERNAL")], 1_000_000).document()
+    samples = [Sample(number, number + number / 1e3, 1_000_000, 5, ("graph",)) for number in range(101)]
+    found = Summary(10.0, [*samples, Sample(0.0, 99.0, 1_000_000, error="INTERNAL")]).document()
     latency = found["latency_ms"]
     assert isinstance(latency, dict)
     assert [latency[name] for name in ("p50", "p90", "p95", "p99", "max")] == pytest.approx([50, 90, 95, 99, 100])
@@ -160,3 +182,44 @@ def test_sizes_that_are_none(running: Running) -> None:
         done = bench(running.target, "--size", size)
         assert done.exit_code == 2
         assert "WIDTHxHEIGHT" in done.stderr
+
+
+@pytest.mark.parametrize("rate", ["inf", "nan"])
+def test_a_rate_is_a_number(running: Running, rate: str) -> None:
+    done = bench(running.target, "--rate", rate, "--requests", 1)
+    assert done.exit_code == 2
+    assert "--rate" in done.stderr
+    assert running.fake.methods == []
+
+
+@pytest.mark.parametrize(
+    ("plot", "message"),
+    [("x.nonsense", "suffix"), ("x", "suffix"), ("nowhere/x.png", "no directory"), ("folder.png", "cannot be written")],
+)
+def test_a_plot_that_cannot_be_written_is_refused_before_the_load(
+    running: Running, tmp_path: Path, plot: str, message: str
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    done = bench(running.target, "--requests", 1, "--plot", tmp_path / plot)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert running.fake.methods == []
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_load(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    done = bench(running.target, "--requests", 1, "--plot", tmp_path / "x.png")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "vitwire: --plot needs matplotlib: pip install 'vitwire[plots]'\n"
+    assert running.fake.methods == []
+
+
+def test_figures_are_told_before_a_plot_fails(running: Running, tmp_path: Path) -> None:
+    plot = tmp_path / "x.png"
+    running.fake.before = lambda _: plot.mkdir(exist_ok=True)
+    done = bench(running.target, "--requests", 2, "--plot", plot)
+    assert done.exit_code == 1
+    assert json.loads(done.stdout.splitlines()[-1])["items"] == 2
+    assert str(plot) in done.stderr

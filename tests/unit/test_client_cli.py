@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from click.testing import Result
+from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2
 from PIL import Image
 from safetensors.numpy import load_file
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 from unit.test_client_fakes import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
 from vitwire.cli._output import unique_names
+from vitwire.v1 import encoder_pb2 as pb
 
 __all__ = ["running"]  # the fixture
 
@@ -89,7 +92,7 @@ def test_many_files_go_in_windows(running: Running, vitwire: Callable[..., Resul
     done = vitwire("encode", *files, "--json")
     assert done.exit_code == 0, done.output
     assert len(json.loads(done.stdout.splitlines()[-1])["items"]) == 20
-    assert running.fake.methods.count("Encode") == 2
+    assert running.fake.methods.count("EncodeStream") == 2
 
 
 @pytest.mark.parametrize(
@@ -97,8 +100,11 @@ def test_many_files_go_in_windows(running: Running, vitwire: Callable[..., Resul
     [
         (["a/cat.png", "dog.png"], "x.npy", "one embedding"),
         (["dog.png"], "nowhere/x.npy", "no directory"),
-        (["dog.png", "missing.png"], "x", "missing.png"),
-        (["dog.png", "text.png"], "x", "text.png"),
+        (["dog.png"], "x.safetensor", "neither"),
+        (["dog.png"], "text.png", "neither"),
+        (["dog.png"], "text", "no directory"),
+        (["missing.png"], "x", "missing.png"),
+        (["text.png"], "x", "text.png"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -110,13 +116,59 @@ def test_mistakes_are_one_line(
     out: str,
     message: str,
 ) -> None:
-    (tmp_path / "text.png").write_text("not an image")
+    for name in ("text.png", "text"):
+        (tmp_path / name).write_text("not an image")
     done = vitwire("encode", *(tmp_path / file for file in files), "--out", tmp_path / out)
     assert done.exit_code == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("vitwire: ")
     assert message in line
+
+
+def test_a_broken_file_does_not_lose_the_others(
+    vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path
+) -> None:
+    text, missing, out = tmp_path / "text.png", tmp_path / "missing.png", tmp_path / "all.safetensors"
+    text.write_text("not an image")
+    done = vitwire("encode", photos[0], text, photos[1], missing, "--out", out, "--json")
+    assert done.exit_code == 1
+    assert {name: rows.shape for name, rows in load_file(out).items()} == {"cat.png": (20, 12), "cat-2.png": (6, 12)}
+    first, second = done.stderr.splitlines()
+    assert str(text) in first
+    assert str(missing) in second
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [each["file"] for each in document["items"]] == [str(photos[0]), str(photos[1])]
+    assert [each["file"] for each in document["failed"]] == [str(text), str(missing)]
+
+
+def test_an_item_that_the_service_fails_does_not_lose_the_others(photos: list[Path], tmp_path: Path) -> None:
+    def bend(responses: Iterator[Any]) -> Iterator[Any]:
+        for response in responses:
+            if response.item != 1:
+                yield response
+            elif response.chunk.last:
+                yield pb.EncodeStreamResponse(item=1, error=Status(code=3, message="too large"))
+
+    with serving(Fake(bend=bend)) as service:
+        words = ["encode", *map(str, photos), "--out", str(tmp_path / "out"), "--target", service.target]
+        done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert done.stderr == f"vitwire: {photos[1]}: too large\n"
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["cat.png.npy", "dog.png.npy"]
+
+
+def test_the_case_of_a_suffix_does_not_count(
+    vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path
+) -> None:
+    assert vitwire("encode", photos[0], "--out", tmp_path / "all.SafeTensors").exit_code == 0
+    assert load_file(tmp_path / "all.SafeTensors")["cat.png"].shape == (20, 12)
+    assert vitwire("encode", photos[0], "--out", tmp_path / "one.NPY").exit_code == 0
+    assert np.load(tmp_path / "one.NPY").shape == (20, 12)
+    dotted = tmp_path / "rows.v2"
+    dotted.mkdir()
+    assert vitwire("encode", photos[0], "--out", dotted).exit_code == 0
+    assert [file.name for file in dotted.iterdir()] == ["cat.png.npy"]
 
 
 def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:

@@ -101,6 +101,11 @@ def test_what_the_server_takes_in_no_message_goes_as_a_stream() -> None:
         assert not part.one_message
 
 
+def test_a_request_may_be_a_stream_however_small() -> None:
+    (part,) = split({0: sized(1)}, Options.of(None, "batch", stream=True), 1, LIMITS)
+    assert not part.one_message
+
+
 def test_options_refuse_unknown_names() -> None:
     with pytest.raises(ValueError, match="output_type"):
         Options.of("uint8", "batch")  # type: ignore[arg-type]

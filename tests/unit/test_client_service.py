@@ -123,6 +123,7 @@ async def test_a_failed_item_does_not_stop_the_others(make: Call, running: Runni
         assert isinstance(results[1], NotCached)
         assert isinstance(results[3], EncodeFailed)
         assert results[3].item == 3
+        assert set(running.fake.methods[-spread:]) == {"EncodeStream"}, "where an invalid item fails alone too"
         with pytest.raises(NotCached):
             await client.encode(items)
 

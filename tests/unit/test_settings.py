@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from vitwire_server.settings import ServeSettings, UsageError, resolve
+from vitwire_server.resolving import resolve
+from vitwire_server.settings import ServeSettings, UsageError
 
 
 def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -31,6 +32,7 @@ def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.Monkey
         (["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"], "--device cpu and --devices cpu,cpu exclude"),
         (["--model", "m", "--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
         (["--model", "m", "--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
+        (["--model", "m", "--budgets", "nofile.json"], r"^--budgets: no such file, .*'nofile\.json'"),
         (["--model", "m", "--budgets", "0"], "--budgets: .*at least 1"),
         (["--model", "m", "--budgets", ",".join(map(str, range(4000, 4100)))], "budgets: 4099 is more"),
         (["--model", "m", "--budgets", "64,9999"], "budgets: 9999 is more than max_budget_tokens 4096"),
@@ -51,7 +53,8 @@ def test_a_wrong_setting_is_named(flags: list[str], told: str) -> None:
     ("content", "told"),
     [
         ("port = \n", r"vitwire\.toml"),
-        ("colour = 3\n", "colour"),
+        ("colour = 3\n", r"vitwire\.toml: no such key: colour$"),
+        ("max-queued-items = 3\n", "no such key: max-queued-items; keys have underscores: max_queued_items$"),
         ("budgets = [[1]]\n", r"--budgets: a list in TOML .*\[\[1\]\]"),
         ("port = " + "[" * 20000, r"vitwire\.toml: "),
         ("budgets = []\n", "--budgets: a list in TOML"),
@@ -80,6 +83,23 @@ def test_switches_are_booleans_in_a_file_and_words_elsewhere(monkeypatch: pytest
         monkeypatch.setenv(f"VITWIRE_{name}", value)
     settings = resolve(["--model", "m"])
     assert (settings.reflection, settings.channelz, settings.port, settings.drain_seconds) == (False, True, 1, 2.5)
+
+
+@pytest.mark.parametrize("name", ["METRICS", "REFLECTION", "CHANNELZ"])
+def test_a_variable_that_negates_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"VITWIRE_NO_{name}", "1")
+    with pytest.raises(UsageError, match=rf"^VITWIRE_NO_{name}: .*; set VITWIRE_{name}=off instead$"):
+        resolve(["--model", "m"])
+    monkeypatch.delenv(f"VITWIRE_NO_{name}")
+    monkeypatch.setenv(f"VITWIRE_{name}", "off")
+    assert getattr(resolve(["--model", "m"]), name.lower()) is False
+
+
+@pytest.mark.parametrize("ladder", ['{"budgets": []}', '{"budgets": ["many"]}', "{}"])
+def test_a_file_that_is_no_ladder_is_not_called_missing(ladder: str, tmp_path: Path) -> None:
+    (tmp_path / "ladder.json").write_text(ladder)
+    with pytest.raises(UsageError, match="--budgets: the file holds no ladder"):
+        resolve(["--model", "m", "--budgets", str(tmp_path / "ladder.json")])
 
 
 def test_devices_are_a_list_that_a_flag_can_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from vitwire_server import supervisor
-from vitwire_server.settings import resolve
+from vitwire_server.resolving import resolve
 from vitwire_server.supervisor import supervise
 
 WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]
@@ -63,6 +63,14 @@ def test_a_child_that_keeps_dying_ends_all(pretend: Pretend, capfd: pytest.Captu
     assert own[0].endswith("--devices none --device cpu --unix-socket s.0 --port 0 --metrics-port 0")
     assert own[4].endswith("--port 4001 --metrics-port 4002"), "free ports stay the same"
     assert len([call for call in calls if "--device cuda:1 --unix-socket s.1 --port 0" in call]) == 1
+
+
+def test_the_others_drain_when_one_keeps_dying(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
+    serving = "trap 'echo drained; exit 0' TERM\nwhile :; do sleep 0.05; done\n"
+    code, calls = pretend(f"{READY}sleep 0.3\n{DYING}", serving)
+    assert code == 1
+    assert len([call for call in calls if "--device cpu" in call]) == 5
+    assert "[cuda:1] drained\n" in capfd.readouterr().out
 
 
 def test_a_steady_life_forgives_earlier_deaths(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:

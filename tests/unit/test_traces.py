@@ -46,6 +46,17 @@ def test_what_a_grid_does_not_tell_is_recorded_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("merge", "grid"), [(3, Grid(1, 6, 12)), (3, Grid(1, 9, 15)), (1, Grid(1, 6, 8)), (1, Grid(1, 5, 7))]
+)
+def test_tokens_that_are_not_quarters_of_patches_are_recorded(merge: int, grid: Grid, tmp_path: Path) -> None:
+    footprint = Footprint(grid.patches, grid.patches // merge**2, grid.t, grid.frame_patches)
+    trace = TraceWriter(tmp_path / "trace.jsonl")
+    trace.record([replace(IMAGE, grid=grid, footprint=footprint)])
+    trace.close()
+    assert read_trace(tmp_path / "trace.jsonl", merge=2) == [footprint]
+
+
+@pytest.mark.parametrize(
     "footprint", ['{"tokens": 4}', '{"patches": 1, "tokens": 0, "segments": 1, "longest": 1}', "[]x"]
 )
 def test_a_footprint_that_cannot_be_is_named_by_its_line(footprint: str, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`vitwire bench`."""
 
 import json
+import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ from vitwire.cli._connection import (
     Token,
     fail,
 )
-from vitwire.cli._load import Load, Pace, Sample, Summary, nbytes
+from vitwire.cli._load import Load, Pace, Sample, Summary
 
 _INTERRUPTED = 130
 """As shells have it: 128 and the number of SIGINT."""
@@ -47,7 +49,9 @@ def bench(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
     requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of the latencies here (PNG).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a plot of the latencies here; PNG, SVG, … by its suffix.")
+    ] = None,
     *,
     repeat: Annotated[
         bool, typer.Option("--repeat", help="Send the same pixels each time, as caches like it.")
@@ -65,25 +69,29 @@ def bench(
     Ctrl-C shows what was answered by then, and exits with 130.
     """
     sizes = [_size(text) for text in size or ["448x448"]]
+    if rate is not None and not math.isfinite(rate):
+        raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
     with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
+        if plot:
+            _check_plot(plot)
         model = client.model()
-        request = _request(sizes, items, frames, model)
-        load = Load(client, request, Pace(concurrency, seconds, requests, rate), fresh=not repeat)
-        summary = Summary(_with_progress(load), load.samples, nbytes(request))
+        distinct = _requests(sizes, items, frames, model)
+        load = Load(client, distinct, Pace(concurrency, seconds, requests, rate), fresh=not repeat)
+        summary = Summary(_with_progress(load), load.samples)
+        asked = {
+            "target": target,
+            "model": model.model_id,
+            "sizes": [f"{width}x{height}" for width, height in sizes],
+            "items_per_request": items,
+            "frames": frames,
+            "concurrency": concurrency,
+            "rate": rate,
+        }
+        document = asked | summary.document()
+        Console().print(_table(document))
+        typer.echo(json.dumps(document))
         if plot:
             _plot(plot, summary)
-    asked = {
-        "target": target,
-        "model": model.model_id,
-        "sizes": [f"{width}x{height}" for width, height in sizes],
-        "items_per_request": items,
-        "frames": frames,
-        "concurrency": concurrency,
-        "rate": rate,
-    }
-    document = asked | summary.document()
-    Console().print(_table(document))
-    typer.echo(json.dumps(document))
     if load.interrupted.is_set():
         raise typer.Exit(_INTERRUPTED)
     if not summary.answered:
@@ -97,10 +105,17 @@ def _size(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _request(sizes: Sequence[tuple[int, int]], count: int, frames: int, model: Model) -> list[Item]:
+def _requests(sizes: Sequence[tuple[int, int]], count: int, frames: int, model: Model) -> list[list[Item]]:
+    """As many requests as it takes until the sizes' turns begin anew."""
+    turns = cycle(sizes)
+    distinct = len(sizes) // math.gcd(len(sizes), count)
+    return [_request(list(islice(turns, count)), frames, model) for _ in range(distinct)]
+
+
+def _request(sizes: Sequence[tuple[int, int]], frames: int, model: Model) -> list[Item]:
     """Noise, prepared as the model wants it."""
     rng = np.random.default_rng(0)
-    shapes = [(height, width, 3) for width, height in islice(cycle(sizes), count)]
+    shapes = [(height, width, 3) for width, height in sizes]
     if frames:
         return clip_items([rng.integers(0, 256, (frames, *shape), np.uint8) for shape in shapes], model)
     return image_items([rng.integers(0, 256, shape, np.uint8) for shape in shapes], model)
@@ -141,11 +156,24 @@ def _table(document: dict[str, object]) -> Table:
     return table
 
 
-def _plot(path: Path, summary: Summary) -> None:
+def _check_plot(path: Path) -> None:
+    """Raises ImportError or ValueError when a plot could not be written to `path`."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # an optional dependency
+        from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415  # an optional dependency
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install 'vitwire[plots]'") from None
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot {path}: the suffix is one of {', '.join(known)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: {path.parent} is no directory")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--plot {path}: cannot be written")
+
+
+def _plot(path: Path, summary: Summary) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415  # as above
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     over_time, shares = figure.subplots(1, 2)
     answered, latencies = summary.answered, summary.latencies

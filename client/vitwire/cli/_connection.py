@@ -57,7 +57,12 @@ class Connection:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
+def tell(message: str) -> None:
+    """A line on stderr."""
+    typer.echo(f"vitwire: {' '.join(message.split())}", err=True)
+
+
 def fail(message: str) -> NoReturn:
     """End the command."""
-    typer.echo(f"vitwire: {' '.join(message.split())}", err=True)
+    tell(message)
     raise typer.Exit(1)

@@ -34,6 +34,8 @@ class Sample:
     due: float
     """When it should have been sent: waiting for a free worker counts, or a slow server would hide its queue."""
     done: float
+    nbytes: int = 0
+    """Bytes of its pixels."""
     tokens: int = 0
     paths: tuple[str, ...] = ()
     queued: tuple[float, ...] = ()
@@ -51,8 +53,8 @@ class Load:
     """Runs a pace of requests through a client."""
 
     client: Client
-    items: Sequence[Item]
-    """One request: copied by each worker."""
+    requests: Sequence[Sequence[Item]]
+    """They take turns; copied by each worker."""
     pace: Pace
     fresh: bool = True
     """Whether each request differs from those before, so that no cache answers it."""
@@ -68,10 +70,11 @@ class Load:
 
         Ctrl-C ends it early: what is in flight is given up, and the client is closed.
         """
-        self.client.encode(self.items)  # connections, and whatever the server does once
+        for items in self.requests:
+            self.client.encode(items)  # connections, and whatever the server does once
         failures: list[Exception] = []
         began = time.perf_counter()
-        due = self._due()
+        due = enumerate(self._due())
         threads = [threading.Thread(target=self._work, args=(began, due, failures)) for _ in range(self.pace.workers)]
         try:
             for thread in threads:
@@ -98,11 +101,13 @@ class Load:
                 moment += rng.exponential(1 / self.pace.rate)
             yield moment if self.pace.rate is not None else None
 
-    def _work(self, began: float, due: Iterator[float | None], failures: list[Exception]) -> None:
+    def _work(self, began: float, due: Iterator[tuple[int, float | None]], failures: list[Exception]) -> None:
         try:
-            items = [_own(item) for item in self.items]
+            requests = [[_own(item) for item in items] for items in self.requests]
             stamps = np.random.default_rng()
-            while (moment := self._next(began, due)) is not None:
+            while (following := self._next(began, due)) is not None:
+                number, moment = following
+                items = requests[number % len(requests)]
                 if self.fresh:
                     _stamp(items, stamps)
                 if self.interrupted.wait(began + moment - time.perf_counter()):
@@ -117,24 +122,25 @@ class Load:
             if not self.interrupted.is_set():  # a closed client fails in many ways
                 failures.append(error)
 
-    def _next(self, began: float, due: Iterator[float | None]) -> float | None:
-        """When this worker's next request is due; None when the load is over."""
+    def _next(self, began: float, due: Iterator[tuple[int, float | None]]) -> tuple[int, float] | None:
+        """Number of this worker's next request, and when it is due; None when the load is over."""
         with self._lock:
             now = time.perf_counter() - began
-            moment = next(due, self.pace.seconds)
+            number, moment = next(due, (0, self.pace.seconds))
             moment = now if moment is None else moment
-            return moment if max(moment, now) < self.pace.seconds else None
+            return (number, moment) if max(moment, now) < self.pace.seconds else None
 
     def _send(self, items: Sequence[Item], began: float, due: float) -> Sample:
         try:
             embeddings = self.client.encode(items)
         except VitwireError as error:
-            return Sample(due, time.perf_counter() - began, error=error.code)
+            return Sample(due, time.perf_counter() - began, _nbytes(items), error=error.code)
         done = time.perf_counter() - began
         reports = [each.report for each in embeddings]
         return Sample(
             due,
             done,
+            _nbytes(items),
             tokens=sum(each.shape[0] for each in embeddings),
             paths=tuple(each.path for each in reports),
             queued=tuple(each.queued for each in reports),
@@ -147,8 +153,6 @@ class Summary:
 
     seconds: float
     samples: Sequence[Sample]
-    nbytes: int
-    """Bytes of pixels of one request."""
 
     @property
     def answered(self) -> list[Sample]:
@@ -164,6 +168,7 @@ class Summary:
         answered = self.answered
         items = sum(len(sample.paths) for sample in answered)
         tokens = sum(sample.tokens for sample in answered)
+        nbytes = sum(sample.nbytes for sample in answered)
         return {
             "seconds": round(self.seconds, 3),
             "requests": len(self.samples),
@@ -173,7 +178,7 @@ class Summary:
             "requests_per_second": round(len(answered) / self.seconds, 3),
             "items_per_second": round(items / self.seconds, 3),
             "tokens_per_second": round(tokens / self.seconds, 1),
-            "megabytes_per_second": round(len(answered) * self.nbytes / self.seconds / 1e6, 3),
+            "megabytes_per_second": round(nbytes / self.seconds / 1e6, 3),
             "latency_ms": _percentiles(self.latencies),
             "queued_ms": _percentiles(np.array([each for sample in answered for each in sample.queued]) * 1e3),
         }
@@ -188,7 +193,7 @@ def _percentiles(values: Array) -> dict[str, float]:
     return {name: round(float(value), 3) for name, value in (found | {"max": values.max()}).items()}
 
 
-def nbytes(items: Sequence[Item]) -> int:
+def _nbytes(items: Sequence[Item]) -> int:
     """Bytes of the pixels of a request."""
     return sum(np.asarray(view).nbytes for item in items for view in (item.pixels, item.crops) if view is not None)
 

@@ -40,6 +40,25 @@ class Encoded:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A file that was not encoded."""
+
+    position: int
+    file: Path
+    reason: str
+    """Names the file."""
+
+    @classmethod
+    def of(cls, position: int, file: Path, error: Exception) -> "Failed":
+        reason = str(error)
+        return cls(position, file, reason if str(file) in reason else f"{file}: {reason}")
+
+    def summary(self) -> dict[str, str]:
+        """What `--json` prints of the file."""
+        return {"file": str(self.file), "error": self.reason}
+
+
 def unique_names(names: Sequence[str]) -> list[str]:
     """The names, a number put before the suffix of those that came before."""
     unique: list[str] = []
@@ -54,22 +73,34 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 def check_out(out: Path, count: int) -> None:
     """Raises ValueError when `count` embeddings cannot go to `out`."""
-    if out.suffix == ".npy" and count > 1:
+    kind = _kind(out)
+    if kind not in ("", ".npy", ".safetensors"):
+        raise ValueError(f"{out} is neither .safetensors nor .npy; a directory whose name has a dot must be there")
+    if kind == ".npy" and count > 1:
         raise ValueError(f"{out} holds one embedding; name a directory or a .safetensors file for {count}")
-    if out.suffix in (".npy", ".safetensors") and not out.parent.is_dir():
+    if kind and not out.parent.is_dir():
         raise ValueError(f"{out.parent} is no directory")
+    if not kind and out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is no directory")
 
 
 def write(out: Path, encoded: Sequence[Encoded], model: Model) -> None:
     """Write the rows as float32: a file by the suffix of `out`, or else a directory of .npy files."""
-    if out.suffix == ".safetensors":
+    kind = _kind(out)
+    if kind == ".safetensors":
         from safetensors.numpy import save_file  # noqa: PLC0415  # only this format needs it
 
         metadata = {"model_id": model.model_id, "weights_fingerprint": model.weights_fingerprint}
         save_file({each.name: each.embedding.numpy() for each in encoded}, out, metadata)
-    elif out.suffix == ".npy":
-        np.save(out, encoded[0].embedding.numpy())
+    elif kind == ".npy":
+        with out.open("wb") as file:  # given a name, numpy would append .npy to .NPY
+            np.save(file, encoded[0].embedding.numpy())
     else:
         out.mkdir(parents=True, exist_ok=True)
         for each in encoded:
             np.save(out / f"{each.name}.npy", each.embedding.numpy())
+
+
+def _kind(out: Path) -> str:
+    """The suffix in lower case; empty for a directory."""
+    return "" if out.is_dir() else out.suffix.lower()

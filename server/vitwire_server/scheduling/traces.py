@@ -12,6 +12,8 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Item
 
 _log = logging.getLogger(__name__)
+_MERGE = 2
+"""Side of the merged squares that a line without a footprint stands for: what readers assume unless told."""
 
 
 class TraceError(Exception):
@@ -50,11 +52,11 @@ class TraceWriter:
 
 
 def _size(item: Item) -> dict[str, Any]:
-    """Modality and grid, and the footprint of towers whose grid does not tell it."""
+    """Modality and grid, and the footprint where a reader would get another one from the grid."""
     size: dict[str, Any] = {"modality": item.modality, "grid": item.grid}
     grid, footprint = item.grid, item.footprint
-    told = (grid.patches, grid.t, grid.frame_patches) == (footprint.patches, footprint.segments, footprint.longest)
-    return size if told and not footprint.pooled else size | {"footprint": footprint._asdict()}
+    told = _divides(grid, _MERGE) and footprint == _of(grid, _MERGE)
+    return size if told else size | {"footprint": footprint._asdict()}
 
 
 def read_trace(path: Path, merge: int) -> list[Footprint]:
@@ -95,8 +97,17 @@ def _told(footprint: dict[str, int]) -> Footprint:
 
 
 def _footprint(grid: Grid, merge: int) -> Footprint:
-    if min(grid) < 1 or grid.h % merge or grid.w % merge:
+    if min(grid) < 1 or not _divides(grid, merge):
         raise ValueError(f"a grid of positive multiples of the merge size {merge}, not {list(grid)}")
+    return _of(grid, merge)
+
+
+def _divides(grid: Grid, merge: int) -> bool:
+    return not (grid.h % merge or grid.w % merge)
+
+
+def _of(grid: Grid, merge: int) -> Footprint:
+    """Of an item whose frames are segments."""
     return Footprint(grid.patches, grid.patches // merge**2, grid.t, grid.frame_patches)
 
 
