@@ -51,12 +51,12 @@ def test_each_band_has_its_own() -> None:
 
 
 def test_what_is_wrong_or_refuses_is_not_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    backends = [Loaded("triton", of_zeros), Loaded("fa4", refusing), Loaded("sdpa", segment_sdpa)]
+    backends = [Loaded("triton", of_zeros), Loaded("varlen", refusing), Loaded("sdpa", segment_sdpa)]
     choice = _fastest(backends, torch.device("cpu"), torch.float32, 2, 8)
     assert choice.name == "sdpa"
     assert "64 patches: sdpa" in choice.reason
     assert "triton is off by" in caplog.text
-    assert "fa4 failed: only on a device of another kind" in caplog.text
+    assert "varlen failed: only on a device of another kind" in caplog.text
     with pytest.raises(ValueError, match="none that was tried"):
         _fastest(backends[:2], torch.device("cpu"), torch.float32, 2, 8)
 
