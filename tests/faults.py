@@ -25,7 +25,7 @@ def rss_mib(server: ServerProcess) -> float:
     return float(psutil.Process(server.process.pid).memory_info().rss) / (1 << 20)
 
 
-def settle(server: ServerProcess, seconds: float = 120) -> None:
+def settle(server: ServerProcess, seconds: float = 30) -> None:
     """Wait until every account is even: nothing is in flight, and nothing was lost.
 
     Requests of clients that left long ago may still come up one after the other, with moments of nothing in between.
