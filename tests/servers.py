@@ -93,7 +93,7 @@ def serving(
         process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file, wrapper)
         server = ServerProcess(process, Path(log.name))
         try:
-            ports = server.wait_for(r"listening on [\d.]+:(\d+), metrics (?:on [\d.]+:(\d+)|off)\n")
+            ports = server.wait_for(r'listening on [\d.]+:(\d+), metrics (?:on [\d.]+:(\d+)|off)["\n]')
             server.port, server.metrics_port = int(ports[1]), int(ports[2] or 0)
             if wait:
                 server.wait_for(r"ready: ")

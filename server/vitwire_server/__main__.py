@@ -8,6 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vitwire_server.settings import ServeSettings
 
 _USAGE = """\
 usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
@@ -28,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] in (["-h"], ["--help"]) and command == "serve":
         sys.stdout.write(_USAGE + "\n")
     if command == "--version":
-        from importlib.metadata import version  # noqa: PLC0415 - see above
+        from vitwire_server.release import release  # noqa: PLC0415 - see above
 
-        sys.stdout.write(f"vitwire-server {version('vitwire')}\n")
+        sys.stdout.write(f"vitwire-server {release()}\n")
         sys.exit(0)
     commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint, "budgets": _budgets}
     if command not in commands:
@@ -46,38 +50,74 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _serve(words: list[str]) -> int:
-    """Settings are checked before torch is loaded, so that a typo is told at once."""
+    """Settings are checked before torch is loaded, so that a wrong one is reported at once."""
     # gRPC reads it when it is imported; without it, its core writes a line of its own for each failed handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
+    import logging  # noqa: PLC0415 - as above
 
-    from vitwire.allocator import tune  # noqa: PLC0415 - as above
-    from vitwire_server.resolving import resolve  # noqa: PLC0415 - each command loads only what it needs
+    from vitwire_server.heartbeat import inherited  # noqa: PLC0415 - as above
+    from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
+    from vitwire_server.resolving import log_format, resolve, warnings  # noqa: PLC0415 - as above
     from vitwire_server.settings import UsageError  # noqa: PLC0415 - as above
 
+    heartbeat = inherited()
     try:
         settings = resolve(words)
     except UsageError as error:
-        return _fail(error, 2)
-    if settings.device_list:
-        from vitwire_server.supervisor import supervise  # noqa: PLC0415 - as above
+        return _fail(error, 2, log_format(words))
+    configure_logs(settings.log_format, settings.log_level)
+    if heartbeat is None:  # or the supervisor said it
+        for warning in warnings(settings):
+            logging.getLogger(__name__).warning("%s", warning)
+    if not settings.device_list:
+        return _serve_device(settings, heartbeat)
+    from vitwire_server.supervisor import supervise  # noqa: PLC0415 - as above
 
+    try:
         return asyncio.run(supervise(words, settings))
+    except OSError as error:
+        return _fail(error, 1, settings.log_format)
+
+
+def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
+    import asyncio  # noqa: PLC0415 - each command loads only what it needs
+
+    from vitwire.allocator import tune  # noqa: PLC0415 - as above
+    from vitwire_server.heartbeat import with_heartbeat  # noqa: PLC0415 - as above
+    from vitwire_server.settings import UsageError  # noqa: PLC0415 - as above
+
     tune()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
+    _import_torch(settings.device)
     from vitwire_server.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
     from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
 
-    configure_logs(settings.log_format, settings.log_level)
     try:
-        code = asyncio.run(serve(settings))
+        code = asyncio.run(with_heartbeat(heartbeat, serve(settings)))
         _leave_threads(code)
         return code
     except (CheckpointError, OSError) as error:
-        return _fail(error, 1)
+        return _fail(error, 1, settings.log_format)
     except UsageError as error:
-        return _fail(error, 2)
+        return _fail(error, 2, settings.log_format)
+
+
+def _import_torch(device: str) -> None:
+    """Import torch with the threads that its operations get on this device; an explicit OMP_NUM_THREADS wins.
+
+    On CUDA that is one: torch copies into pinned memory on all of them, and the pools of several processes, each as
+    wide as the machine, slow each other down.
+    """
+    from vitwire_server.host import THREADS, cores  # noqa: PLC0415 - each command loads only what it needs
+
+    explicit = THREADS in os.environ
+    os.environ.setdefault(THREADS, str(cores() if device == "cpu" else 1))
+    import torch  # noqa: PLC0415 - as above
+
+    if device == "auto" and not explicit and not torch.cuda.is_available():
+        os.environ[THREADS] = str(cores())
+        torch.set_num_threads(cores())
 
 
 def _leave_threads(code: int) -> None:
@@ -117,8 +157,10 @@ def _budgets(words: list[str]) -> int:
     return budgets(words)
 
 
-def _fail(error: Exception, code: int) -> int:
-    sys.stderr.write(f"vitwire-server: {error}\n")
+def _fail(error: Exception, code: int, log_format: str = "text") -> int:
+    from vitwire_server.observe.logs import plain_line  # noqa: PLC0415 - as above
+
+    sys.stderr.write(plain_line(f"vitwire-server: {error}", log_format, "error") + "\n")
     return code
 
 

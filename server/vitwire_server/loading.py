@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 
@@ -17,6 +16,7 @@ from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
+from vitwire_server.release import release
 from vitwire_server.runtime.attention import Choice, choose
 from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
@@ -63,7 +63,7 @@ def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[],
     checkpoint = open_checkpoint(settings.model)
     preprocessing = checkpoint.preprocessing()
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    _log.info("loading %s", checkpoint.folder)
+    _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
     tower = loaded.tower
@@ -89,7 +89,7 @@ def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[],
         graphs=mode,
         attention=attention,
         device=str(device),
-        version=version("vitwire"),
+        version=release(),
     )
     _announce(checkpoint, card, metrics)
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)

@@ -14,6 +14,7 @@ from vitwire_server.core.health import Health, State
 from vitwire_server.life import EngineThread, Life
 from vitwire_server.loading import Assembly, assemble
 from vitwire_server.observe.http import MetricsServer
+from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.rpc.bodies import Bodies
 from vitwire_server.rpc.calls import Shared
@@ -45,7 +46,7 @@ async def serve(settings: ServeSettings) -> int:
 
     Raises CheckpointError, UsageError, or OSError if a port is taken.
     """
-    stopping = _stop_on_signals()
+    stopping = _stop_on_signals(settings.log_format)
     metrics = Metrics()
     trace = _trace(settings)
     health = Health()
@@ -64,7 +65,7 @@ async def serve(settings: ServeSettings) -> int:
     if pages:
         pages.start()
     metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
-    _tell(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}")
+    _tell(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
     try:
         return await _until_stopped(settings, metrics, service, Life(health, rpc), trace, stopping)
     finally:
@@ -138,7 +139,8 @@ async def _until_stopped(
     engine.start()
     service.serving = _serving(settings, metrics, assembly, scheduler, trace)
     await life.become(State.SERVING)
-    _tell(f"ready: {assembly.card.model_type} {assembly.card.model_id} on {assembly.card.device}")
+    card = assembly.card
+    _tell(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
     watching = asyncio.create_task(life.watch(scheduler, settings.wedge_seconds))
     await _first(stopping.wait(), engine.ended.wait())
     watching.cancel()
@@ -208,12 +210,12 @@ async def _first(*awaitables: Awaitable[object]) -> None:
         task.cancel()
 
 
-def _stop_on_signals() -> asyncio.Event:
+def _stop_on_signals(log_format: str) -> asyncio.Event:
     """An event that the first SIGTERM or SIGINT sets; the second ends the process at once."""
     stopping = asyncio.Event()
 
     def end() -> None:
-        sys.stderr.write("second signal, exiting at once\n")
+        sys.stderr.write(plain_line("second signal, exiting at once", log_format, "warning") + "\n")
         signal.raise_signal(signal.SIGKILL)
 
     on_signals(stopping.set, end)

@@ -4,8 +4,6 @@ A flag beats its environment variable (`--max-queued-items`, `VITWIRE_MAX_QUEUED
 beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the default.
 """
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -13,12 +11,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliImplicitFlag,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
-PREFIX = "VITWIRE_"
+from vitwire_server.ladder_files import token_counts
+from vitwire_server.variables import PREFIX, without_injected
+
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 """gRPC counts a message's bytes in a C int."""
 MAX_ITEMS = 8192
@@ -27,6 +28,7 @@ MAX_PATCHES = 1 << 20
 """Patches of one item at most: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
 _MIB = 1 << 20
 _LAST_PORT = 65535
+_EVERY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
 _WIDEST_ROW_BYTES = 3 * 2 * 16 * 16 * 4
 """The widest pixel row of any family, in float32."""
 
@@ -138,6 +140,13 @@ class ServeSettings(BaseSettings):
         allow_inf_nan=False,
         description="silence of the engine, beyond what its batch explains, after which it counts as hanging",
     )
+    unresponsive_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="with --devices: seconds that a process may be stopped or its event loop hang before it is "
+        "killed and started again",
+    )
     drain_seconds: float = Field(
         default=30.0, ge=0, allow_inf_nan=False, description="how long requests in flight may take at shutdown"
     )
@@ -167,7 +176,10 @@ class ServeSettings(BaseSettings):
         pattern=r"^(https?://)?[^/\s]+/?$",
         description="OpenTelemetry collector that spans are sent to: host:4317, or https://host:4317 for TLS",
     )
-    log_format: Literal["text", "json"] = Field(default="text", description="format of log lines on stderr")
+    log_format: Literal["text", "json"] = Field(default="text", description="format of all lines on stderr and stdout")
+    strict_config: CliImplicitFlag[bool] = Field(
+        default=False, description="end with an error over unknown VITWIRE_ variables, instead of a warning"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
 
     @field_validator("*", mode="before")
@@ -189,9 +201,9 @@ class ServeSettings(BaseSettings):
 
     @field_validator("budgets")
     @classmethod
-    def _budgets_are_sizes(cls, value: str) -> str:
+    def _budgets_aretoken_counts(cls, value: str) -> str:
         if value != "auto":
-            _sizes(value)
+            token_counts(value)
         return value
 
     @model_validator(mode="after")
@@ -208,6 +220,18 @@ class ServeSettings(BaseSettings):
         last = max(self.port, self.metrics_port) + len(self.device_list) - 1
         if last > _LAST_PORT:
             raise ValueError(f"--devices: {len(self.device_list)} consecutive ports would end at {last}")
+        return self
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> "ServeSettings":
+        ranges = self.port_ranges
+        hosts = {self.host.strip("[]"), self.metrics_host.strip("[]")}
+        if len(ranges) < 2 or (len(hosts) == 2 and not hosts & _EVERY_ADDRESS):
+            return self
+        grpc, pages = ranges["--port"], ranges["--metrics-port"]
+        if both := set(grpc) & set(pages):
+            needed = f"{_span(grpc)} for gRPC and {_span(pages)} for metrics"
+            raise ValueError(f"--port and --metrics-port: port {min(both)} would be needed twice ({needed})")
         return self
 
     @model_validator(mode="after")
@@ -230,9 +254,16 @@ class ServeSettings(BaseSettings):
         return [] if self.devices == "none" else self.devices.split(",")
 
     @property
+    def port_ranges(self) -> dict[str, range]:
+        """The ports to listen on by the flag that names the first; without those that the system chooses."""
+        count = max(1, len(self.device_list))
+        first = {"--port": self.port, "--metrics-port": self.metrics_port if self.metrics else 0}
+        return {flag: range(port, port + count) for flag, port in first.items() if port}
+
+    @property
     def budget_sizes(self) -> list[int] | None:
         """Tokens of each budget, ascending; None where they are to be inferred."""
-        return None if self.budgets == "auto" else _sizes(self.budgets)
+        return None if self.budgets == "auto" else token_counts(self.budgets)
 
     @property
     def message_bytes(self) -> int:
@@ -250,26 +281,11 @@ class ServeSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then the environment, then TOML. Called by pydantic-settings."""
         del dotenv_settings, file_secret_settings
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = without_injected(env_settings.env_vars)
         sources = (init_settings, env_settings)
         return (*sources, TomlConfigSettingsSource(settings_cls, cls.toml)) if cls.toml else sources
 
 
-def _ladder(path: Path) -> str:
-    try:
-        return ",".join(map(str, json.loads(path.read_text(encoding="utf-8"))["budgets"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the file holds no ladder: {error!r}") from None
-
-
-def _sizes(text: str) -> list[int]:
-    told = "no such file, and neither auto nor a list of token counts such as 64,256,1024"
-    with suppress(OSError):  # a long list is no path
-        if Path(text).is_file():
-            text, told = _ladder(Path(text)), "the file holds no ladder of token counts"
-    try:
-        sizes = sorted({int(size) for size in text.strip("[]").split(",")})
-    except ValueError:
-        raise ValueError(told) from None
-    if sizes[0] < 1:
-        raise ValueError("a budget has at least 1 token")
-    return sizes
+def _span(ports: range) -> str:
+    return str(ports[0]) if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"

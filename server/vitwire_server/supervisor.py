@@ -1,7 +1,8 @@
-"""`--devices`: one server process per device, each started again when it dies. Imports no torch."""
+"""`--devices`: one server process per device, each started again when it dies or hangs. Imports no torch."""
 
 import asyncio
 import ctypes
+import json
 import logging
 import os
 import re
@@ -13,7 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import BinaryIO
 
-from vitwire_server.observe.logs import configure_logs
+from vitwire_server import heartbeat, host
+from vitwire_server.observe.logs import configure_logs, message_of, plain_line
+from vitwire_server.rpc.addresses import raise_if_port_taken
 from vitwire_server.settings import ServeSettings
 from vitwire_server.signals import on_signals
 
@@ -26,7 +29,7 @@ _STEADY_SECONDS = 60.0
 _GRACE_SECONDS = 30.0
 """What draining may take beyond lame duck and drain before the children are killed."""
 _LINE_BYTES = 1 << 20
-_LISTENING = re.compile(rb"listening on \S+:(\d+), metrics (?:on \S+:(\d+)|off)$")
+_LISTENING = re.compile(r"listening on \S+:(\d+), metrics (?:on \S+:(\d+)|off)$")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -37,12 +40,19 @@ class GaveUp(Exception):
 class Child:
     """The server of one device: a process, and the next one in its place when it died."""
 
-    def __init__(self, label: str, words: Sequence[str], ports: tuple[int, int], *, json_lines: bool) -> None:
-        """`words` are flags of `serve` without ports; `ports` those of gRPC and metrics, 0 for a free one."""
+    def __init__(
+        self, label: str, words: Sequence[str], ports: tuple[int, int], threads: int | None, settings: ServeSettings
+    ) -> None:
+        """`words` are flags of `serve` without ports; `ports` those of gRPC and metrics, 0 for a free one.
+
+        `threads` is its share of the cores, None where the process itself knows.
+        """
         self._label = label
         self._words = words
         self._ports = ports
-        self._json_lines = json_lines
+        self._environment = {host.THREADS: str(threads)} if threads else {}
+        self._unresponsive_seconds = settings.unresponsive_seconds
+        self._json_lines = settings.log_format == "json"
         self._process: Process | None = None
         self._ready_at: float | None = None
         self._was_ever_ready = False
@@ -70,25 +80,46 @@ class Child:
     async def _live(self, stopping: asyncio.Event) -> int:
         """One process from start to end; returns its exit code."""
         self._ready_at = None
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "vitwire_server", "serve", *self._words),
-            *("--port", str(self._ports[0]), "--metrics-port", str(self._ports[1])),
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=PIPE,
-            limit=_LINE_BYTES,
-            process_group=0,  # Ctrl-C reaches the supervisor alone: a second signal would end a drain
-            preexec_fn=_dying_with(os.getpid()),
-        )
-        if stopping.is_set():
-            self.send(signal.SIGTERM)
-        assert process.stdout
-        assert process.stderr
-        await asyncio.gather(
-            self._pass_on(process.stdout, sys.stdout.buffer, self._note_progress),
-            self._pass_on(process.stderr, sys.stderr.buffer, self._note_last_words),
-        )
-        return await process.wait()
+        pulse = heartbeat.Pulse()
+        try:
+            self._process = process = await self._start(pulse)
+            watching = asyncio.create_task(self._kill_if_unresponsive(process, pulse))
+            if stopping.is_set():
+                self.send(signal.SIGTERM)
+            assert process.stdout
+            assert process.stderr
+            await asyncio.gather(
+                self._pass_on(process.stdout, sys.stdout.buffer, self._note_progress),
+                self._pass_on(process.stderr, sys.stderr.buffer, self._note_last_words),
+            )
+            code = await process.wait()
+            watching.cancel()
+            return code
+        finally:
+            pulse.close()
+
+    async def _start(self, pulse: heartbeat.Pulse) -> Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "vitwire_server", "serve", *self._words),
+                *("--port", str(self._ports[0]), "--metrics-port", str(self._ports[1])),
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                limit=_LINE_BYTES,
+                env={**self._environment, **os.environ, heartbeat.VARIABLE: str(pulse.write_end)},
+                pass_fds=(pulse.write_end,),
+                process_group=0,  # Ctrl-C reaches the supervisor alone: a second signal would end a drain
+                preexec_fn=_dying_with(os.getpid()),
+            )
+        finally:
+            pulse.started()
+
+    async def _kill_if_unresponsive(self, process: Process, pulse: heartbeat.Pulse) -> None:
+        fault = await pulse.silence(process.pid, self._unresponsive_seconds)
+        _log.error("%s %s for %g s; it is killed", self._label, fault, self._unresponsive_seconds)
+        with suppress(ProcessLookupError):
+            process.kill()
 
     async def _pass_on(self, lines: asyncio.StreamReader, out: BinaryIO, note: Callable[[bytes], None]) -> None:
         while True:
@@ -106,20 +137,23 @@ class Child:
 
     def _labelled(self, line: bytes) -> bytes:
         label = self._label.encode()
-        if self._json_lines and line.startswith(b'{"'):
-            return b'{"process": "%s", %s\n' % (label, line[1:])
-        return b"[%s] %s\n" % (label, line)
+        if not self._json_lines:
+            return b"[%s] %s\n" % (label, line)
+        if not line.startswith(b'{"'):  # of a library that knows nothing of the log's format
+            line = json.dumps({"message": line.decode(errors="replace")}).encode()
+        return b'{"process": "%s", %s\n' % (label, line[1:])
 
     def _note_progress(self, line: bytes) -> None:
         """Free ports stay the same over restarts, for clients that know them."""
-        if found := _LISTENING.match(line):
+        message = message_of(line)
+        if found := _LISTENING.match(message):
             self._ports = (int(found[1]), int(found[2] or 0))
-        elif line.startswith(b"ready: "):
+        elif message.startswith("ready: "):
             self._ready_at = time.monotonic()
             self._was_ever_ready = True
 
     def _note_last_words(self, line: bytes) -> None:
-        self._last_words = line.decode(errors="replace").removeprefix("vitwire-server: ")
+        self._last_words = message_of(line).removeprefix("vitwire-server: ")
 
     def _delay(self, code: int) -> float:
         """Seconds until the next start. Raises GaveUp if that would be no use."""
@@ -136,9 +170,10 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
     """Serve every device of `--devices` until SIGTERM or SIGINT; returns the exit code.
 
     `words` are the flags that `settings` came from. The first signal lets the children drain, a second
-    one kills them.
+    one kills them. Raises OSError if a port is taken, before any child is started.
     """
     configure_logs(settings.log_format, settings.log_level)
+    _raise_if_ports_taken(settings)
     children = _children(words, settings)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -148,7 +183,7 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
             child.send(signal.SIGKILL)
 
     def insist() -> None:
-        sys.stderr.write("second signal, killing all\n")
+        sys.stderr.write(plain_line("second signal, killing all", settings.log_format, "warning") + "\n")
         kill()
 
     def stop() -> None:
@@ -165,20 +200,33 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
     except (GaveUp, OSError) as error:
         stop()
         await asyncio.gather(*keeping, return_exceptions=True)
-        sys.stderr.write(f"vitwire-server: {error}\n")
+        sys.stderr.write(plain_line(f"vitwire-server: {error}", settings.log_format, "error") + "\n")
         return 1
 
 
 def _children(words: Sequence[str], settings: ServeSettings) -> list[Child]:
     children = []
+    on_cpu = settings.device_list.count("cpu")
+    threads = host.share_of_cores(on_cpu, len(settings.device_list) - on_cpu)
     for index, device in enumerate(settings.device_list):
         label = f"{device}.{index}" if settings.device_list.count(device) > 1 else device
         flags = [*words, "--devices", "none", "--device", device]
         if settings.unix_socket:
             flags += ["--unix-socket", f"{settings.unix_socket}.{index}"]
         ports = (settings.port and settings.port + index, settings.metrics_port and settings.metrics_port + index)
-        children.append(Child(label, flags, ports, json_lines=settings.log_format == "json"))
+        children.append(Child(label, flags, ports, threads if device == "cpu" else None, settings))
     return children
+
+
+def _raise_if_ports_taken(settings: ServeSettings) -> None:
+    """Raises OSError over a port that another program listens on."""
+    hosts = {"--port": settings.host, "--metrics-port": settings.metrics_host}
+    for flag, ports in settings.port_ranges.items():
+        for port in ports:
+            try:
+                raise_if_port_taken(hosts[flag], port)
+            except OSError as error:
+                raise OSError(f"{flag}: cannot listen on {hosts[flag]}:{port}: {error}") from error
 
 
 def _dying_with(supervisor: int) -> Callable[[], None] | None:

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Lock, Timer
+from types import TracebackType
 
 from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.observe.tracing import SPAN
@@ -21,12 +24,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Called by logging."""
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        line = _json_line(record.created, record.levelname.lower(), record.name, record.getMessage())
         if name := REQUEST_ID.get():
             line["request_id"] = name
         if span := SPAN.get():
@@ -106,8 +104,39 @@ class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg] # to stde
 
 
 def configure_logs(log_format: str, level: str) -> None:
-    """Send the server's log to stderr; other packages speak from warnings on."""
+    """Send the server's log to stderr; other packages log warnings and errors only.
+
+    In JSON, Python's own warnings and the traceback of an exception that nobody caught become log lines too.
+    """
     handler = LimitedHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("vitwire_server").setLevel(level.upper())
+    if log_format == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
+
+
+def plain_line(text: str, log_format: str, level: str = "info") -> str:
+    """A line that is not a log line in text, such as "ready: …", in the format of the log."""
+    if log_format != "json":
+        return text
+    return json.dumps(_json_line(time.time(), level, "vitwire_server", text), ensure_ascii=False)
+
+
+def message_of(line: bytes) -> str:
+    """The message of a line that a server wrote, in either format."""
+    text = line.decode(errors="replace")
+    if text.startswith("{"):
+        with suppress(ValueError):
+            return str(json.loads(text).get("message", text))
+    return text
+
+
+def _json_line(created: float, level: str, logger: str, message: str) -> dict[str, str]:
+    time_utc = datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds")
+    return {"time": time_utc, "level": level, "logger": logger, "message": message}
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("vitwire_server").critical("uncaught exception", exc_info=(kind, error, trace))

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from threading import Thread
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -16,6 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.observe.tracing import SPAN, Attributes
+from vitwire_server.release import release
 
 _CLOSE_SECONDS = 3.0
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -50,13 +50,13 @@ class OtlpTracer:
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint` is host:port, or https://host:port for TLS; a collector that is away is tried again."""
-        attributes = {"service.version": version("vitwire")}
+        attributes = {"service.version": release()}
         if "OTEL_SERVICE_NAME" not in os.environ:
             attributes["service.name"] = "vitwire-server"
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("vitwire_server", version("vitwire"))
+        self._tracer = self._provider.get_tracer("vitwire_server", release())
         self._propagator = TraceContextTextMapPropagator()
 
     @contextmanager

@@ -1,0 +1,93 @@
+"""A byte a second from a server's event loop to its supervisor, through a pipe that the server inherits.
+
+It needs no port, no certificate and no output, and stops when the process is stopped or its event loop hangs.
+"""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+VARIABLE = "VITWIRE_HEARTBEAT_FD"
+"""Set by the supervisor for its children: the descriptor to write to."""
+SECONDS = 1.0
+_MOST_BYTES = 1 << 16
+T = TypeVar("T")
+
+
+def inherited() -> int | None:
+    """The pipe to the supervisor, taken out of the environment; None in a process that has no supervisor."""
+    descriptor = os.environ.pop(VARIABLE, "")
+    if not descriptor.isdigit():
+        return None
+    os.set_inheritable(int(descriptor), False)
+    os.set_blocking(int(descriptor), False)
+    return int(descriptor)
+
+
+async def with_heartbeat(descriptor: int | None, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, with a heartbeat meanwhile if there is a supervisor."""
+    beating = asyncio.create_task(_beat(descriptor)) if descriptor is not None else None
+    try:
+        return await work
+    finally:
+        if beating:
+            beating.cancel()
+
+
+async def _beat(descriptor: int) -> None:
+    with suppress(BrokenPipeError):  # the supervisor is gone
+        while True:
+            with suppress(BlockingIOError):  # the supervisor is stopped, and the pipe full
+                os.write(descriptor, b".")
+            await asyncio.sleep(SECONDS)
+
+
+class Pulse:
+    """The supervisor's end: a pipe whose other end the child inherits, and how long it has been silent."""
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._began = False
+        self._silent = 0.0
+
+    def started(self) -> None:
+        """The child has its end now."""
+        os.close(self.write_end)
+
+    async def silence(self, pid: int, seconds: float) -> str:
+        """Return once the child was silent for so long, with what it did instead.
+
+        Before its first heartbeat, while modules are imported, only a process that is stopped counts as silent.
+        Time is counted by waking up, so that none passes while this process itself is stopped or starved.
+        """
+        while True:
+            await asyncio.sleep(SECONDS)
+            stopped = _is_stopped(pid)
+            beats = self._received()
+            self._began = self._began or beats
+            self._silent = self._silent + SECONDS if not beats and (self._began or stopped) else 0.0
+            if self._silent >= seconds:
+                return "was stopped (SIGSTOP)" if stopped else "did not respond"
+
+    def close(self) -> None:
+        """Close the supervisor's end."""
+        os.close(self._read_end)
+
+    def _received(self) -> bool:
+        try:
+            return bool(os.read(self._read_end, _MOST_BYTES))
+        except BlockingIOError:
+            return False
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether job control or a debugger stopped the process; where /proc is missing nobody knows."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"

@@ -1,0 +1,64 @@
+"""The cores and the memory that this process may use: the machine's, or its container's share. Imports no torch."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+THREADS = "OMP_NUM_THREADS"
+"""Read by OpenMP, MKL and OpenBLAS when torch and numpy are imported."""
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60
+
+
+def cores(root: Path = _ROOT) -> int:
+    """Physical cores that the scheduler lets this process run on, no more than a cgroup's CPU quota, at least 1."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    physical = len({_siblings(root, cpu) for cpu in allowed})
+    return max(1, min([physical, *(math.ceil(quota) for quota in _quotas(root))]))
+
+
+def memory_limit(root: Path = _ROOT) -> int | None:
+    """The lowest memory limit, in bytes, of the cgroups that this process is in; None if there is none."""
+    values = [value for _, value in _values(root, "memory", "memory.max", "memory.limit_in_bytes")]
+    limits = [int(value) for value in values if value.isdigit() and int(value) < _UNLIMITED]
+    return min(limits, default=None)
+
+
+def share_of_cores(processes: int, reserved: int = 0, root: Path = _ROOT) -> int:
+    """Threads for each of so many processes side by side, with `reserved` cores left to others; at least 1."""
+    return max(1, (cores(root) - reserved) // max(1, processes))
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    """The hardware threads of a core, which is the same text for each of them."""
+    with suppress(OSError):
+        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    return str(cpu)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    for folder, value in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        quota, _, period = value.partition(" ")
+        with suppress(OSError, ValueError):  # "max" and -1 stand for none
+            cycle = int(period or (folder / "cpu.cfs_period_us").read_text())
+            if int(quota) > 0 and cycle > 0:
+                yield int(quota) / cycle
+
+
+def _values(root: Path, controller: str, name: str, name_v1: str) -> Iterator[tuple[Path, str]]:
+    """A limit's text, in each cgroup from this process's own one up to the root of what is mounted here."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        own = top / path.strip("/")
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(top))):
+            with suppress(OSError):
+                yield folder, (folder / (name_v1 if controllers else name)).read_text().strip()

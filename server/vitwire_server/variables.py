@@ -1,0 +1,52 @@
+"""`VITWIRE_…` variables that set nothing: misspelt ones, and those that Kubernetes adds for a Service named vitwire."""
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+
+PREFIX = "VITWIRE_"
+_INJECTED = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_INJECTED_URL = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+_CLIENT = {"VITWIRE_TARGET", "VITWIRE_TOKEN"}
+"""Read by the `vitwire` command, which may share its environment with a server."""
+
+
+def is_injected(name: str, value: str) -> bool:
+    """Whether Kubernetes (or a Docker link) set the variable to say where a Service is."""
+    return bool(_INJECTED.search(name.upper()) or (name.upper().endswith("_PORT") and _INJECTED_URL.fullmatch(value)))
+
+
+def ignored_settings(fields: Collection[str]) -> list[str]:
+    """Sentences about injected variables that are named like one of these settings."""
+    return [
+        f"{name}={value} was set by Kubernetes for a Service of that name and is ignored as a setting; "
+        "enableServiceLinks: false in the pod's spec avoids it"
+        for name, value in sorted(os.environ.items())
+        if name.upper() in _names(fields) and is_injected(name, value)
+    ]
+
+
+def unknown_variables(fields: Collection[str]) -> list[str]:
+    """Sentences about variables that are none of these settings, with the one that was probably meant."""
+    known = _names(fields)
+    return [
+        f"{name} is not a setting{_meant(name.upper(), known)}"
+        for name, value in sorted(os.environ.items())
+        if value and name.upper().startswith(PREFIX) and name.upper() not in known | _CLIENT
+        if not is_injected(name, value)
+    ]
+
+
+def without_injected(variables: Mapping[str, str | None]) -> dict[str, str | None]:
+    """The variables that may hold settings."""
+    return {name: value for name, value in variables.items() if not (value and is_injected(name, value))}
+
+
+def _names(fields: Collection[str]) -> set[str]:
+    return {f"{PREFIX}{name.upper()}" for name in ("config", *fields)}
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
