@@ -33,7 +33,7 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
 def warnings(settings: ServeSettings) -> list[str]:
     """Sentences about variables without effect, and about bounds that are more than a container may use."""
     fields = ServeSettings.model_fields
-    unknown = [f"{each} (it is ignored)" for each in unknown_variables(fields)]
+    unknown = [f"ignored: {each}" for each in unknown_variables(fields)]
     limit = memory_limit()
     return [*ignored_settings(fields), *unknown, *(_memory(settings, limit) if limit else ())]
 

@@ -48,5 +48,5 @@ def _names(fields: Collection[str]) -> set[str]:
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = get_close_matches(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known], n=1, cutoff=0.7)
+    return f"; did you mean {PREFIX}{close[0]}?" if close else ""

@@ -1,6 +1,7 @@
 """`--devices`: one process per device under one supervisor."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -18,8 +19,9 @@ import psutil
 import pytest
 
 from conftest import Checkpoints
-from servers import ServerProcess, supervising
+from servers import ServerProcess, serving, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
+from vitwire_server.host import THREADS, share_of_cores
 
 LABELS = ("cpu.0", "cpu.1")
 ITEMS = [Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))] * 8
@@ -110,6 +112,26 @@ def test_calls_end_when_all_servers_are_gone_and_succeed_when_they_are_back(chec
             assert longest < timeout + 2
             assert told <= {"OK", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
             assert "UNAVAILABLE" in told, "nobody was left to answer"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc")
+def test_a_stopped_process_is_replaced_and_every_line_is_json(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both processes have their share of the cores; the one that is stopped is noticed by its heartbeat."""
+    monkeypatch.delenv(THREADS, raising=False)
+    flags = ["--devices", "cpu,cpu", "--log-format", "json", "--unresponsive-seconds", "5"]
+    with serving(checkpoints("qwen2_vl"), *flags, wait=False) as supervisor:
+        supervisor.wait_for('(?s)("message": "ready: .*){2}')
+        assert supervisor.log().count(f", with {share_of_cores(2)} CPU threads for torch") == 2
+        stopped = psutil.Process(supervisor.process.pid).children()[0]
+        stopped.send_signal(signal.SIGSTOP)
+        label = supervisor.wait_for(r"(cpu\.\d) was stopped \(SIGSTOP\) for 5 s; it is killed")[1]
+        supervisor.wait_for(rf'(?s)("process": "{label}", [^\n]*"message": "ready: .*){{2}}')
+        assert not stopped.is_running()
+        assert supervisor.stop() == 0
+        lines = [json.loads(line) for line in supervisor.log().splitlines()]
+        assert all(line["message"] for line in lines)
 
 
 async def test_asynchronous_calls_end_as_well(checkpoints: Checkpoints) -> None:

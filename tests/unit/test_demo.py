@@ -1,11 +1,22 @@
 """Demo checkpoints: the same arguments write the same bytes, whatever was drawn or written before."""
 
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from vitwire_server.towers.demo import write_demo_checkpoint
+
+
+@pytest.mark.parametrize(("umask", "mode"), [("022", 0o644), ("077", 0o600)])
+def test_files_have_the_mode_that_the_umask_gives(umask: str, mode: int, tmp_path: Path) -> None:
+    """Another user reads them in a container, if the umask lets it."""
+    command = [sys.executable, "-m", "vitwire_server", "demo-checkpoint", "--model-type", "qwen3_vl", "--out", tmp_path]
+    subprocess.run(command, check=True, umask=int(umask, 8), capture_output=True)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {mode}
 
 
 def written(folder: Path) -> dict[str, bytes]:

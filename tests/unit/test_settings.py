@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from vitwire_server.resolving import resolve
+from vitwire_server import resolving
+from vitwire_server.resolving import resolve, warnings
 from vitwire_server.settings import ServeSettings, UsageError
 
 
@@ -31,6 +32,11 @@ def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.Monkey
         (["--model", "m", "--devices", "cpu,tpu"], "--devices: .*'cpu,tpu'"),
         (["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"], "--device cpu and --devices cpu,cpu exclude"),
         (["--model", "m", "--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
+        (
+            ["--model", "m", "--devices", "cpu,cpu", "--port", "9463"],
+            r"port 9464 would be needed twice \(9463 to 9464 for gRPC and 9464 to 9465 for metrics\)",
+        ),
+        (["--model", "m", "--port", "9464", "--host", "0.0.0.0"], r"port 9464 would be needed twice \(9464 for gRPC"),
         (["--model", "m", "--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
         (["--model", "m", "--budgets", "nofile.json"], r"^--budgets: no such file, .*'nofile\.json'"),
         (["--model", "m", "--budgets", "0"], "--budgets: .*at least 1"),
@@ -93,6 +99,62 @@ def test_a_variable_that_negates_is_refused(name: str, monkeypatch: pytest.Monke
     monkeypatch.delenv(f"VITWIRE_NO_{name}")
     monkeypatch.setenv(f"VITWIRE_{name}", "off")
     assert getattr(resolve(["--model", "m"]), name.lower()) is False
+
+
+def test_equal_ports_are_no_conflict_where_they_cannot_meet() -> None:
+    for flags in (["--no-metrics"], ["--metrics-host", "10.0.0.1"], ["--port", "0", "--metrics-port", "0"]):
+        assert resolve(["--model", "m", "--devices", "cpu,cpu", "--port", "9463", *flags]).device_list
+
+
+def test_an_unknown_variable_is_named_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITWIRE_MAX_QUEUE_BYTES", "1")
+    monkeypatch.setenv("VITWIRE_XYZ", "1")
+    monkeypatch.setenv("VITWIRE_TOKEN", "the client's")
+    monkeypatch.setenv("VITWIRE_MODLE", "")
+    told = warnings(resolve(["--model", "m"]))
+    assert told == [
+        "ignored: VITWIRE_MAX_QUEUE_BYTES is not a setting; did you mean VITWIRE_MAX_QUEUED_BYTES?",
+        "ignored: VITWIRE_XYZ is not a setting",
+    ]
+    monkeypatch.setenv("VITWIRE_STRICT_CONFIG", "1")
+    with pytest.raises(UsageError, match=r"^VITWIRE_MAX_QUEUE_BYTES is not .*; VITWIRE_XYZ is not a setting$"):
+        resolve(["--model", "m"])
+
+
+def test_what_kubernetes_injects_for_a_service_named_vitwire_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    injected = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "50051",
+        "SERVICE_PORT_GRPC": "50051",
+        "PORT": "tcp://10.0.0.1:50051",
+        "PORT_50051_TCP": "tcp://10.0.0.1:50051",
+        "PORT_50051_TCP_PROTO": "tcp",
+        "PORT_50051_TCP_PORT": "50051",
+        "PORT_50051_TCP_ADDR": "10.0.0.1",
+        "METRICS_PORT": "tcp://10.0.0.2:9464",
+        "CANARY_GRPC_PORT": "tcp://10.0.0.3:1",
+    }
+    for name, value in injected.items():
+        monkeypatch.setenv(f"VITWIRE_{name}", value)
+    settings = resolve(["--model", "m", "--strict-config"])
+    assert (settings.port, settings.metrics_port) == (50051, 9464)
+    told = warnings(settings)
+    assert [each.partition("=")[0] for each in told] == ["VITWIRE_METRICS_PORT", "VITWIRE_PORT"]
+    assert "is ignored as a setting; enableServiceLinks: false" in told[1]
+
+
+def test_bounds_beyond_the_memory_limit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolving, "memory_limit", lambda: 6 << 30)
+    assert warnings(resolve(["--model", "m", "--graph-memory", "99999999999"])) == [], "those are a GPU's"
+    flags = ["--model", "m", "--cache-bytes", str(3 << 30), "--devices", "cpu,cpu"]
+    (told,) = warnings(resolve(flags))
+    assert told.startswith(
+        "the memory limit of this cgroup is 6.0 GiB, less than --max-queued-bytes 4.0 GiB + --cache-"
+    )
+    assert "--cache-bytes 3.0 GiB in each of 2 processes: " in told
+    assert "--graph-memory 4.0 GiB" in warnings(resolve(["--model", "m", "--graphs", "simulated"]))[0]
+    monkeypatch.setattr(resolving, "memory_limit", lambda: None)
+    assert warnings(resolve(flags)) == []
 
 
 @pytest.mark.parametrize("ladder", ['{"budgets": []}', '{"budgets": ["many"]}', "{}"])

@@ -1,8 +1,10 @@
 """The supervisor over processes that only pretend to serve."""
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from vitwire_server import supervisor
+from vitwire_server import heartbeat, host, supervisor
 from vitwire_server.resolving import resolve
 from vitwire_server.supervisor import supervise
 
@@ -20,6 +22,7 @@ LISTENING = 'echo "listening on 127.0.0.1:4001, metrics on 127.0.0.1:4002"\n'
 READY = 'echo "ready: m"\n'
 WAITING = "exec sleep 60\n"
 DYING = "kill -9 $$\n"
+BEAT = "printf . > /proc/self/fd/$VITWIRE_HEARTBEAT_FD\n"
 Pretend = Callable[..., tuple[int, list[str]]]
 
 
@@ -86,6 +89,58 @@ def test_a_refusal_before_the_first_readiness_ends_all(pretend: Pretend, capfd: 
     assert len([call for call in calls if "--device cpu" in call]) == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc")
+@pytest.mark.parametrize(
+    ("life", "fault"), [(f"{BEAT}kill -STOP $$\n", "was stopped (SIGSTOP)"), (BEAT + WAITING, "did not respond")]
+)
+def test_a_stopped_or_mute_process_is_replaced(
+    life: str, fault: str, pretend: Pretend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.05)
+    _, calls = pretend(READY + life, words=[*WORDS, "--unresponsive-seconds", "0.2"])
+    assert len([call for call in calls if "--device cpu" in call]) == 5, "killed each time, and given up in the end"
+    assert f"cpu {fault} for 0.2 s; it is killed" in caplog.messages
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc")
+def test_a_process_that_starts_slowly_or_was_stopped_for_a_moment_stays(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a heartbeat a process is still importing; a stop is forgiven if the heartbeat comes back in time."""
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.05)
+    beating = f"{BEAT}(sleep 0.2; kill -CONT $$) &\nkill -STOP $$\nwhile :; do {BEAT.strip()}; sleep 0.02; done\n"
+    _, calls = pretend(beating, WAITING, signals=1, apart=2.0, words=[*WORDS, "--unresponsive-seconds", "1.5"])
+    assert len(calls) == 2
+    assert not caplog.messages
+
+
+def test_children_on_cpu_share_the_cores(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One core is left to the process of the CUDA device, which limits itself."""
+    monkeypatch.setattr(host, "cores", lambda _: 9)
+    monkeypatch.delenv(host.THREADS, raising=False)
+    words = [*WORDS, "--devices", "cpu,cuda:0,cpu"]
+    show = 'echo "threads ${OMP_NUM_THREADS-none}"\n' + WAITING
+    pretend(show, show, signals=1, after=3, words=words)
+    assert sorted(capfd.readouterr().out.split("\n")[:-1]) == [
+        "[cpu.0] threads 4",
+        "[cpu.2] threads 4",
+        "[cuda:0] threads none",
+    ]
+    monkeypatch.setenv(host.THREADS, "3")
+    pretend(show, show, signals=1, after=6, words=words)
+    assert capfd.readouterr().out.count("threads 3") == 3
+
+
+def test_a_taken_port_is_refused_before_anything_starts(pretend: Pretend) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        words = [*WORDS, "--port", str(port - 1), "--unix-socket", ""]
+        with pytest.raises(OSError, match=rf"^--port: cannot listen on 127\.0\.0\.1:{port}: .*in use"):
+            pretend(WAITING, words=words)
+
+
 def test_a_second_signal_kills(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
     code, _ = pretend(f"trap '' TERM\n{WAITING}", signals=2)
     assert code == 1
@@ -109,10 +164,11 @@ def test_lines_carry_their_process(pretend: Pretend, capfd: pytest.CaptureFixtur
     said = "echo '{\"level\": \"info\"}' >&2\nprintf 'no newline'\n"
     words = [*WORDS, "--devices", "cpu,cpu", "--log-format", "json"]
     assert pretend(many + said + "exit 1", words=words)[0] == 1
-    out, err = capfd.readouterr()
-    spoken = [label for label in ("cpu.0", "cpu.1") if f"[{label}] no newline\n" in out]
-    assert spoken, "the first to end has said everything; the other one may have been stopped before"
-    assert any(f'{{"process": "{label}", "level": "info"}}\n' in err for label in spoken)
+    out, err = ([json.loads(line) for line in text.splitlines()] for text in capfd.readouterr())
+    labels = [each["process"] for each in out if each["message"] == "no newline"]
+    assert labels, "the first to end has written everything; the other one may have been stopped before"
+    assert any(each == {"process": label, "level": "info"} for label in labels for each in err)
+    assert err[-1]["message"].startswith("vitwire-server: cpu.")
 
 
 def test_ports_are_kept_where_metrics_are_off(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
