@@ -3,7 +3,9 @@
 #   docker build -t vitwire:0.1.0 .
 #   docker build -t vitwire:0.1.0 --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .   # CPU only
 #   docker build -t vitwire:0.1.0 --build-arg EXTRAS=server,flash .   # with flash attention 4, CUDA 13
-#   docker run --read-only --tmpfs /tmp -v "$PWD/model:/models:ro" -e VITWIRE_MODEL=/models -p 50051:50051 vitwire:0.1.0
+#   docker run --read-only --tmpfs /tmp:exec -v "$PWD/model:/models:ro" -e VITWIRE_MODEL=/models -p 50051:50051 vitwire:0.1.0
+#
+# exec: Triton and torch compile code below /tmp and run it, which Docker's default for a tmpfs forbids.
 #
 # Both images need Python >= 3.11 at the same path, the builder with venv; pass digests for a reproducible build.
 ARG BASE_IMAGE=python:3.11-slim
@@ -47,7 +49,16 @@ RUN groupadd --gid 10001 vitwire \
     && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp \
         --shell /usr/sbin/nologin vitwire
 COPY --from=builder /opt/vitwire /opt/vitwire
+# Triton compiles a C file when its first kernel is launched, torch.compile C++ on CPU: gcc takes 200 MB, g++ 255.
+# hadolint ignore=DL3008
+RUN compiler=g++ \
+    && if ls -d /opt/vitwire/lib/python3*/site-packages/triton; then compiler=gcc; fi \
+    && apt-get update \
+    && apt-get install --yes --no-install-recommends "$compiler" libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=builder /project /opt/vitwire
+# Fails the build where fused blocks or compiled shapes would be lost, and names what is missing.
+RUN /opt/vitwire/bin/python3 -m vitwire_server.runtime.toolchain
 # The root may be read-only: everything that is written goes below /tmp.
 ENV PATH=/opt/vitwire/bin:$PATH \
     HOME=/tmp \

@@ -24,6 +24,7 @@ from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
 from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
 from vitwire_server.towers.checkpoint import Checkpoint, load_tower, open_checkpoint
@@ -137,18 +138,22 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
 
 
 def _fuse(tower: Tower, attention: Choice) -> None:
-    try:
-        from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
-    except ImportError as error:
-        _log.warning("blocks are not fused: %s", error)
+    if fault := triton_fault():
+        _log.warning("blocks are not fused, which costs speed: %s", fault)
         return
+    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
+
     _log.info("%d of %d blocks fused", fuse(tower.blocks, attention), len(tower.blocks))
 
 
 def _compiles(setting: str, tower: Tower) -> bool:
     """Whether hot shapes are compiled: on CPU, by default where it pays, which is in bfloat16."""
     wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
-    return wanted and tower.device.type == "cpu"
+    if not wanted or tower.device.type != "cpu":
+        return False
+    if fault := cxx_fault():
+        _log.warning("hot shapes are not compiled, which costs speed: %s", fault)
+    return not fault
 
 
 def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:

@@ -35,6 +35,10 @@ class NotFusable(Exception):
     """A block is not of the form that is known here; the message says where it differs."""
 
 
+class KernelFailed(NotFusable):
+    """A block has the form that is known here, but Triton or the device failed; the message says how."""
+
+
 class Mlp(Protocol):
     """Adds to the residual stream what it makes of normed rows, both `(rows, hidden)`."""
 
@@ -161,7 +165,8 @@ def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
             block = Block(stock, attention, layout, first=not fused)
             offs = [_difference(stock, block, longest) for longest in attention.lengths]
         except NotFusable as error:
-            _log.info("blocks of %s are not fused: %s", type(stock).__name__, error)
+            level = logging.WARNING if isinstance(error, KernelFailed) else logging.INFO
+            _log.log(level, "blocks of %s are not fused: %s", type(stock).__name__, error)
             return fused
         limit = max(_LEAST, _ROUNDINGS * torch.finfo(next(stock.parameters()).dtype).eps)
         if not all(off <= limit for off in offs):  # NaN is no less than anything
@@ -190,7 +195,9 @@ def _difference(stock: nn.Module, block: Block, longest: int) -> float:
     try:
         expected = stock(rows, **given).float() - rows.float()
         got = block(rows.clone(), **given).float() - rows.float()
-    except (RuntimeError, TypeError, ValueError) as error:
+    except RuntimeError as error:
+        raise KernelFailed(str(error).partition("\n")[0]) from error
+    except (TypeError, ValueError) as error:
         raise NotFusable(str(error).partition("\n")[0]) from error
     return float((got - expected).norm() / expected.norm())
 
