@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
+.PHONY: help demo test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
+		printf '  %-14s %s\n' "$$target" "$$purpose"; done
 
 demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
@@ -58,10 +62,10 @@ full-test: $(READY) ## towers at their published size on the CPU, within memory
 acceptance: check test demo bench full-test fault-test kernel-test page-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
-stubs: ## regenerate client/vitwire/v1 from the proto
+stubs: $(READY) ## regenerate client/vitwire/v1 from the proto
 	PYTHON=$(PYTHON) tools/proto.sh generate
 
-setup: $(READY)
+setup: $(READY) ## make .venv with all that the other targets need
 
 $(READY): pyproject.toml constraints.txt requirements-tools.txt
 	$(PYTHON) -m venv $(VENV)
