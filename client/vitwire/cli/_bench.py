@@ -21,6 +21,7 @@ from vitwire import Item, Model
 from vitwire._prepare import clip_items, image_items
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
+    INTERRUPTED,
     Ca,
     Cert,
     Connection,
@@ -30,11 +31,9 @@ from vitwire.cli._connection import (
     Tls,
     Token,
     fail,
+    reported,
 )
 from vitwire.cli._load import Load, Pace, Sample, Summary
-
-_INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
 
 
 def bench(
@@ -78,22 +77,23 @@ def bench(
         distinct = _requests(sizes, items, frames, model)
         load = Load(client, distinct, Pace(concurrency, seconds, requests, rate), fresh=not repeat)
         summary = Summary(_with_progress(load), load.samples)
-        asked = {
-            "target": target,
-            "model": model.model_id,
-            "sizes": [f"{width}x{height}" for width, height in sizes],
-            "items_per_request": items,
-            "frames": frames,
-            "concurrency": concurrency,
-            "rate": rate,
-        }
-        document = asked | summary.document()
-        Console().print(_table(document))
-        typer.echo(json.dumps(document))
-        if plot:
+    asked = {
+        "target": target,
+        "model": model.model_id,
+        "sizes": [f"{width}x{height}" for width, height in sizes],
+        "items_per_request": items,
+        "frames": frames,
+        "concurrency": concurrency,
+        "rate": rate,
+    }
+    document = asked | summary.document()
+    Console().print(_table(document))
+    typer.echo(json.dumps(document))
+    if plot:
+        with reported():
             _plot(plot, summary)
     if load.interrupted.is_set():
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     if not summary.answered:
         fail(f"none of {len(summary.samples)} requests was answered")
 

@@ -24,6 +24,8 @@ Timeout = Annotated[float, typer.Option(min=0.001, help="Deadline of each reques
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,11 @@ class Connection:
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """A client; errors within end the command with one line on stderr and code 1."""
-        try:
+        """A client; errors within are reported."""
+        with reported():
             tls = self._credentials()
             with Client(self.target, tls=tls, token=self.token, timeout=self.timeout) as client:
                 yield client
-        except (VitwireError, OSError, ValueError, ImportError) as error:
-            fail(str(error) or type(error).__name__)
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
         if (self.cert is None) != (self.key is None):
@@ -55,6 +55,15 @@ class Connection:
             return None
         ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Errors within end the command with one line on stderr and code 1. Not for printing to stdout."""
+    try:
+        yield
+    except (VitwireError, OSError, ValueError, ImportError) as error:
+        fail(str(error) or type(error).__name__)
 
 
 def tell(message: str) -> None:
