@@ -229,3 +229,15 @@ def test_a_full_disk_behind_stdout_is_one_line(server: ServerProcess, words: lis
         done = vitwire(*words, stdout=full.fileno())
     assert (done.returncode, done.stderr) == (1, "vitwire: standard output: No space left on device\n")
     assert (tmp_path / "one.npy").exists() is (words[0] == "encode")
+
+
+@pytest.mark.parametrize("words", [["encode", str(COFFEE)], ["bench", "--requests", "1"]])
+def test_wait_is_for_a_server_that_is_still_to_come(words: list[str], checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path = tmp_path / "vitwire.sock"
+    with started(*words, "--wait", "--timeout", "120", "--target", f"unix:{path}") as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line == f"vitwire: waiting up to 600 s until a server at unix:{path} is ready\n"
+        with serving(checkpoints("qwen2_5_vl"), "--unix-socket", str(path), wait=False):
+            errors = process.communicate(timeout=240)[1]
+    assert (process.returncode, errors) == (0, "")

@@ -30,6 +30,7 @@ from vitwire.cli._connection import (
     Timeout,
     Tls,
     Token,
+    Wait,
     fail,
     reported,
 )
@@ -62,6 +63,7 @@ def bench(
     cert: Cert = None,
     key: Key = None,
     timeout: Timeout = 60.0,
+    wait: Wait = False,
 ) -> None:
     """Load the service with random images and show latencies and throughput; the last line is one JSON document.
 
@@ -70,10 +72,11 @@ def bench(
     sizes = [_size(text) for text in size or ["448x448"]]
     if rate is not None and not math.isfinite(rate):
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
-    with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
+    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
+    with connection.client() as client:
         if plot:
             _check_plot(plot)
-        model = client.model()
+        model = connection.model(client)
         distinct = _requests(sizes, items, frames, model)
         load = Load(client, distinct, Pace(concurrency, seconds, requests, rate), fresh=not repeat)
         summary = Summary(_with_progress(load), load.samples)

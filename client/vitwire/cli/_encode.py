@@ -26,6 +26,7 @@ from vitwire.cli._connection import (
     Timeout,
     Tls,
     Token,
+    Wait,
     tell,
 )
 from vitwire.cli._files import prepare
@@ -49,16 +50,18 @@ def encode(
     cert: Cert = None,
     key: Key = None,
     timeout: Timeout = 120.0,
+    wait: Wait = False,
     as_json: Json = False,
 ) -> None:
     """Encode image files and write their embeddings; those that fail are named, and the exit code is 1.
 
     Ctrl-C, or a service that fails, ends it early: what is encoded by then is written, and the other files are named.
     """
-    with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
+    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
+    with connection.client() as client:
         if out is not None:
             check_out(out, len(files))
-        model = client.model()
+        model = connection.model(client)
         outcomes, interrupted = _outcomes(_Encoding(client, model, files, timeout))
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
