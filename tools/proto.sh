@@ -11,16 +11,14 @@ tools=.tools
 python=$tools/proto/bin/python
 workspace=$tools/buf-workspace
 baseline=tools/encoder.v1.binpb
+requirements=tools/requirements-proto.txt
+buf=.venv/bin/buf # installed by `make setup`
 
 install() {
-    if [ ! -e "$tools/proto/.installed" ]; then
-        "${PYTHON:-python3}" -m venv "$tools/proto"
-        "$python" -m pip install -q grpcio-tools==1.71.2 mypy-protobuf==3.7.0 \
-            grpcio==1.71.2 protobuf==5.29.6 setuptools==80.9.0 googleapis-common-protos==1.70.0
-        touch "$tools/proto/.installed"
-    fi
-    if [ ! -x "$tools/node_modules/.bin/buf" ]; then
-        npm install --silent --no-fund --no-audit --prefix "$tools" @bufbuild/buf@1.75.0
+    if ! cmp -s "$requirements" "$tools/proto/.installed"; then
+        "${PYTHON:-python3}" -m venv --clear "$tools/proto"
+        "$python" -m pip install --quiet --require-hashes --only-binary :all: --requirement "$requirements"
+        cp "$requirements" "$tools/proto/.installed"
     fi
 }
 
@@ -33,8 +31,6 @@ generate() { # generate OUT
         proto/vitwire/v1/encoder.proto
 }
 
-buf() { "$PWD/$tools/node_modules/.bin/buf" "$@"; }
-
 # buf sees the contract and google/rpc/status.proto side by side, without its registry.
 assemble() {
     rm -rf "$workspace"
@@ -44,8 +40,8 @@ assemble() {
 }
 
 check() {
-    buf lint "$workspace"
-    buf breaking "$workspace" --against "$baseline"
+    "$buf" lint "$workspace"
+    "$buf" breaking "$workspace" --against "$baseline"
     rm -rf "$tools/stubs"
     generate "$tools/stubs"
     for stub in "$tools"/stubs/vitwire/v1/*; do
@@ -58,6 +54,6 @@ install
 case "${1:-}" in
     generate) generate client ;;
     check) assemble; check ;;
-    freeze) assemble; buf build "$workspace" -o "$baseline" ;;
+    freeze) assemble; "$buf" build "$workspace" -o "$baseline" ;;
     *) echo "usage: tools/proto.sh generate|check|freeze" >&2; exit 2 ;;
 esac

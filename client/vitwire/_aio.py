@@ -7,13 +7,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from vitwire._aio_transport import AsyncTransport
-from vitwire._channel import Deadline, Tls, bearer, credentials
+from vitwire._channel import Tls, bearer, credentials
+from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
-from vitwire._errors import NotCached, VitwireError
+from vitwire._errors import VitwireError
+from vitwire._exchange import may_speak_of_another_model
 from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import clip_items, image_items
 from vitwire._protocol import Options, Priority, Result, embeddings, is_unknown, split
+from vitwire._retry import MAX_RETRIES, Policy
+from vitwire._target import checked_target
 
 if TYPE_CHECKING:
     from vitwire._prepare import Clip, ImageLike
@@ -33,13 +37,16 @@ class AsyncClient:
         token: str | None = None,
         timeout: float | None = None,
         spread: int = 1,
+        max_retries: int = MAX_RETRIES,
+        wait_for_ready: bool = False,
     ) -> None:
         if spread < 1:
             raise ValueError(f"spread is at least 1, not {spread}")
+        self._policy = Policy(max_retries, wait_for_ready)
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
-        self._transport = AsyncTransport(target, credentials(tls), bearer(token))
+        self._transport = AsyncTransport(checked_target(target), credentials(tls), bearer(token), self._policy)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -51,10 +58,7 @@ class AsyncClient:
         priority: Priority = "interactive",
     ) -> list[Embedding]:
         """Encode items; their embeddings come in the same order. As `Client.encode`."""
-        items = list(items)
-        async with aclosing(self.iter_encode(items, timeout, output_type, priority)) as arrived:
-            results = {index: embedding async for index, embedding in arrived}
-        return [results[index] for index in range(len(items))]
+        return await self._encode(items, self._deadline(timeout), Options.of(output_type, priority))
 
     @overload
     def iter_encode(
@@ -93,9 +97,10 @@ class AsyncClient:
         finds the generator abandoned.
         """
         asked = dict(enumerate(items))
+        deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
         options = Options.of(output_type, priority, stream=return_exceptions)
-        results = self._results(asked, self._deadline(timeout), options)
+        results = self._results(asked, deadline, options)
         async with aclosing(results):
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:
@@ -129,9 +134,9 @@ class AsyncClient:
         priority: Priority = "interactive",
     ) -> list[Embedding]:
         """Encode images, prepared in threads as the server's model wants them. As `Client.encode_images`."""
-        deadline = self._deadline(timeout)
+        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
         items = await asyncio.to_thread(image_items, images, await self._get_model(deadline))
-        return await self.encode(items, deadline.left(), output_type, priority)
+        return await self._encode(items, deadline, options)
 
     async def encode_clips(
         self,
@@ -141,17 +146,17 @@ class AsyncClient:
         priority: Priority = "interactive",
     ) -> list[Embedding]:
         """Encode clips, prepared in threads as the server's model wants them. As `Client.encode_clips`."""
-        deadline = self._deadline(timeout)
+        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
         items = await asyncio.to_thread(clip_items, clips, await self._get_model(deadline))
-        return await self.encode(items, deadline.left(), output_type, priority)
+        return await self._encode(items, deadline, options)
 
-    async def model(self) -> Model:
-        """The server's model and limits; asked for once and remembered until a request fails."""
-        return await self._get_model(self._deadline(None))
+    async def model(self, timeout: float | None = None) -> Model:  # noqa: ASYNC109  # as above
+        """The server's model and limits, remembered. As `Client.model`."""
+        return await self._get_model(self._deadline(timeout))
 
-    async def health(self, service: str = "") -> str:
+    async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # as above
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN. As `Client.health`."""
-        return await self._transport.health(service, self._timeout)
+        return await self._transport.health(service, self._deadline(timeout, HEALTH_SECONDS))
 
     async def close(self) -> None:
         """Close the connection and cancel what is in flight."""
@@ -165,6 +170,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    async def _encode(self, items: Sequence[Item], deadline: Deadline, options: Options) -> list[Embedding]:
+        async with aclosing(self._results(dict(enumerate(items)), deadline, options)) as results:
+            return embeddings({index: result async for index, result in results})
+
     async def _results(
         self, items: Mapping[int, Item], deadline: Deadline, options: Options
     ) -> AsyncGenerator[Result, None]:
@@ -172,15 +181,16 @@ class AsyncClient:
         if not items:
             return
         model = await self._get_model(deadline)
-        parts = split(items, options, self._spread, model.limits)
+        parts = split(items, options, self._spread, model)
+        deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
         try:
             async with aclosing(self._transport.encode(parts, model.deepstack_levels, deadline)) as stream:
                 async for index, result in stream:
-                    if isinstance(result, VitwireError) and not isinstance(result, NotCached):
-                        self._model = None  # the server may hold another one by now
+                    if isinstance(result, VitwireError):
+                        self._review_model(result)
                     yield index, result
-        except VitwireError:
-            self._model = None  # as above
+        except VitwireError as error:
+            self._review_model(error)
             raise
 
     async def _get_model(self, deadline: Deadline) -> Model:
@@ -188,5 +198,10 @@ class AsyncClient:
             self._model = await self._transport.model(deadline)
         return self._model
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self._timeout if timeout is None else timeout)
+    def _review_model(self, error: VitwireError) -> None:
+        """Forget the model if the error may come of the server holding another one by now."""
+        if may_speak_of_another_model(error):
+            self._model = None
+
+    def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout, default)

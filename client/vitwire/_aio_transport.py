@@ -8,10 +8,13 @@ from contextlib import aclosing, suppress
 import grpc.aio
 
 from vitwire import _channel
-from vitwire._channel import Backoff, Deadline, Metadata
-from vitwire._errors import EncodeFailed, from_rpc
+from vitwire._channel import Metadata
+from vitwire._deadline import Deadline
+from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
+from vitwire._exchange import Exchange, model_of
 from vitwire._model import Model
-from vitwire._protocol import Assembler, Part, Result
+from vitwire._protocol import Part, Result
+from vitwire._retry import Attempts, Policy
 from vitwire._transport import Calls, Transport
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -19,12 +22,15 @@ from vitwire.v1 import encoder_pb2 as pb
 class AsyncTransport:
     """Moves the messages of `_protocol`; nothing of gRPC leaves it."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None) -> None:
+    def __init__(
+        self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None, policy: Policy
+    ) -> None:
         self._target = target
         self._credentials = credentials
         self._token = token
+        self._policy = policy
         self._closed = False
-        self._threaded = Transport(target, credentials, token)
+        self._threaded = Transport(target, credentials, token, policy)
         self._channels: dict[_channel.ChannelOptions, grpc.aio.Channel] = {}
 
     async def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> AsyncGenerator[Result, None]:
@@ -40,23 +46,23 @@ class AsyncTransport:
     async def model(self, deadline: Deadline) -> Model:
         get_model = self._connected(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
-        backoff = Backoff()
+        attempts = Attempts(self._policy, deadline)
         while True:
+            patience = attempts.patience()
             try:
-                message = await get_model(pb.GetModelRequest(), timeout=deadline.left(), metadata=metadata)
-                return Model.from_message(message)
+                timeout = deadline.left() if patience is None else patience
+                return model_of(await get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
             except grpc.RpcError as error:
-                delay = backoff.delay(error)
-                if delay is None:
-                    raise from_rpc(error) from None
-            except ValueError as error:
-                raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
-            await asyncio.sleep(deadline.bound(delay))
+                if patience is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    attempts.silent()
+                    continue
+                delay = attempts.delay(await self._explained(error, attempts))
+            await asyncio.sleep(delay)
 
-    async def health(self, service: str, timeout: float | None) -> str:  # noqa: ASYNC109  # the RPC's deadline
+    async def health(self, service: str, deadline: Deadline) -> str:
         check = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
         try:
-            status = await check(service, timeout=timeout, metadata=_channel.metadata(self._token))
+            status = await check(service, timeout=deadline.left(), metadata=_channel.metadata(self._token))
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
@@ -72,30 +78,46 @@ class AsyncTransport:
     async def _results(
         self, part: Part, levels: int, deadline: Deadline, metadata: Metadata
     ) -> AsyncGenerator[Result, None]:
-        """Results of a part that is one message; one that was refused before anything was answered is sent again."""
+        """Results of a part that is one message; what a server refused or never answered is sent again."""
         encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
-        backoff = Backoff()
+        exchange = Exchange(part, levels, Attempts(self._policy, deadline))
         while True:
-            call = encode(part.request(), timeout=deadline.left(), metadata=metadata)
-            assembler, answered = Assembler(part.indices, levels), False
+            exchange.begin()
+            patience = exchange.attempts.patience()
+            call = encode(exchange.part.request(), timeout=deadline.left(), metadata=metadata)
             try:
+                if not await _accepted(call, patience):
+                    exchange.attempts.silent()
+                    continue
                 async for response in call:
-                    answered = True
-                    if (result := assembler.feed(response)) is not None:
+                    if (result := exchange.feed(response)) is not None:
                         yield result
-                assembler.finish()
-                return
+                delay = exchange.finish()
             except grpc.RpcError as error:
-                delay = backoff.delay(error, answered=answered)
-                if delay is None:
-                    raise from_rpc(error, part.indices) from None
+                delay = exchange.attempts.delay(await self._explained(error, exchange.attempts, exchange.part))
             except asyncio.CancelledError:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 raise EncodeFailed("the client was closed during the call", code="CANCELLED") from None
             finally:
                 call.cancel()
-            await asyncio.sleep(deadline.bound(delay))
+            if delay is None:
+                for result in exchange.refused():
+                    yield result
+                return
+            await asyncio.sleep(delay)
+
+    async def _explained(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
+        """The error; where gRPC only knows that no server is ready, with the reason that a server gives."""
+        failure = from_rpc(error, part.indices if part else ())
+        if isinstance(failure, Unavailable) and not is_from_server(error) and attempts.needs_reason():
+            ask = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
+            metadata = _channel.metadata(self._token)
+            try:
+                await ask(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
+            except grpc.RpcError as reason:
+                return from_rpc(reason) if reason.code() is grpc.StatusCode.UNAVAILABLE else failure
+        return failure
 
     async def _streamed(
         self, part: Part, levels: int, deadline: Deadline, metadata: Metadata
@@ -108,17 +130,17 @@ class AsyncTransport:
         arrived: asyncio.Queue[Result | Exception | None] = asyncio.Queue()
         calls = Calls()
 
-        def tell(result: Result | Exception | None) -> None:
+        def deliver(result: Result | Exception | None) -> None:
             with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
                 loop.call_soon_threadsafe(arrived.put_nowait, result)
 
         def drain() -> None:
             try:
                 for result in self._threaded.results(part, levels, deadline, metadata, calls):
-                    tell(result)
-                tell(None)
+                    deliver(result)
+                deliver(None)
             except Exception as error:  # noqa: BLE001  # whatever it is, the caller waits for it
-                tell(error)
+                deliver(error)
 
         threading.Thread(target=drain, daemon=True).start()
         try:
@@ -141,6 +163,18 @@ class AsyncTransport:
         if self._credentials is None:
             return grpc.aio.insecure_channel(self._target, options)
         return grpc.aio.secure_channel(self._target, self._credentials, options)
+
+
+async def _accepted(call: grpc.aio.Call, patience: float | None) -> bool:
+    """Whether the server accepted the call, or ended it, within its patience."""
+    if patience is None:
+        return True
+    try:
+        async with asyncio.timeout(patience):
+            await call.initial_metadata()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Result, None]]) -> AsyncGenerator[Result, None]:

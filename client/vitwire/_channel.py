@@ -1,11 +1,8 @@
-"""What both clients tell gRPC: options, credentials, metadata, methods and health messages."""
+"""What both clients hand to gRPC: options, credentials, metadata, methods and health messages."""
 
 import json
-import math
 import os
-import random
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,9 +12,9 @@ from uuid import uuid4
 import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
-from vitwire._errors import DeadlineExceeded
+from vitwire._retry import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire.wire import Frame, Malformed, Request, read_chunk, write_chunk, write_request
+from vitwire.wire import Frame, Malformed, Request, read_chunk, read_plain, write_chunk, write_request
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -27,19 +24,28 @@ ChannelOptions = tuple[tuple[str, int | str], ...]
 
 SERVICE = "vitwire.v1.EncoderService"
 
-_ATTEMPTS, _FIRST_BACKOFF, _MAX_BACKOFF, _BACKOFF_FACTOR = 5, 0.1, 2.0, 2
+REASON_SECONDS = 0.5
+"""How long to ask why no server is ready."""
 _BALANCED: dict[str, object] = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": SERVICE},
 }
-_LONGEST_SECONDS = 1e9
-"""gRPC overflows on longer deadlines; nobody waits that long."""
 _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # gRPC repeats nothing, neither by a policy nor transparently: where 1.85 does, RPCs whose servers are all gone hang
-    # beyond their deadline, and client streams lose messages. `Backoff` says when we send again.
+    # beyond their deadline, and client streams lose messages. `_retry.Attempts` says when the client sends again.
     ("grpc.enable_retries", 0),
+    # A server that returns is reached within half a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 400),
+    # This is how long an attempt to connect may take: a frozen server accepts, and then says nothing.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # Finds a frozen or vanished server within 20 s. Pings are sent while a call is open, and the health watch of each
+    # connection always is. Otherwise gRPC stops after two pings without data.
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
 # Streams have connections of their own, to keep bulk off that of small requests.
@@ -62,8 +68,8 @@ ENCODE: Method[Request, Frame[pb.EncodeResponse] | Malformed] = Method(
 ENCODE_STREAM: Method[Frame[pb.EncodeStreamRequest], Frame[pb.EncodeStreamResponse] | Malformed] = Method(
     f"/{SERVICE}/EncodeStream", write_chunk, partial(read_chunk, pb.EncodeStreamResponse)
 )
-GET_MODEL: Method[pb.GetModelRequest, pb.GetModelResponse] = Method(
-    f"/{SERVICE}/GetModel", pb.GetModelRequest.SerializeToString, pb.GetModelResponse.FromString
+GET_MODEL: Method[pb.GetModelRequest, pb.GetModelResponse | Malformed] = Method(
+    f"/{SERVICE}/GetModel", pb.GetModelRequest.SerializeToString, partial(read_plain, pb.GetModelResponse)
 )
 
 
@@ -73,7 +79,8 @@ def _health_request(service: str) -> bytes:
 
 
 def _health_status(raw: bytes) -> int:
-    return Int32Value.FromString(raw).value
+    message = read_plain(Int32Value, raw)
+    return 0 if isinstance(message, Malformed) else message.value
 
 
 HEALTH: Method[str, int] = Method("/grpc.health.v1.Health/Check", _health_request, _health_status)
@@ -117,43 +124,3 @@ def _trace_context() -> Metadata:
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return tuple(carrier.items())
-
-
-class Backoff:
-    """When an RPC may be sent again: after UNAVAILABLE, with nothing answered yet, a few times within its deadline."""
-
-    def __init__(self) -> None:
-        self._attempts = _ATTEMPTS
-        self._delay = _FIRST_BACKOFF
-
-    def delay(self, error: grpc.RpcError, *, answered: bool = False) -> float | None:
-        """Seconds to wait before the next attempt; None when there is to be none."""
-        self._attempts -= 1
-        if answered or self._attempts < 1 or error.code() is not grpc.StatusCode.UNAVAILABLE:
-            return None
-        delay, self._delay = self._delay, min(self._delay * _BACKOFF_FACTOR, _MAX_BACKOFF)
-        return delay * random.uniform(0.8, 1.2)  # noqa: S311  # spreads load, keeps no secret
-
-
-class Deadline:
-    """The moment at which a whole call, however many RPCs it takes, has to be done."""
-
-    def __init__(self, timeout: float | None) -> None:
-        if timeout is not None and math.isnan(timeout):
-            raise ValueError("timeout is a number of seconds, not NaN")
-        endless = timeout is None or timeout > _LONGEST_SECONDS
-        self._at = None if timeout is None or endless else time.monotonic() + float(timeout)
-
-    def left(self) -> float | None:
-        """Seconds that are left; None without a deadline. Raises DeadlineExceeded when there are none."""
-        if self._at is None:
-            return None
-        left = self._at - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded("the timeout passed before the request was sent")
-        return left
-
-    def bound(self, seconds: float) -> float:
-        """At most `seconds`. Raises DeadlineExceeded when none are left."""
-        left = self.left()
-        return seconds if left is None else min(seconds, left)

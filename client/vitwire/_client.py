@@ -4,13 +4,17 @@ from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from vitwire._channel import Deadline, Tls, bearer, credentials
+from vitwire._channel import Tls, bearer, credentials
+from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
-from vitwire._errors import NotCached, VitwireError
+from vitwire._errors import VitwireError
+from vitwire._exchange import may_speak_of_another_model
 from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import clip_items, image_items
 from vitwire._protocol import Options, Priority, Result, embeddings, is_unknown, split
+from vitwire._retry import MAX_RETRIES, Policy
+from vitwire._target import checked_target
 from vitwire._transport import Transport
 
 if TYPE_CHECKING:
@@ -24,8 +28,14 @@ class Client:
     tls: True for TLS with the system's roots, a file of root certificates in PEM, or gRPC channel credentials
         (those of `grpc.ssl_channel_credentials` for a client certificate); by default none.
     token: bearer token, sent with every request.
-    timeout: deadline in seconds of calls that are given none; None waits for ever.
+    timeout: seconds for each call that is given none. None fits the work: 60 s and 25 ms for each patch, and 10
+        minutes instead of the 60 s with priority "batch" or `wait_for_ready`. float("inf") waits for ever.
     spread: RPCs that one request may be split into, so that as many replicas share it.
+    max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server ends or does not
+        answer, or the server is full and says when to come back; counted anew when something was answered.
+    wait_for_ready: wait, within the timeout, for a server that is not there yet or still loads its model.
+
+    Raises ValueError for a target that cannot be connected to. docs/client.md has the details.
     """
 
     def __init__(
@@ -36,13 +46,16 @@ class Client:
         token: str | None = None,
         timeout: float | None = None,
         spread: int = 1,
+        max_retries: int = MAX_RETRIES,
+        wait_for_ready: bool = False,
     ) -> None:
         if spread < 1:
             raise ValueError(f"spread is at least 1, not {spread}")
+        self._policy = Policy(max_retries, wait_for_ready)
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
-        self._transport = Transport(target, credentials(tls), bearer(token))
+        self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -59,9 +72,7 @@ class Client:
         output_type: type of the rows; None takes the server's dtype.
         Raises the error of the first item that failed, with its position as `.item`, or that of the request.
         """
-        items = list(items)
-        results = dict(self.iter_encode(items, timeout, output_type, priority))
-        return [results[index] for index in range(len(items))]
+        return self._encode(items, self._deadline(timeout), Options.of(output_type, priority))
 
     @overload
     def iter_encode(
@@ -105,9 +116,10 @@ class Client:
             so that invalid items fail alone too.
         """
         asked = dict(enumerate(items))
+        deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
         options = Options.of(output_type, priority, stream=return_exceptions)
-        for index, result in self._results(asked, self._deadline(timeout), options):
+        for index, result in self._results(asked, deadline, options):
             if isinstance(result, VitwireError) and not return_exceptions:
                 errors.append(result)
             else:
@@ -141,9 +153,8 @@ class Client:
         images: paths, Pillow images or uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`.
         Raises InvalidItem for what is no image, and OSError for a file that cannot be opened.
         """
-        deadline = self._deadline(timeout)
-        items = image_items(images, self._get_model(deadline))
-        return self.encode(items, deadline.left(), output_type, priority)
+        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
+        return self._encode(image_items(images, self._get_model(deadline)), deadline, options)
 
     def encode_clips(
         self,
@@ -156,21 +167,24 @@ class Client:
 
         clips: for each, its sampled frames: a uint8 array `(F, H, W, 3)` or a sequence of images of one size.
         """
-        deadline = self._deadline(timeout)
-        items = clip_items(clips, self._get_model(deadline))
-        return self.encode(items, deadline.left(), output_type, priority)
+        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
+        return self._encode(clip_items(clips, self._get_model(deadline)), deadline, options)
 
-    def model(self) -> Model:
-        """The server's model and limits; asked for once and remembered until a request fails."""
-        return self._get_model(self._deadline(None))
+    def model(self, timeout: float | None = None) -> Model:
+        """The server's model and limits; remembered until a request fails in a way that may come of another model.
 
-    def health(self, service: str = "") -> str:
+        timeout: seconds; None takes the client's, and 60 s if that has none.
+        """
+        return self._get_model(self._deadline(timeout))
+
+    def health(self, service: str = "", timeout: float | None = None) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN, of one of the addresses behind the target.
 
         service: "" or "vitwire.v1.EncoderService" for readiness, "liveness" for the engine's heartbeat.
-        Raises Unavailable when no server answers.
+        timeout: seconds; None takes the client's, and 10 s if that has none.
+        Raises Unavailable when no server answers; it is asked once.
         """
-        return self._transport.health(service, self._timeout)
+        return self._transport.health(service, self._deadline(timeout, HEALTH_SECONDS))
 
     def close(self) -> None:
         """Close the connection and cancel what is in flight."""
@@ -184,6 +198,9 @@ class Client:
     ) -> None:
         self.close()
 
+    def _encode(self, items: Sequence[Item], deadline: Deadline, options: Options) -> list[Embedding]:
+        return embeddings(dict(self._results(dict(enumerate(items)), deadline, options)))
+
     def _results(
         self, items: Mapping[int, Item], deadline: Deadline, options: Options
     ) -> Generator[Result, None, None]:
@@ -191,14 +208,15 @@ class Client:
         if not items:
             return
         model = self._get_model(deadline)
-        parts = split(items, options, self._spread, model.limits)
+        parts = split(items, options, self._spread, model)
+        deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
         try:
             for index, result in self._transport.encode(parts, model.deepstack_levels, deadline):
-                if isinstance(result, VitwireError) and not isinstance(result, NotCached):
-                    self._model = None  # the server may hold another one by now
+                if isinstance(result, VitwireError):
+                    self._review_model(result)
                 yield index, result
-        except VitwireError:
-            self._model = None  # as above
+        except VitwireError as error:
+            self._review_model(error)
             raise
 
     def _get_model(self, deadline: Deadline) -> Model:
@@ -206,5 +224,10 @@ class Client:
             self._model = self._transport.model(deadline)
         return self._model
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self._timeout if timeout is None else timeout)
+    def _review_model(self, error: VitwireError) -> None:
+        """Forget the model if the error may come of the server holding another one by now."""
+        if may_speak_of_another_model(error):
+            self._model = None
+
+    def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout, default)

@@ -67,6 +67,8 @@ class Embedding:
     levels: int
     """Number of deepstack levels."""
     report: Report
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Of the item that was encoded, in patches; zeros where no item is known."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ class DeadlineExceeded(VitwireError):
 
 
 class Unavailable(VitwireError):
-    """No server answers, or it is starting or draining; the retry policy is exhausted."""
+    """No server answers, or it is starting or draining; `max_retries` or the timeout allow no further attempt."""
 
     default_code = "UNAVAILABLE"
 
@@ -143,6 +143,12 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     if isinstance(translated, Overloaded) and translated.retry_after is None:
         translated.retry_after = _milliseconds(metadata.get(_PUSHBACK_KEY, ""))
     return translated
+
+
+def is_from_server(error: grpc.RpcError) -> bool:
+    """Whether the server itself gave the reason, rather than gRPC on its behalf."""
+    pairs: Any = error.trailing_metadata() or ()  # as in `from_rpc`
+    return any(key == _STATUS_KEY for key, _ in pairs)
 
 
 def _error(

@@ -65,7 +65,7 @@ class Model:
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
         """Raises ValueError when the settings contradict themselves."""
-        return cls(
+        model = cls(
             model_id=message.model_id,
             model_type=message.model_type,
             weights_fingerprint=message.weights_fingerprint,
@@ -88,6 +88,11 @@ class Model:
             device=message.device,
             server_version=message.server_version,
         )
+        if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
+            raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")
+        if model.merge_size < 1:
+            raise ValueError("merge_size 0")
+        return model
 
 
 def _dtype(number: "pb.DataType.ValueType") -> str:

@@ -4,7 +4,7 @@ Shared by `Client` and `AsyncClient`, which only move the messages.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from vitwire._embedding import DTYPES, OUTPUT_TYPES, STORAGE, DType, Embedding, Report
 from vitwire._errors import EncodeFailed, NotCached, VitwireError, from_status
+from vitwire._expected import Expected, is_finite, report_problem
 from vitwire._items import Item, WireItem, to_wire
-from vitwire._model import Limits
+from vitwire._model import Limits, Model
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Frame, Malformed, Request
 
@@ -45,6 +46,11 @@ class Options:
     stream: bool = False
     """However small: an item that the server finds invalid ends one message as a whole, but no stream."""
 
+    @property
+    def patient(self) -> bool:
+        """Whether the request may wait long behind others."""
+        return self.priority == pb.PRIORITY_BATCH
+
     @classmethod
     def of(cls, output_type: DType | None, priority: Priority, *, stream: bool = False) -> "Options":
         """Raises ValueError for a name that is not known."""
@@ -63,8 +69,15 @@ class Part:
 
     indices: tuple[int, ...]
     items: tuple[WireItem, ...]
+    expected: tuple[Expected, ...]
     options: Options
     limits: Limits
+
+    def without(self, answered: Set[int]) -> "Part":
+        """What is left when the items at these positions of the caller's request are answered."""
+        rows = [row for row in zip(self.indices, self.items, self.expected, strict=True) if row[0] not in answered]
+        indices, items, expected = zip(*rows, strict=True) if rows else ((), (), ())
+        return Part(indices, items, expected, self.options, self.limits)
 
     @property
     def one_message(self) -> bool:
@@ -97,7 +110,7 @@ class Part:
                     yield Frame(chunk, memoryview(tensor)[start : start + CHUNK_BYTES])
 
 
-def split(items: Mapping[int, Item], options: Options, count: int, limits: Limits) -> list[Part]:
+def split(items: Mapping[int, Item], options: Options, count: int, model: Model) -> list[Part]:
     """At most `count` parts of about the same number of patches, none empty; items by position.
 
     Longest processing time first (Graham 1969): items by descending size, each to the lightest part.
@@ -110,7 +123,11 @@ def split(items: Mapping[int, Item], options: Options, count: int, limits: Limit
         lightest = loads.index(min(loads))
         shares[lightest].append(index)
         loads[lightest] += patches[index]
-    return [Part(tuple(own), tuple(wire[index] for index in own), options, limits) for own in map(sorted, shares)]
+    expected = {index: Expected.of(item, model) for index, item in items.items()}
+    return [
+        Part(tuple(own), tuple(wire[i] for i in own), tuple(expected[i] for i in own), options, model.limits)
+        for own in map(sorted, shares)
+    ]
 
 
 def is_unknown(result: Embedding | VitwireError, item: Item) -> bool:
@@ -132,18 +149,20 @@ class Assembler:
     """Puts the response frames of one RPC together; buffers are bounded and filled in order.
 
     `indices` are the positions of the RPC's items in the caller's request, `levels` the model's deepstack
-    levels. Raises EncodeFailed for an answer that breaks the contract.
+    levels, `expected` what is known of each item's embedding. Raises EncodeFailed for an answer that breaks the
+    contract; values that are not finite fail their item only.
     """
 
-    def __init__(self, indices: Sequence[int], levels: int) -> None:
+    def __init__(self, indices: Sequence[int], levels: int, expected: Sequence[Expected] = ()) -> None:
         self._indices = indices
         self._levels = levels
+        self._expected = expected or [Expected()] * len(indices)
         self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
 
     def feed(self, response: Response) -> Result | None:
         """The item that this frame completed, if any."""
         if isinstance(response, Malformed):
-            raise EncodeFailed(f"the answer does not parse: {response.reason}")
+            raise EncodeFailed(f"the response does not parse: {response.reason}")
         message = response.message
         if message.item not in self._open:
             raise EncodeFailed(f"the server answered for item {message.item}, which is not open")
@@ -155,27 +174,31 @@ class Assembler:
             case "chunk":
                 return self._chunk(index, message, response.data)
             case _:
-                raise EncodeFailed("the server sent neither rows nor an error", item=index)
+                raise EncodeFailed(f"items[{index}]: the server sent neither rows nor an error", item=index)
 
     def finish(self) -> None:
         """To be called at the end of the RPC: every item must have been answered."""
         if self._open:
             missing = sorted(self._indices[number] for number in self._open)
-            raise EncodeFailed(f"the answer ended without the items {missing}", item=missing[0])
+            raise EncodeFailed(f"the response ended without the items {missing}", item=missing[0])
 
     def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Result | None:
-        rows = self._open[message.item]
+        rows, expected = self._open[message.item], self._expected[message.item]
+        report = Report.from_message(message.report)
         try:
             if rows is None:
-                rows = self._open[message.item] = _Rows.announced(message.chunk, self._levels)
+                rows = self._open[message.item] = _Rows.announced(message.chunk, self._levels, expected)
             rows.add(message.chunk, data)
+            if message.chunk.last and (problem := report_problem(report, len(rows.array))):
+                raise ValueError(f"the server sent {problem}")
         except ValueError as error:
-            raise EncodeFailed(str(error), item=index) from None
+            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
         if not message.chunk.last:
             return None
         del self._open[message.item]
-        report = Report.from_message(message.report)
-        return index, Embedding(rows.array, rows.dtype, self._levels, report)
+        if not rows.finite:
+            return index, EncodeFailed(f"items[{index}]: the server sent rows with NaN or infinite values", item=index)
+        return index, Embedding(rows.array, rows.dtype, self._levels, report, expected.grid)
 
 
 @dataclass(slots=True)
@@ -185,9 +208,10 @@ class _Rows:
     array: npt.NDArray[Any]
     dtype: DType
     filled: int = 0
+    finite: bool = True
 
     @classmethod
-    def announced(cls, chunk: pb.EmbeddingChunk, levels: int) -> "_Rows":
+    def announced(cls, chunk: pb.EmbeddingChunk, levels: int, expected: Expected) -> "_Rows":
         if chunk.data_type not in DTYPES:
             raise ValueError(f"the server sent rows of the unknown type {chunk.data_type}")
         dtype = DTYPES[chunk.data_type]
@@ -197,6 +221,8 @@ class _Rows:
         size = math.prod(shape) * np.dtype(STORAGE[dtype]).itemsize
         if size > MAX_EMBEDDING_BYTES or shape[0] > MAX_EMBEDDING_BYTES:
             raise ValueError(f"the server announced an embedding of {size} bytes")
+        if problem := expected.shape_problem(shape):
+            raise ValueError(f"the server announced {problem}")
         return cls(np.empty(shape, STORAGE[dtype]), dtype)
 
     def add(self, chunk: pb.EmbeddingChunk, data: Buffer) -> None:
@@ -210,6 +236,7 @@ class _Rows:
             raise ValueError(f"the server sent {len(data)} bytes for rows of {row_bytes} bytes")
         rows = np.frombuffer(data, self.array.dtype).reshape(count, *self.array.shape[1:])
         self.array[self.filled : self.filled + count] = rows
+        self.finite = self.finite and is_finite(self.array[self.filled : self.filled + count], self.dtype)
         self.filled += count
         if chunk.last and self.filled != len(self.array):
             raise ValueError(f"the server sent {self.filled} of {len(self.array)} rows")

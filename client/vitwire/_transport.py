@@ -9,20 +9,26 @@ from typing import Any
 import grpc
 
 from vitwire import _channel
-from vitwire._channel import Backoff, Deadline, Metadata
-from vitwire._errors import EncodeFailed, from_rpc
+from vitwire._channel import Metadata
+from vitwire._deadline import Deadline
+from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
+from vitwire._exchange import Exchange, model_of
 from vitwire._model import Model
-from vitwire._protocol import Assembler, Part, Result
+from vitwire._protocol import Part, Result
+from vitwire._retry import Attempts, Policy
 from vitwire.v1 import encoder_pb2 as pb
 
 
 class Transport:
     """Moves the messages of `_protocol`; nothing of gRPC leaves it."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None) -> None:
+    def __init__(
+        self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None, policy: Policy
+    ) -> None:
         self._target = target
         self._credentials = credentials
         self._token = token
+        self._policy = policy
         self._lock = threading.Lock()
         self._closed = False
         self._channels: dict[_channel.ChannelOptions, grpc.Channel] = {}
@@ -40,22 +46,23 @@ class Transport:
     def model(self, deadline: Deadline) -> Model:
         get_model = self._connected(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
-        backoff = Backoff()
+        attempts = Attempts(self._policy, deadline)
         while True:
+            patience = attempts.patience()
             try:
-                return Model.from_message(get_model(pb.GetModelRequest(), timeout=deadline.left(), metadata=metadata))
+                timeout = deadline.left() if patience is None else patience
+                return model_of(get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
             except grpc.RpcError as error:
-                delay = backoff.delay(error)
-                if delay is None:
-                    raise from_rpc(error) from None
-            except ValueError as error:
-                raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
-            time.sleep(deadline.bound(delay))
+                if patience is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    attempts.silent()
+                    continue
+                delay = attempts.delay(self._explained(error, attempts))
+            time.sleep(delay)
 
-    def health(self, service: str, timeout: float | None) -> str:
+    def health(self, service: str, deadline: Deadline) -> str:
         check = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
         try:
-            status = check(service, timeout=timeout, metadata=_channel.metadata(self._token))
+            status = check(service, timeout=deadline.left(), metadata=_channel.metadata(self._token))
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
@@ -71,23 +78,39 @@ class Transport:
     def results(
         self, part: Part, levels: int, deadline: Deadline, metadata: Metadata, calls: "Calls"
     ) -> Iterator[Result]:
-        """Results of one part; what was refused before anything was answered is sent again."""
-        backoff = Backoff()
+        """Results of one part; what a server refused or never answered is sent again."""
+        exchange = Exchange(part, levels, Attempts(self._policy, deadline))
         while True:
-            assembler = Assembler(part.indices, levels)
-            answered = False
+            exchange.begin()
+            patience = exchange.attempts.patience()
+            call = calls.add(self._start(exchange.part, deadline, metadata))
             try:
-                for response in calls.add(self._start(part, deadline, metadata)):
-                    answered = True
-                    if (result := assembler.feed(response)) is not None:
+                if not _accepted(call, patience):
+                    exchange.attempts.silent()
+                    continue
+                for response in call:
+                    if (result := exchange.feed(response)) is not None:
                         yield result
-                assembler.finish()
-                return
+                delay = exchange.finish()
             except grpc.RpcError as error:
-                delay = backoff.delay(error, answered=answered)
-                if delay is None:
-                    raise from_rpc(error, part.indices) from None
-            calls.wait(deadline.bound(delay))
+                delay = exchange.attempts.delay(self._explained(error, exchange.attempts, exchange.part))
+            finally:
+                calls.drop(call)
+            if delay is None:
+                yield from exchange.refused()
+                return
+            calls.wait(delay)
+
+    def _explained(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
+        """The error; where gRPC only knows that no server is ready, with the reason that a server gives."""
+        failure = from_rpc(error, part.indices if part else ())
+        if isinstance(failure, Unavailable) and not is_from_server(error) and attempts.needs_reason():
+            ask = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
+            try:
+                ask(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=_channel.metadata(self._token))
+            except grpc.RpcError as reason:
+                return from_rpc(reason) if reason.code() is grpc.StatusCode.UNAVAILABLE else failure
+        return failure
 
     def _start(self, part: Part, deadline: Deadline, metadata: Metadata) -> Any:  # noqa: ANN401  # grpc's is private
         if part.one_message:
@@ -123,14 +146,37 @@ class Calls:
             call.cancel()
         return call
 
+    def drop(self, call: Any) -> None:  # noqa: ANN401  # as above
+        """End one of them; that does nothing to a call that has ended."""
+        call.cancel()
+        self._calls.remove(call)
+
     def cancel(self) -> None:
         self._cancelled.set()
-        for call in self._calls:
+        for call in list(self._calls):
             call.cancel()
 
     def wait(self, seconds: float) -> None:
         """Wait, or until they are cancelled."""
         self._cancelled.wait(seconds)
+
+
+def _accepted(call: Any, patience: float | None) -> bool:  # noqa: ANN401  # grpc's type is private
+    """Whether the server accepted the call, or ended it, within its patience; one that did not is cancelled."""
+    if patience is None:
+        return True
+    silent = threading.Event()
+
+    def give_up() -> None:
+        silent.set()
+        call.cancel()
+
+    timer = threading.Timer(patience, give_up)
+    timer.daemon = True
+    timer.start()
+    call.initial_metadata()  # there, if empty, once the call has ended
+    timer.cancel()
+    return not silent.is_set()
 
 
 def _merged(streams: Sequence[Iterator[Result]]) -> Iterator[Result]:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -39,10 +38,9 @@ SCALE |= {f"{prefix}i": Decimal(1024) ** power for power, prefix in enumerate("K
 
 @cache
 def render(target: str) -> str:
-    """What `kubectl apply -k` would send; a missing kubectl or a word on stderr is a failure."""
-    kubectl = shutil.which("kubectl")
-    assert kubectl is not None, "kubectl is needed to render the manifests"
-    run = subprocess.run([kubectl, "kustomize", DEPLOY / target], capture_output=True, text=True, check=False)
+    """What `kubectl apply -k` would send; anything on stderr is a failure."""
+    command = [SCRIPTS / "kubectl", "kustomize", DEPLOY / target]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout
 

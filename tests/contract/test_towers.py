@@ -49,12 +49,12 @@ def rigs(checkpoints: Checkpoints) -> Rigs:
     return rig
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["off", "simulated"])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 class TestParity:
     """Images and clips of random grids, alone and with others, against plain transformers."""
 
+    @pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+    @pytest.mark.parametrize("graphs", [False, True], ids=["off", "simulated"])
     def test_float32_equals_transformers(
         self, model_type: str, graphs: bool, packed: bool, rigs: Rigs, references: References
     ) -> None:
@@ -68,6 +68,15 @@ class TestParity:
         }
         assert max(errors.values()) <= TOLERANCE, errors
 
+    @pytest.mark.parametrize(
+        ("graphs", "packed"),
+        [
+            pytest.param(False, False, id="off-alone"),
+            pytest.param(False, True, id="off-packed", marks=pytest.mark.matrix),
+            pytest.param(True, False, id="simulated-alone", marks=pytest.mark.matrix),
+            pytest.param(True, True, id="simulated-packed"),
+        ],
+    )
     def test_bfloat16_loses_no_more_than_transformers_does(
         self, model_type: str, graphs: bool, packed: bool, rigs: Rigs, references: References
     ) -> None:

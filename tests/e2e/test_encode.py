@@ -20,8 +20,9 @@ from vitwire import AsyncClient, Client, Item
 from vitwire_server.towers.families import FAMILIES
 
 References = Callable[..., Reference]
+EVERYDAY = ("qwen2_5_vl", "qwen3_vl", "kimi_k25")
 SERVED = [
-    name
+    pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.matrix)
     for name in (
         "qwen2_5_vl",
         "qwen3_vl",

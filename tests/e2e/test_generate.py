@@ -13,7 +13,12 @@ from servers import serving
 from vitwire import Client
 from vitwire.integrations.transformers import attach, detach
 
-ATTACHED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+ATTACHED = (
+    pytest.param("qwen2_vl", marks=pytest.mark.matrix),
+    "qwen2_5_vl",
+    "qwen3_vl",
+    pytest.param("qwen3_vl_moe", marks=pytest.mark.matrix),
+)
 """The model types that the integration takes."""
 
 

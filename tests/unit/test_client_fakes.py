@@ -189,7 +189,9 @@ class Running:
 def serving(fake: Fake) -> Iterator[Running]:
     """The service on a free loopback port, healthy."""
     pool = ThreadPoolExecutor(8)
-    server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
+    server = grpc.server(
+        pool, options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 10_000)]
+    )
     checks = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
     for name in ("", SERVICE):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)

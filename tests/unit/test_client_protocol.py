@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unit.test_client_fakes import bad_request, expected, item
+from unit.test_client_fakes import bad_request, expected, item, model_message
 from vitwire import EncodeFailed, InvalidItem, Item, NotCached
 from vitwire._embedding import Embedding
-from vitwire._model import Limits
+from vitwire._model import Limits, Model
 from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Assembler, Options, Part, split
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, write_chunk, write_request
@@ -17,6 +17,7 @@ from vitwire.wire import Frame, Malformed, write_chunk, write_request
 OPTIONS = Options.of("float16", "batch")
 MIB = 1 << 20
 LIMITS = Limits(request_bytes=0, items_per_request=0, patches_per_item=0, queued_items=0, queued_bytes=0)
+MODEL = replace(Model.from_message(model_message()), limits=LIMITS)
 
 
 def sized(size: int, **kwargs: Any) -> Item:
@@ -24,7 +25,7 @@ def sized(size: int, **kwargs: Any) -> Item:
 
 
 def only(items: list[Item]) -> Part:
-    (part,) = split(dict(enumerate(items)), OPTIONS, 1, LIMITS)
+    (part,) = split(dict(enumerate(items)), OPTIONS, 1, MODEL)
     return part
 
 
@@ -83,26 +84,26 @@ def test_upload_chunks_are_views() -> None:
 def test_parts_are_balanced_and_none_is_empty() -> None:
     sizes = (100, 1, 1, 60, 40, 1)
     items = [Item(np.zeros((size, 1), np.uint8), (1, 1, size)) for size in sizes]
-    parts = split(dict(enumerate(items)), OPTIONS, 2, LIMITS)
+    parts = split(dict(enumerate(items)), OPTIONS, 2, MODEL)
     assert sorted(index for part in parts for index in part.indices) == list(range(6))
     loads = [sum(each.size for each in part.items) for part in parts]
     assert max(loads) - min(loads) <= 3
     for part in parts:
         assert part.indices == tuple(sorted(part.indices))
-    assert [part.indices for part in split({0: sized(1)}, OPTIONS, 4, LIMITS)] == [(0,)]
-    assert split({}, OPTIONS, 4, LIMITS) == []
+    assert [part.indices for part in split({0: sized(1)}, OPTIONS, 4, MODEL)] == [(0,)]
+    assert split({}, OPTIONS, 4, MODEL) == []
 
 
 def test_what_the_server_takes_in_no_message_goes_as_a_stream() -> None:
     few = replace(LIMITS, items_per_request=2)
     small = replace(LIMITS, request_bytes=1000)
     for limits, count in ((few, 3), (small, 1)):
-        (part,) = split(dict.fromkeys(range(count), sized(2000)), OPTIONS, 1, limits)
+        (part,) = split(dict.fromkeys(range(count), sized(2000)), OPTIONS, 1, replace(MODEL, limits=limits))
         assert not part.one_message
 
 
 def test_a_request_may_be_a_stream_however_small() -> None:
-    (part,) = split({0: sized(1)}, Options.of(None, "batch", stream=True), 1, LIMITS)
+    (part,) = split({0: sized(1)}, Options.of(None, "batch", stream=True), 1, MODEL)
     assert not part.one_message
 
 

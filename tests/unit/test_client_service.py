@@ -200,7 +200,7 @@ async def test_statuses_of_the_request_are_translated(make: Call) -> None:
     ]
     fake = Fake()
     with serving(fake) as running:
-        async with make(running.target, timeout=20) as client:
+        async with make(running.target, timeout=20, max_retries=0) as client:
             await client.model()
             fake.before = steps.pop(0)
             with pytest.raises(Unauthenticated):
@@ -239,7 +239,7 @@ async def test_unavailable_is_tried_again(make: Call, size: str) -> None:
 async def test_a_refusal_in_the_middle_of_an_upload_keeps_its_status(make: Call) -> None:
     fake = Fake()
     with serving(fake) as running:
-        async with make(running.target, timeout=20) as client:
+        async with make(running.target, timeout=20, max_retries=0) as client:
             await client.model()
             fake.before = lambda context: abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(2, 0))
             for _ in range(20):
@@ -317,7 +317,7 @@ async def test_a_server_that_goes_away_midway_is_unavailable(make: Call) -> None
             begun = time.monotonic()
             with pytest.raises((Unavailable, EncodeFailed)):
                 await asyncio.wait_for(call, 10)
-            assert time.monotonic() - begun < 2
+            assert time.monotonic() - begun < 8, "well before the default timeout"
 
 
 def trickle(fake: Fake) -> Callable[[Iterator[Any]], Iterator[Any]]:

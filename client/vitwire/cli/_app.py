@@ -1,5 +1,11 @@
 """The commands put together."""
 
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import typer
@@ -7,6 +13,7 @@ import typer
 import vitwire
 from vitwire import allocator
 from vitwire.cli._bench import bench
+from vitwire.cli._connection import INTERRUPTED, tell
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info
 
@@ -33,5 +40,37 @@ def options(
 
 
 def run() -> None:
+    """Run the command line on `sys.argv`; ends in SystemExit."""
     allocator.tune()
-    app(prog_name="vitwire")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it was closed before the start
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with _interruptible():
+            app(prog_name="vitwire")
+    except OSError as error:  # commands report the errors of files and of the service: this one is stdout's
+        _discard_stdout()
+        tell(f"standard output: {error.strerror or error}")
+        raise SystemExit(1) from None
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Within, Ctrl-C raises KeyboardInterrupt; before and after, it ends the process if `vitwire_cli` set it so."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _discard_stdout() -> None:
+    """What stdout still buffers would fail once more, with a traceback, when the interpreter flushes it."""
+    with suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

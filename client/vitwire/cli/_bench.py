@@ -21,6 +21,7 @@ from vitwire import Item, Model
 from vitwire._prepare import clip_items, image_items
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
+    INTERRUPTED,
     Ca,
     Cert,
     Connection,
@@ -29,12 +30,11 @@ from vitwire.cli._connection import (
     Timeout,
     Tls,
     Token,
+    Wait,
     fail,
+    reported,
 )
 from vitwire.cli._load import Load, Pace, Sample, Summary
-
-_INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
 
 
 def bench(
@@ -63,6 +63,7 @@ def bench(
     cert: Cert = None,
     key: Key = None,
     timeout: Timeout = 60.0,
+    wait: Wait = False,
 ) -> None:
     """Load the service with random images and show latencies and throughput; the last line is one JSON document.
 
@@ -71,29 +72,31 @@ def bench(
     sizes = [_size(text) for text in size or ["448x448"]]
     if rate is not None and not math.isfinite(rate):
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
-    with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
+    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
+    with connection.client() as client:
         if plot:
             _check_plot(plot)
-        model = client.model()
+        model = connection.model(client)
         distinct = _requests(sizes, items, frames, model)
         load = Load(client, distinct, Pace(concurrency, seconds, requests, rate), fresh=not repeat)
         summary = Summary(_with_progress(load), load.samples)
-        asked = {
-            "target": target,
-            "model": model.model_id,
-            "sizes": [f"{width}x{height}" for width, height in sizes],
-            "items_per_request": items,
-            "frames": frames,
-            "concurrency": concurrency,
-            "rate": rate,
-        }
-        document = asked | summary.document()
-        Console().print(_table(document))
-        typer.echo(json.dumps(document))
-        if plot:
+    asked = {
+        "target": target,
+        "model": model.model_id,
+        "sizes": [f"{width}x{height}" for width, height in sizes],
+        "items_per_request": items,
+        "frames": frames,
+        "concurrency": concurrency,
+        "rate": rate,
+    }
+    document = asked | summary.document()
+    Console().print(_table(document))
+    typer.echo(json.dumps(document))
+    if plot:
+        with reported():
             _plot(plot, summary)
     if load.interrupted.is_set():
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     if not summary.answered:
         fail(f"none of {len(summary.samples)} requests was answered")
 

@@ -1,5 +1,6 @@
 """Options of every command, the client they make, and the one place where errors become a line and a code."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Annotated, NoReturn
 import grpc
 import typer
 
-from vitwire import Client, VitwireError
+from vitwire import Client, Model, VitwireError
 
 Target = Annotated[
     str,
@@ -21,9 +22,16 @@ Ca = Annotated[Path | None, typer.Option(help="Root certificates in PEM; implies
 Cert = Annotated[Path | None, typer.Option(help="Client certificate in PEM, for mutual TLS.")]
 Key = Annotated[Path | None, typer.Option(help="Private key of the client certificate in PEM.")]
 Timeout = Annotated[float, typer.Option(min=0.001, help="Deadline of each request, in seconds.")]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Wait up to 10 minutes for a server that is not there yet or loads its model.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+_WAIT_SECONDS = 600.0
+_NOTICE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +45,30 @@ class Connection:
     cert: Path | None
     key: Path | None
     timeout: float
+    wait: bool = False
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """A client; errors within end the command with one line on stderr and code 1."""
-        try:
+        """A client; errors within are reported."""
+        with reported():
             tls = self._credentials()
-            with Client(self.target, tls=tls, token=self.token, timeout=self.timeout) as client:
+            with Client(
+                self.target, tls=tls, token=self.token, timeout=self.timeout, wait_for_ready=self.wait
+            ) as client:
                 yield client
-        except (VitwireError, OSError, ValueError, ImportError) as error:
-            fail(str(error) or type(error).__name__)
+
+    def model(self, client: Client) -> Model:
+        """The service's model; with `wait`, once a server is ready. A line on stderr says so if that takes time."""
+        if not self.wait:
+            return client.model()
+        line = f"waiting up to {_WAIT_SECONDS:.0f} s until a server at {self.target} is ready"
+        notice = threading.Timer(_NOTICE_SECONDS, tell, [line])
+        notice.daemon = True
+        notice.start()
+        try:
+            return client.model(max(self.timeout, _WAIT_SECONDS))
+        finally:
+            notice.cancel()
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
         if (self.cert is None) != (self.key is None):
@@ -55,6 +77,15 @@ class Connection:
             return None
         ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Errors within end the command with one line on stderr and code 1. Not for printing to stdout."""
+    try:
+        yield
+    except (VitwireError, OSError, ValueError, ImportError) as error:
+        fail(str(error) or type(error).__name__)
 
 
 def tell(message: str) -> None:

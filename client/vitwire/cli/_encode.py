@@ -3,8 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +11,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from vitwire import Client, InvalidItem, Item, Model, VitwireError
-from vitwire._prepare import image_items
+from vitwire import Client, Item, Model, VitwireError
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
+    INTERRUPTED,
     Ca,
     Cert,
     Connection,
@@ -26,11 +26,12 @@ from vitwire.cli._connection import (
     Timeout,
     Tls,
     Token,
+    Wait,
     tell,
 )
-from vitwire.cli._output import Encoded, Failed, check_out, unique_names, write
+from vitwire.cli._files import prepare
+from vitwire.cli._output import Encoded, Failed, check_out, printable, unique_names, write
 
-_THREADS = 8
 _WINDOW = 16
 """Images prepared and sent together: bounds the pixels in memory however many files there are."""
 
@@ -49,65 +50,86 @@ def encode(
     cert: Cert = None,
     key: Key = None,
     timeout: Timeout = 120.0,
+    wait: Wait = False,
     as_json: Json = False,
 ) -> None:
-    """Encode image files and write their embeddings; those that fail are named, and the exit code is 1."""
-    with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
+    """Encode image files and write their embeddings; those that fail are named, and the exit code is 1.
+
+    Ctrl-C, or a service that fails, ends it early: what is encoded by then is written, and the other files are named.
+    """
+    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
+    with connection.client() as client:
         if out is not None:
             check_out(out, len(files))
-        outcomes = sorted(_with_progress(client, files), key=lambda each: each.position)
+        model = connection.model(client)
+        outcomes, interrupted = _outcomes(_Encoding(client, model, files, timeout))
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
         for broken in failed:
             tell(broken.reason)
         if out is not None and encoded:
-            write(out, encoded, client.model())
+            encoded, unwritten = write(out, encoded, model)
+            for broken in unwritten:
+                tell(broken.reason)
+            failed = sorted(failed + unwritten, key=lambda each: each.position)
     if encoded:
         Console().print(_table(encoded))
     if as_json:
-        written = str(out) if out is not None and encoded else None
+        written = printable(out) if out is not None and encoded else None
         document = {"out": written, "items": [each.summary() for each in encoded]}
         typer.echo(json.dumps(document | {"failed": [each.summary() for each in failed]}))
-    if failed:
-        raise typer.Exit(1)
+    if interrupted or failed:
+        raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
-def _with_progress(client: Client, files: Sequence[Path]) -> Iterator[Encoded | Failed]:
-    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    quiet = len(files) == 1 or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        yield from progress.track(_outcomes(client, files), total=len(files))
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """The files of a command, and what encodes them."""
 
+    client: Client
+    model: Model
+    files: Sequence[Path]
+    timeout: float
 
-def _outcomes(client: Client, files: Sequence[Path]) -> Iterator[Encoded | Failed]:
-    """Files as they are ready, or found broken."""
-    names = unique_names([file.name for file in files])
-    model = client.model()
-    step = min(_WINDOW, model.limits.items_per_request or _WINDOW)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for start in range(0, len(files), step):
+    def outcomes(self) -> Iterator[Encoded | Failed]:
+        """Files as they are ready, or found broken. Raises VitwireError when a request fails as a whole."""
+        names = unique_names([printable(file.name) for file in self.files])
+        step = min(_WINDOW, self.model.limits.items_per_request or _WINDOW)
+        for start in range(0, len(self.files), step):
             items: dict[int, Item] = {}
-            prepared = pool.map(partial(_prepared, model=model), files[start : start + step])
-            for at, item in enumerate(prepared, start):
+            for at, item in enumerate(prepare(self.files[start : start + step], self.model, self.timeout), start):
                 if isinstance(item, Item):
                     items[at] = item
                 else:
-                    yield Failed.of(at, files[at], item)
+                    yield Failed.of(at, self.files[at], item)
             positions = list(items)
-            for index, result in client.iter_encode(list(items.values()), return_exceptions=True):
+            for index, result in self.client.iter_encode(list(items.values()), return_exceptions=True):
                 at = positions[index]
                 if isinstance(result, VitwireError):
-                    yield Failed.of(at, files[at], result)
+                    yield Failed.of(at, self.files[at], result)
                 else:
-                    yield Encoded(at, files[at], names[at], items[at].grid, result)
+                    yield Encoded(at, self.files[at], names[at], items[at].grid, result)
 
 
-def _prepared(file: Path, model: Model) -> Item | InvalidItem | OSError:
+def _outcomes(encoding: _Encoding) -> tuple[list[Encoded | Failed], bool]:
+    """The outcome of each file, in order, and whether Ctrl-C ended the command early."""
+    done: dict[int, Encoded | Failed] = {}
+    ended: KeyboardInterrupt | VitwireError | None = None
     try:
-        (item,) = image_items([file], model)
-    except (InvalidItem, OSError) as error:
-        return error
-    return item
+        for outcome in _with_progress(encoding):
+            done[outcome.position] = outcome
+    except (KeyboardInterrupt, VitwireError) as error:
+        ended = error
+    reason = f"not encoded: {str(ended) or 'interrupted'}"
+    outcomes = [done.get(at) or Failed.of(at, file, reason) for at, file in enumerate(encoding.files)]
+    return outcomes, isinstance(ended, KeyboardInterrupt)
+
+
+def _with_progress(encoding: _Encoding) -> Iterator[Encoded | Failed]:
+    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    quiet = len(encoding.files) == 1 or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        yield from progress.track(encoding.outcomes(), total=len(encoding.files))
 
 
 def _table(encoded: Sequence[Encoded]) -> Table:
@@ -118,7 +140,7 @@ def _table(encoded: Sequence[Encoded]) -> Table:
     for each in encoded:
         report = each.embedding.report
         table.add_row(
-            str(each.file),
+            Text(printable(each.file)),
             "x".join(map(str, each.grid)),
             str(each.embedding.shape[0]),
             report.path,

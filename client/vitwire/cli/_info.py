@@ -20,6 +20,7 @@ from vitwire.cli._connection import (
     Timeout,
     Tls,
     Token,
+    Wait,
 )
 
 _SERVING = "SERVING"
@@ -34,11 +35,13 @@ def info(
     cert: Cert = None,
     key: Key = None,
     timeout: Timeout = 10.0,
+    wait: Wait = False,
     as_json: Json = False,
 ) -> None:
     """Show the model that the service holds, its limits and its budgets."""
-    with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
-        model = client.model()
+    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
+    with connection.client() as client:
+        model = connection.model(client)
     Console().print(_table(model))
     if as_json:
         typer.echo(json.dumps(asdict(model)))

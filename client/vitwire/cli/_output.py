@@ -1,5 +1,6 @@
 """Where the embeddings of `vitwire encode` go."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Encoded:
         """What `--json` prints of the file."""
         report = self.embedding.report
         return {
-            "file": str(self.file),
+            "file": printable(self.file),
             "name": self.name,
             "grid": self.grid,
             "tokens": self.embedding.shape[0],
@@ -50,25 +51,30 @@ class Failed:
     """Names the file."""
 
     @classmethod
-    def of(cls, position: int, file: Path, error: Exception) -> "Failed":
+    def of(cls, position: int, file: Path, error: Exception | str) -> "Failed":
         reason = str(error)
         return cls(position, file, reason if str(file) in reason else f"{file}: {reason}")
 
     def summary(self) -> dict[str, str]:
         """What `--json` prints of the file."""
-        return {"file": str(self.file), "error": self.reason}
+        return {"file": printable(self.file), "error": printable(self.reason)}
+
+
+def printable(name: Path | str) -> str:
+    """The name as text; bytes that are not UTF-8, which Linux has no objection to, as escapes (`\\xff`)."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
     """The names, a number put before the suffix of those that came before."""
-    unique: list[str] = []
+    given, unique = set(names), dict[str, None]()
     for name in names:
         path, candidate, number = Path(name), name, 1
-        while candidate in unique or (number > 1 and candidate in names):
+        while candidate in unique or (number > 1 and candidate in given):
             number += 1
             candidate = f"{path.stem}-{number}{path.suffix}"
-        unique.append(candidate)
-    return unique
+        unique[candidate] = None
+    return list(unique)
 
 
 def check_out(out: Path, count: int) -> None:
@@ -84,21 +90,45 @@ def check_out(out: Path, count: int) -> None:
         raise ValueError(f"{out} is no directory")
 
 
-def write(out: Path, encoded: Sequence[Encoded], model: Model) -> None:
-    """Write the rows as float32: a file by the suffix of `out`, or else a directory of .npy files."""
+def write(out: Path, encoded: Sequence[Encoded], model: Model) -> tuple[list[Encoded], list[Failed]]:
+    """Write the rows as float32: a file by the suffix of `out`, or else a directory of .npy files.
+
+    Returns what was written, and the files of the directory that could not be. Raises OSError when nothing was.
+    """
     kind = _kind(out)
     if kind == ".safetensors":
-        from safetensors.numpy import save_file  # noqa: PLC0415  # only this format needs it
-
-        metadata = {"model_id": model.model_id, "weights_fingerprint": model.weights_fingerprint}
-        save_file({each.name: each.embedding.numpy() for each in encoded}, out, metadata)
+        _write_safetensors(out, encoded, model)
     elif kind == ".npy":
         with out.open("wb") as file:  # given a name, numpy would append .npy to .NPY
             np.save(file, encoded[0].embedding.numpy())
     else:
-        out.mkdir(parents=True, exist_ok=True)
-        for each in encoded:
+        return _write_folder(out, encoded)
+    return list(encoded), []
+
+
+def _write_safetensors(out: Path, encoded: Sequence[Encoded], model: Model) -> None:
+    from safetensors import SafetensorError  # noqa: PLC0415  # only this format needs it
+    from safetensors.numpy import save_file  # noqa: PLC0415  # as above
+
+    metadata = {"model_id": model.model_id, "weights_fingerprint": model.weights_fingerprint}
+    try:
+        save_file({each.name: each.embedding.numpy() for each in encoded}, out, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{out} cannot be written: {error}") from error
+
+
+def _write_folder(out: Path, encoded: Sequence[Encoded]) -> tuple[list[Encoded], list[Failed]]:
+    out.mkdir(parents=True, exist_ok=True)
+    written: list[Encoded] = []
+    failed: list[Failed] = []
+    for each in encoded:
+        try:
             np.save(out / f"{each.name}.npy", each.embedding.numpy())
+        except OSError as error:
+            failed.append(Failed.of(each.position, each.file, f"its embedding cannot be written: {error}"))
+        else:
+            written.append(each)
+    return written, failed
 
 
 def _kind(out: Path) -> str:

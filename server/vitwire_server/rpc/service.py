@@ -79,6 +79,7 @@ class EncoderService:
 
     async def _encode(self, context: Context) -> bool:
         serving = self._ready()
+        await context.send_initial_metadata(())  # clients take a server that is silent longer for a frozen one
         with self._call(serving, context) as call:
             await self._submit(serving.codec, call, await self._bodies.read(context))
             await self._answer_all(pb.EncodeResponse, call, context)
@@ -86,6 +87,7 @@ class EncoderService:
 
     async def _encode_stream(self, context: Context) -> bool:
         serving = self._ready()
+        await context.send_initial_metadata(())  # as above
         with self._call(serving, context) as call:
             reading = asyncio.create_task(self._read(serving, call, context))
             try:

@@ -1,0 +1,59 @@
+"""Until when a call has to be done, and how long that is where the caller did not say."""
+
+import math
+import time
+from collections.abc import Iterable
+
+from vitwire._errors import DeadlineExceeded
+from vitwire._items import Item
+
+HEALTH_SECONDS = 10.0
+MODEL_SECONDS = 60.0
+_BASE_SECONDS, _PATIENT_SECONDS = 60.0, 600.0
+_SECONDS_PER_PATCH = 0.025
+"""A tower of 600 M parameters takes 1.2 GFLOP per patch: 12 ms on a CPU that does 100 GFLOP/s, 6 ms more to send its
+float32 pixels at 1 MB/s. A slower server than that is worth an explicit timeout."""
+_VALUES_PER_PATCH = 3 * 14 * 14
+_LONGEST_SECONDS = 1e9
+"""gRPC overflows on longer deadlines; nobody waits that long."""
+
+
+class Deadline:
+    """The moment at which a whole call, however many RPCs it takes, has to be done."""
+
+    def __init__(self, timeout: float | None, default: float) -> None:
+        """`default` seconds hold where `timeout` is None; infinity means no deadline. Raises ValueError for NaN."""
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError("timeout is a number of seconds, not NaN")
+        seconds = float(default if timeout is None else timeout)
+        self._is_default = timeout is None
+        self._at = None if seconds > _LONGEST_SECONDS else time.monotonic() + seconds
+
+    def covering(self, items: Iterable[Item], *, patient: bool) -> "Deadline":
+        """This deadline if the caller set it; else one that fits the work, counted from now.
+
+        patient: the work may first wait long, for a server that loads or behind requests of higher priority.
+        """
+        if not self._is_default:
+            return self
+        base = _PATIENT_SECONDS if patient else _BASE_SECONDS
+        return Deadline(None, base + _SECONDS_PER_PATCH * sum(map(_patches, items)))
+
+    def left(self) -> float | None:
+        """Seconds that are left; None without a deadline. Raises DeadlineExceeded when there are none."""
+        if self._at is None:
+            return None
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the timeout passed before the server accepted the request")
+        return left
+
+    def has(self, seconds: float) -> bool:
+        """Whether more than so many seconds are left."""
+        return self._at is None or self._at - time.monotonic() > seconds
+
+
+def _patches(item: Item) -> int:
+    """Of the grid; in towers that take tiles, whose grid counts those, of the pixels."""
+    values = sum(math.prod(tensor.shape) for tensor in (item.pixels, item.crops) if tensor is not None)
+    return max(math.prod(item.grid), values // _VALUES_PER_PATCH)

@@ -1,0 +1,72 @@
+"""The way of one part of a request to its results, over as many attempts as it takes; without I/O, for both clients."""
+
+from vitwire._errors import EncodeFailed, InvalidItem, Overloaded, VitwireError
+from vitwire._model import Model
+from vitwire._protocol import Assembler, Part, Response, Result
+from vitwire._retry import Attempts
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.wire import Malformed
+
+
+class Exchange:
+    """Holds what is still to be answered, so that only that is sent again; encoding twice does no harm."""
+
+    def __init__(self, part: Part, levels: int, attempts: Attempts) -> None:
+        self.part = part
+        """What the next attempt has to send."""
+        self.attempts = attempts
+        self._levels = levels
+        self._answered: set[int] = set()
+        self._overloaded: dict[int, Overloaded] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Before each attempt."""
+        self.part = self.part.without(self._answered)
+        self._overloaded.clear()
+        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected)
+
+    def feed(self, response: Response) -> Result | None:
+        """The result that this response completes. An item that the server will take later is held back."""
+        result = self._assembler.feed(response)
+        if result is None:
+            return None
+        index, outcome = result
+        if isinstance(outcome, Overloaded) and outcome.retry_after is not None:
+            self._overloaded[index] = outcome
+            return None
+        self._answered.add(index)
+        self.attempts.progress()
+        return result
+
+    def finish(self) -> float | None:
+        """At the end of an attempt: seconds until the next one, which items held back ask for; None if it was the last.
+
+        Raises EncodeFailed where items are missing.
+        """
+        self._assembler.finish()
+        if not self._overloaded:
+            return None
+        try:
+            return self.attempts.delay(max(self._overloaded.values(), key=lambda error: error.retry_after or 0.0))
+        except Overloaded:
+            return None
+
+    def refused(self) -> list[Result]:
+        """After the last attempt: the items that were never taken."""
+        return list(self._overloaded.items())
+
+
+def model_of(message: pb.GetModelResponse | Malformed) -> Model:
+    """The model that a server describes. Raises EncodeFailed for a description that contradicts itself."""
+    if isinstance(message, Malformed):
+        raise EncodeFailed(f"the server's description of its model does not parse: {message.reason}")
+    try:
+        return Model.from_message(message)
+    except ValueError as error:
+        raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
+
+
+def may_speak_of_another_model(error: VitwireError) -> bool:
+    """Whether the server may hold another model than the client knows: then items or rows do not fit any more."""
+    return isinstance(error, InvalidItem | EncodeFailed) and error.code != "CANCELLED"
