@@ -23,6 +23,8 @@ from vitwire_server.rpc.trail import Trail
 
 _log = logging.getLogger(__name__)
 LIVENESS = "liveness"
+_HANDSHAKE_MS = 20_000
+"""A connection that has not exchanged TLS and HTTP/2 settings by then is closed."""
 _READINESS = ("", SERVICE)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -46,6 +48,8 @@ class Listen:
     """None listens without TLS."""
     tokens: Tokens | None = None
     """None asks nobody for a token."""
+    max_connections: int = 1 << 16
+    """At the port, and again as many at the Unix socket; more are closed at once."""
 
     @property
     def warnings(self) -> list[str]:
@@ -96,6 +100,10 @@ class RpcServer:
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.enable_channelz", int(extras.channelz)),
+                # No compression: gRPC inflates 360 KB to 250 MB before any handler sees the message.
+                ("grpc.compression_enabled_algorithms_bitset", 1),
+                ("grpc.max_allowed_incoming_connections", listen.max_connections),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 # A half-open connection gives its permits back within a minute and a half.
                 ("grpc.keepalive_time_ms", 60_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
