@@ -40,6 +40,8 @@ _COMMON_OPTIONS: ChannelOptions = (
     # gRPC repeats nothing, neither by a policy nor transparently: where 1.85 does, RPCs whose servers are all gone hang
     # beyond their deadline, and client streams lose messages. `Backoff` says when we send again.
     ("grpc.enable_retries", 0),
+    # Names are resolved again as soon as a connection ends, not 30 s after the last time: replicas come and go.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 )
 OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
 # Streams have connections of their own, to keep bulk off that of small requests.

@@ -92,7 +92,13 @@ def _listen(settings: ServeSettings) -> Listen:
         raise UsageError(f"--auth-tokens-file: {error}") from error
     listeners = 2 if settings.unix_socket else 1
     return Listen(
-        settings.host, settings.port, settings.unix_socket, certificates, gate, rpc_connections() // listeners
+        settings.host,
+        settings.port,
+        settings.unix_socket,
+        certificates,
+        gate,
+        max_age_seconds=settings.max_connection_age_seconds,
+        max_connections=rpc_connections() // listeners,
     )
 
 

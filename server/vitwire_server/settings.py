@@ -27,6 +27,7 @@ MAX_PATCHES = 1 << 20
 """Patches of one item at most: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
 _MIB = 1 << 20
 _LAST_PORT = 65535
+_LONGEST_AGE = 1e6
 _WIDEST_ROW_BYTES = 3 * 2 * 16 * 16 * 4
 """The widest pixel row of any family, in float32."""
 
@@ -125,6 +126,12 @@ class ServeSettings(BaseSettings):
     cache_bytes: int = Field(default=0, ge=0, description="bytes of embeddings to keep by content; 0 keeps none")
     idle_seconds: float = Field(
         default=60.0, gt=0, allow_inf_nan=False, description="how long a client may take to send on or to read on"
+    )
+    max_connection_age_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        le=_LONGEST_AGE,
+        description="age at which clients are asked to reconnect, so that they look up new replicas; 0 never",
     )
     canary_seconds: float = Field(
         default=10.0,
