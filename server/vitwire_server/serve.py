@@ -49,6 +49,7 @@ async def serve(settings: ServeSettings) -> int:
     stopping = _stop_on_signals()
     raise_limit()
     metrics = Metrics()
+    metrics.admits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
     health = Health()
     bodies = Bodies(settings.message_bytes, settings.max_queued_bytes, settings.idle_seconds)
