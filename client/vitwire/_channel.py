@@ -46,6 +46,8 @@ _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
     ("grpc.http2.max_pings_without_data", 0),
+    # Names are resolved again as soon as a connection ends, not 30 s after the last time: replicas come and go.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 )
 OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
 # Streams have connections of their own, to keep bulk off that of small requests.

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from vitwire_server.core.health import Health, State
+from vitwire_server.descriptors import metrics_connections, raise_limit, rpc_connections
 from vitwire_server.life import EngineThread, Life
 from vitwire_server.loading import Assembly, assemble
 from vitwire_server.observe.http import MetricsServer
@@ -47,7 +48,9 @@ async def serve(settings: ServeSettings) -> int:
     Raises CheckpointError, UsageError, or OSError if a port is taken.
     """
     stopping = _stop_on_signals(settings.log_format)
+    raise_limit()
     metrics = Metrics()
+    metrics.admits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
     health = Health()
     bodies = Bodies(settings.message_bytes, settings.max_queued_bytes, settings.idle_seconds)
@@ -89,13 +92,23 @@ def _listen(settings: ServeSettings) -> Listen:
         gate = Tokens(tokens) if tokens else None
     except (OSError, ValueError) as error:
         raise UsageError(f"--auth-tokens-file: {error}") from error
-    return Listen(settings.host, settings.port, settings.unix_socket, certificates, gate)
+    listeners = 2 if settings.unix_socket else 1
+    return Listen(
+        settings.host,
+        settings.port,
+        settings.unix_socket,
+        certificates,
+        gate,
+        max_age_seconds=settings.max_connection_age_seconds,
+        max_connections=rpc_connections() // listeners,
+    )
 
 
 def _pages(settings: ServeSettings, metrics: Metrics, health: Health) -> MetricsServer | None:
     if not settings.metrics:
         return None
-    return MetricsServer(metrics.registry, health, settings.metrics_host, settings.metrics_port)
+    host, port = settings.metrics_host, settings.metrics_port
+    return MetricsServer(metrics.registry, health, host, port, metrics_connections())
 
 
 def _tracer(settings: ServeSettings) -> "OtlpTracer | None":

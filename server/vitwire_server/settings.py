@@ -29,6 +29,7 @@ MAX_PATCHES = 1 << 20
 _MIB = 1 << 20
 _LAST_PORT = 65535
 _EVERY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
+_LONGEST_AGE = 1e6
 _WIDEST_ROW_BYTES = 3 * 2 * 16 * 16 * 4
 """The widest pixel row of any family, in float32."""
 
@@ -127,6 +128,12 @@ class ServeSettings(BaseSettings):
     cache_bytes: int = Field(default=0, ge=0, description="bytes of embeddings to keep by content; 0 keeps none")
     idle_seconds: float = Field(
         default=60.0, gt=0, allow_inf_nan=False, description="how long a client may take to send on or to read on"
+    )
+    max_connection_age_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        le=_LONGEST_AGE,
+        description="age at which clients are asked to reconnect, so that they look up new replicas; 0 never",
     )
     canary_seconds: float = Field(
         default=10.0,

@@ -19,7 +19,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from collectors import Collector, attributes, collecting
 from conftest import Checkpoints
 from servers import ServerProcess, serving
-from vitwire import Client, Item
+from vitwire import Client, Item, NotCached
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.observe.otlp import OtlpTracer
@@ -192,6 +192,30 @@ def test_exemplars_lead_to_traces(server: ServerProcess, stub: EncoderServiceStu
     (span,) = collector.wait_for(of("Encode", "exemplary"))
     assert {"trace_id": span.trace_id.hex()} in exemplars(server, "Encode")
     assert "# {" not in server.page("/metrics")[1], "the classic format knows no exemplars"
+
+
+@pytest.mark.parametrize("rows", [16, 1024], ids=["Encode", "EncodeStream"])
+def test_bytes_and_failed_items_are_counted(server: ServerProcess, rows: int) -> None:
+    names = ("vitwire_received_bytes_total", "vitwire_delivered_bytes_total", "vitwire_items_failed_total")
+    before = [server.metric(name) for name in names]
+    pixels = item(rows)
+    with Client(server.target) as client:
+        embedding = client.encode([pixels])[0].numpy()
+        with pytest.raises(NotCached):
+            client.encode([Item(None, pixels.grid, content_id="nobody sent it")])
+    received, delivered, failed = (server.metric(name) - old for name, old in zip(names, before, strict=True))
+    assert 0 < received - np.asarray(pixels.pixels).nbytes < 1000, "headers are small"
+    assert (delivered, failed) == (embedding.nbytes, 1)
+    assert server.metric("vitwire_items_failed_total", code="NOT_FOUND") >= 1
+    assert server.metric("vitwire_delivered_bytes_total", way="stream") >= delivered
+
+
+def test_the_process_and_the_limits_show(server: ServerProcess) -> None:
+    assert server.metric("process_resident_memory_bytes") > 100e6
+    assert 0 < server.metric("process_open_fds") < server.metric("process_max_fds")
+    assert server.metric("process_cpu_seconds_total") > 0
+    assert server.metric("vitwire_queue_limit_items") == 4096
+    assert server.metric("vitwire_queue_limit_bytes") == 4 << 30
 
 
 def test_channelz_tells_of_the_server(server: ServerProcess) -> None:

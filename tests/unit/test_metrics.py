@@ -1,5 +1,7 @@
 """The accounting identity, and an exposition that Prometheus accepts."""
 
+from itertools import pairwise
+
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,11 +13,14 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.runner import Timings
 from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.readings import Readings
+from vitwire_server.rpc.status import _CODES
 
 NAMES = """
     requests_total items_total graph_hits_total graph_replays_total eager_fallbacks_total tokens_total batch_items
     batch_fill_ratio stage_seconds request_seconds queue_items queue_bytes inflight_requests rejected_total
     cancelled_total cache_hits_total cache_misses_total cache_evictions_total cache_bytes graphs_captured
+    received_bytes_total delivered_bytes_total items_failed_total queue_limit_items queue_limit_bytes
     graph_capture_seconds graph_pool_bytes nonfinite_total engine_heartbeat_timestamp_seconds model_info
 """.split()  # noqa: SIM905 - a list of the contract's names reads best as words
 
@@ -81,6 +86,27 @@ def test_padding_is_what_the_budget_has_beyond_the_items(metrics: Metrics) -> No
     assert value(metrics, "vitwire_tokens_total", kind="padding") == 24
     assert value(metrics, "vitwire_graph_replays_total", budget="64") == 1
     assert value(metrics, "vitwire_nonfinite_total") == 1
+
+
+def test_codes_that_items_fail_with_show_before_the_first_failure(metrics: Metrics) -> None:
+    exposed = {
+        sample.labels["code"]
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "vitwire_items_failed_total"
+    }
+    assert exposed == {code.name for _, code in _CODES}
+
+
+def test_latencies_of_a_few_milliseconds_are_told_apart(metrics: Metrics) -> None:
+    for seconds in (0.0012, 0.0022, 0.0035, 0.0045, 0.0055, 0.007, 0.009):
+        metrics.request_seconds.labels("Encode").observe(seconds)
+    counts = Readings(metrics.registry).latencies
+    assert all(upper - lower <= 1 for lower, upper in pairwise(counts.values())), "a bucket holds one of them at most"
+    finite = [bound for bound in counts if bound != float("inf")]
+    assert finite[0] == 0.0005
+    assert finite[-1] >= 10
+    assert all(upper <= 3 * lower for lower, upper in pairwise(finite))
 
 
 def test_names_of_the_contract_are_exposed(metrics: Metrics) -> None:

@@ -61,6 +61,10 @@ def metrics() -> Metrics:
     made.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
     made.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))
     made.queue_changed(7, 3 << 20)
+    made.admits(4096, 4 << 30)
+    made.admitted_changed(9, 5 << 20)
+    made.received(6 << 20)
+    made.item_failed("NOT_FOUND")
     return made
 
 
@@ -82,6 +86,10 @@ def test_tables_hold_the_figures(metrics: Metrics) -> None:
     assert ["oversize", "3"] in rows
     assert ["waiting", "7 items"] in rows
     assert ["waiting bytes", "3 MiB"] in rows
+    assert ["admitted", "9 of 4,096 items"] in rows
+    assert ["admitted bytes", "5 MiB of 4 GiB"] in rows
+    assert ["received", "6 MiB"] in rows
+    assert ["item: not found", "1"] in rows
     assert ["budgets captured", "2 of 3"] in rows
     assert ["hit rate", "\u2013"] in rows
 
@@ -142,8 +150,8 @@ def test_a_point_is_what_happened_in_between() -> None:
     metrics.queue_changed(3, 1)
     found = point(before, Readings(metrics.registry))
     assert (found.queued, found.requests) == (3, pytest.approx(1, rel=0.1))
-    assert found.median == pytest.approx(0.075)
-    assert found.slow == pytest.approx(0.0975)
+    assert found.median == pytest.approx(0.0625)
+    assert found.slow == pytest.approx(0.07375)
     quiet = point(before, before)
     assert (quiet.requests, quiet.median) == (0, None)
 

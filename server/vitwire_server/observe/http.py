@@ -1,12 +1,17 @@
-"""The metrics port: `/metrics` for Prometheus, `/healthz` and `/livez` for probes, `/` for people."""
+"""The metrics port: `/metrics` for Prometheus, `/healthz` and `/livez` for probes, `/` for people.
 
-import logging
+It has an event loop in a thread of its own, so that it answers while the server's event loop is busy and while the
+engine hangs. Connections cost neither a thread nor more than a bounded number of descriptors.
+"""
+
+import asyncio
+import socket
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
 from threading import Thread
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
@@ -15,8 +20,10 @@ from vitwire_server.core.health import Health
 from vitwire_server.observe.page import page, policy
 from vitwire_server.observe.readings import History, Readings
 
-_log = logging.getLogger(__name__)
-_TIMEOUT_SECONDS = 10
+_SECONDS = 10.0
+"""A connection is closed after this time, whether its client is slow to ask or slow to read."""
+_HEADER_BYTES = 16 << 10
+_TOO_LARGE = b"HTTP/1.0 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n\r\n"
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -59,60 +66,104 @@ def _exposition(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
         return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry)
 
 
-class MetricsServer:
-    """Serves a registry and a server's health over HTTP, in daemon threads."""
+class _Exchange(BaseHTTPRequestHandler):
+    """One request and its response, in memory: the standard library parses and formats them."""
 
-    def __init__(self, registry: CollectorRegistry, health: Health, host: str, port: int) -> None:
-        """Bind; raises OSError if the address is taken. Port 0 takes a free one."""
-        self._history = History(registry)
-        routes = _routes(registry, self._history, health)
-
-        class Pages(BaseHTTPRequestHandler):
-            timeout = _TIMEOUT_SECONDS
-
-            def do_GET(self) -> None:
-                route = routes.get(self.path.partition("?")[0])
-                if route:
-                    self._answer(route(self.headers.get("Accept", "")))
-                else:
-                    self._answer(Answer(HTTPStatus.NOT_FOUND, _TEXT, f"{', '.join(routes)}\n".encode()))
-
-            def do_HEAD(self) -> None:
-                self.do_GET()
-
-            def _answer(self, answer: Answer) -> None:
-                self.send_response(answer.status)
-                self.send_header("Content-Type", answer.content_type)
-                self.send_header("Content-Length", str(len(answer.body)))
-                self.send_header("Content-Security-Policy", policy())
-                self.send_header("X-Content-Type-Options", "nosniff")
-                self.send_header("Cache-Control", "no-store")
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(answer.body)
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's signature
-                """Scrapes are not worth a log line."""
-
-        class Server(ThreadingHTTPServer):
-            address_family = AF_INET6 if ":" in host else AF_INET
-            daemon_threads = True
-            request_queue_size = 128
-
-            def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002 - the base class calls it so
-                """A scraper that went away is not worth a traceback."""
-                _log.debug("metrics port: %s", client_address, exc_info=True)
-
-        try:
-            self._server = Server((host, port), Pages)
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
-        self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+    def __init__(self, routes: Routes, request: bytes) -> None:  # the base class's would take a socket
+        self._routes = routes
+        self.rfile = BytesIO(request)  # the base class only reads lines
+        self.wfile = BytesIO()
+        self.handle_one_request()
 
     @property
-    def port(self) -> int:
+    def response(self) -> bytes:
+        """Status, headers and body."""
+        return cast("BytesIO", self.wfile).getvalue()
+
+    def do_GET(self) -> None:
+        route = self._routes.get(self.path.partition("?")[0])
+        if route:
+            self._answer(route(self.headers.get("Accept", "")))
+        else:
+            self._answer(Answer(HTTPStatus.NOT_FOUND, _TEXT, f"{', '.join(self._routes)}\n".encode()))
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _answer(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Content-Security-Policy", policy())
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's signature
+        """Scrapes are not worth a log line."""
+
+
+class _Connection(asyncio.Protocol):
+    """Answers one request and closes. `opened` holds all connections, oldest first; a new one may close the oldest."""
+
+    def __init__(self, routes: Routes, opened: dict["_Connection", asyncio.Transport], most: int) -> None:
+        self._routes = routes
+        self._opened = opened
+        self._most = most
+        self._request = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio once."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._end = asyncio.get_running_loop().call_later(_SECONDS, transport.abort)
+        if len(self._opened) >= self._most:
+            self._opened.pop(next(iter(self._opened))).abort()
+        self._opened[self] = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Answer once the header is whole; a body is not read."""
+        self._request += data
+        if len(self._request) > _HEADER_BYTES:
+            self._finish(_TOO_LARGE)
+        elif b"\r\n\r\n" in self._request or b"\n\n" in self._request:
+            self._finish(_Exchange(self._routes, bytes(self._request)).response)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the base class's signature
+        """Called by asyncio once, however the connection ended."""
+        self._end.cancel()
+        self._opened.pop(self, None)
+
+    def _finish(self, response: bytes) -> None:
+        self._transport.write(response)
+        self._transport.close()
+
+
+class MetricsServer:
+    """Serves a registry and a server's health over HTTP, in a daemon thread."""
+
+    def __init__(self, registry: CollectorRegistry, health: Health, host: str, port: int, max_connections: int) -> None:
+        """Bind; raises OSError if the address is taken. Port 0 takes a free one.
+
+        One connection more than `max_connections` closes the oldest, so that no crowd keeps a probe out.
+        """
+        self._history = History(registry)
+        self._routes = _routes(registry, self._history, health)
+        is_v6 = ":" in host
+        try:
+            self._socket = socket.create_server(
+                (host, port), family=socket.AF_INET6 if is_v6 else socket.AF_INET, dualstack_ipv6=is_v6
+            )
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        self.port = int(self._socket.getsockname()[1])
         """The port that was bound."""
-        return int(self._server.server_address[1])
+        self._max_connections = max_connections
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
         """Answer from now on."""
@@ -122,5 +173,24 @@ class MetricsServer:
     def stop(self) -> None:
         """Close the port."""
         self._history.stop()
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        opened: dict[_Connection, asyncio.Transport] = {}
+        most = self._max_connections
+        # A request is read three turns after its connection was accepted: by then, few others may have been accepted.
+        turn = max(1, most // 16)
+        server = await self._loop.create_server(
+            lambda: _Connection(self._routes, opened, most), sock=self._socket, backlog=turn
+        )
+        self._socket.listen(socket.SOMAXCONN)  # asyncio asked for a queue of `turn`
+        await self._stopping.wait()
+        server.close()
+        for transport in opened.values():
+            transport.abort()
+        await asyncio.sleep(0)  # lets aborted connections close

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import NonFinite
@@ -10,9 +10,20 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Path
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_MILLISECONDS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 75, 100, 150, 250, 500)
+_SECONDS = (*(each / 1000 for each in _MILLISECONDS), 1.0, 2.5, 5.0, 10.0, 30.0)
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RATIOS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
+
+ITEM_CODES = (
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "INTERNAL",
+)
+"""Names of gRPC's codes that an item may fail with."""
 
 
 class Metrics:
@@ -24,9 +35,13 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # series that double the exposition
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, processor time, descriptors, start time
         counter, gauge = self._counter, self._gauge
         self.requests = counter("requests", "RPCs by method and status code", "method", "code")
         self._items = counter("items", "Items encoded, by path", "modality", "path")
+        self._items_failed = counter("items_failed", "Items answered with an error of their own", "code")
+        self._received = counter("received_bytes", "Bytes of request messages with items")
+        self._delivered = counter("delivered_bytes", "Bytes of rows sent to clients", "way")
         self._hits = counter("graph_hits", "Items encoded by a replay", "modality", "budget")
         self._replays = counter("graph_replays", "Replays", "budget")
         self._fallbacks = counter("eager_fallbacks", "Items encoded eagerly, and why", "modality", "reason")
@@ -43,6 +58,8 @@ class Metrics:
         self.rejected = counter("rejected", "Requests turned away", "reason")
         self._cancelled = counter("cancelled", "Items dropped or finished unseen", "stage")
         self._expired = counter("expired", "Items whose deadline passed, or could not be met, by stage", "stage")
+        self._limit_items = gauge("queue_limit_items", "Items that may be admitted at once")
+        self._limit_bytes = gauge("queue_limit_bytes", "Bytes that may be admitted at once")
         self._admitted_items = gauge("admitted_items", "Items that permits are out for")
         self._admitted_bytes = gauge("admitted_bytes", "Bytes that permits are out for")
         self.tickets_opened = counter("tickets_opened", "RPCs that opened a ticket")
@@ -115,6 +132,23 @@ class Metrics:
         """The rows of an item were written to the stream."""
         self._stages.labels("send").observe(seconds)
 
+    def item_failed(self, code: str) -> None:
+        """An item was answered with an error of its own."""
+        self._items_failed.labels(code).inc()
+
+    def received(self, nbytes: int) -> None:
+        """A request message with items arrived."""
+        self._received.inc(nbytes)
+
+    def delivered(self, nbytes: int) -> None:
+        """Rows were sent on a response stream."""
+        self._delivered.labels("stream").inc(nbytes)
+
+    def admits(self, items: int, nbytes: int) -> None:
+        """Bounds on what may be admitted at once."""
+        self._limit_items.set(items)
+        self._limit_bytes.set(nbytes)
+
     def admitted_changed(self, items: int, nbytes: int) -> None:
         """Permits are now out for so much."""
         self._admitted_items.set(items)
@@ -165,6 +199,9 @@ class Metrics:
                 self._fallbacks.labels(modality, reason)
         for kind in ("real", "padding"):
             self._tokens.labels(kind)
+        for code in ITEM_CODES:
+            self._items_failed.labels(code)
+        self._delivered.labels("stream")
         for bound in ("items", "bytes", "bodies"):
             self.rejected.labels(bound)
         for stage in ("queue", "encoded", "send"):

@@ -141,7 +141,8 @@ def _turned_away(readings: Readings) -> dict[str, float]:
     refused = {f"full: {k}": v for k, v in readings.by("vitwire_rejected_total", "reason").items()}
     codes = readings.by("vitwire_requests_total", "code")
     failed = {_words(code): count for code, count in sorted(codes.items()) if code != "OK"}
-    return {**refused, "deadline passed": readings.total("vitwire_expired_total"), **failed}
+    items = {f"item: {_words(code)}": n for code, n in readings.by("vitwire_items_failed_total", "code").items() if n}
+    return {**refused, "deadline passed": readings.total("vitwire_expired_total"), **failed, **items}
 
 
 def _cache(readings: Readings) -> dict[str, str]:
@@ -157,6 +158,7 @@ def _cache(readings: Readings) -> dict[str, str]:
 
 def _served(readings: Readings) -> dict[str, str]:
     real, padding = (readings.total("vitwire_tokens_total", kind=each) for each in ("real", "padding"))
+    admitted, held = (readings.total(f"vitwire_admitted_{each}") for each in ("items", "bytes"))
     return {
         "requests": _count(readings.total("vitwire_requests_total")),
         "in flight": _count(readings.total("vitwire_inflight_requests")),
@@ -165,6 +167,10 @@ def _served(readings: Readings) -> dict[str, str]:
         "padding": _share(padding, real + padding),
         "waiting": f"{_count(readings.total('vitwire_queue_items'))} items",
         "waiting bytes": _bytes(readings.total("vitwire_queue_bytes")),
+        "admitted": f"{_count(admitted)} of {_count(readings.total('vitwire_queue_limit_items'))} items",
+        "admitted bytes": f"{_bytes(held)} of {_bytes(readings.total('vitwire_queue_limit_bytes'))}",
+        "received": _bytes(readings.total("vitwire_received_bytes_total")),
+        "delivered": _bytes(readings.total("vitwire_delivered_bytes_total")),
     }
 
 

@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import DeadlineExceeded, Overloaded, Unavailable
+from vitwire_server.core.errors import DeadlineExceeded, EncoderError, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import Ask, Item
 from vitwire_server.core.models import ModelCard
@@ -27,9 +27,11 @@ from vitwire_server.rpc.codec import Codec, raise_if_malformed
 from vitwire_server.rpc.contents import digest_of
 from vitwire_server.rpc.edge import Context, Edge
 from vitwire_server.rpc.principals import principal
+from vitwire_server.rpc.status import code_of
 from vitwire_server.rpc.uploads import Uploads
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 _QUIET = 10
@@ -76,6 +78,15 @@ class EncoderService:
     async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
         """`GetModel`: what is served, and within which limits."""
         return await self._edge.run("GetModel", context, self._get_model(request))
+
+    def counted(self, read: Callable[[bytes], T]) -> Callable[[bytes], T]:
+        """A deserialiser that counts the bytes of messages."""
+
+        def read_counted(raw: bytes) -> T:
+            self._metrics.received(len(raw))
+            return read(raw)
+
+        return read_counted
 
     async def _encode(self, context: Context) -> bool:
         serving = self._ready()
@@ -142,6 +153,8 @@ class EncoderService:
         """Send each item's rows, or its error, as they come; until all items are answered."""
         while (answered := await call.next()) is not None:
             index, outcome = answered
+            if isinstance(outcome, EncoderError):
+                self._metrics.item_failed(code_of(outcome).name)
             if isinstance(outcome, Overloaded):
                 self._metrics.rejected.labels(outcome.reason).inc()
             start = time.perf_counter()
@@ -182,6 +195,7 @@ class EncoderService:
         try:
             async with asyncio.timeout(self._patience):
                 await context.write(frame)
+            self._metrics.delivered(len(frame.data))
         except TimeoutError:
             raise DeadlineExceeded(f"the answer was not read on for {self._patience:g} s") from None
         except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
@@ -202,10 +216,11 @@ async def _digests(items: Mapping[int, Item]) -> dict[int, bytes]:
 
 def handlers(service: EncoderService) -> grpc.GenericRpcHandler:
     """The service's methods with serialisers that do not copy tensors."""
-    read_stream = partial(wire.read_chunk, pb.EncodeStreamRequest)
+    read_request = service.counted(wire.read_request)
+    read_stream = service.counted(partial(wire.read_chunk, pb.EncodeStreamRequest))
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         # On the wire a method that takes one message is a stream of one; as such, it is asked for when there is room.
-        "Encode": grpc.stream_stream_rpc_method_handler(service.encode, wire.read_request, wire.write_chunk),
+        "Encode": grpc.stream_stream_rpc_method_handler(service.encode, read_request, wire.write_chunk),
         "EncodeStream": grpc.stream_stream_rpc_method_handler(service.encode_stream, read_stream, wire.write_chunk),
         "GetModel": grpc.unary_unary_rpc_method_handler(
             service.get_model, partial(wire.read_plain, pb.GetModelRequest), pb.GetModelResponse.SerializeToString
