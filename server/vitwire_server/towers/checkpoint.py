@@ -25,10 +25,13 @@ from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
 from vitwire_server.towers.lora import Adapter
+from vitwire_server.towers.served import surplus_layers
 from vitwire_server.towers.tower import Tower
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What transformers and torch raise over numbers in a configuration that make no sense."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Track = Callable[[Iterable[str], str, int], Iterable[str]]
@@ -79,12 +82,8 @@ def open_checkpoint(model: str) -> Checkpoint:
             f"{model}: {family.title} needs transformers {family.transformers} or newer, "
             f"{transformers.__version__} is installed"
         )
-    try:
-        config = family.read_config(folder, settings)
-        vision_config = family.tower.configuration(config)
-        dtype = config.dtype or vision_config.dtype or torch.float32
-    except (ValueError, OSError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {error}") from error
+    config = _read_config(folder, settings, family)
+    dtype = config.dtype or family.tower.configuration(config).dtype or torch.float32
     if dtype not in _DTYPES:
         raise CheckpointError(f"{model}: weights in {dtype} are not supported")
     model_id = model if on_hub else folder.resolve().name
@@ -116,10 +115,23 @@ def load_tower(
         part.to(device)
     try:
         tower = checkpoint.family.build(parts, checkpoint.config)
-    except ValueError as error:
+    except _BROKEN as error:
         raise CheckpointError(f"{checkpoint.folder}: no vision tower can be built of it: {error}") from error
     tower.rewrite()
     return Loaded(tower, _fingerprint(weights))
+
+
+def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> Any:  # noqa: ANN401 - of many classes
+    """The configuration of a checkpoint that is served. Raises CheckpointError."""
+    try:
+        config = family.read_config(folder, settings)
+        problem = next(filter(None, (module.problem(config) for module in family.modules.values())), None)
+    except (*_BROKEN, OSError, StrictDataclassError) as error:
+        told = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {told}") from error
+    if problem:
+        raise CheckpointError(f"{folder / 'config.json'}: this {family.title} is not served: {problem}")
+    return config
 
 
 def _folder(model: str) -> tuple[Path, bool]:
@@ -148,7 +160,7 @@ def _module(checkpoint: Checkpoint, name: str, module: Module, weights: Weights,
             if issubclass(source, PreTrainedModel)
             else _plain(source, config, weights, dtype)
         )
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
+    except _BROKEN as error:
         told = str(error).partition("\n")[0]
         raise CheckpointError(f"{checkpoint.folder}: no vision {name} can be built of it: {told}") from error
     wrong = {key: sorted(map(str, keys)) for key, keys in info.items() if keys}
@@ -204,9 +216,15 @@ def _read_weights(checkpoint: Checkpoint, track: Track) -> dict[str, Weights]:
                     weights[module][name] = tensors.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is no safetensors file of this checkpoint: {error}") from error
-    return {
-        name: module.convert(weights[name], module.configuration(checkpoint.config)) for name, module in modules.items()
-    }
+    return {name: _converted(checkpoint, name, module, weights[name]) for name, module in modules.items()}
+
+
+def _converted(checkpoint: Checkpoint, name: str, module: Module, weights: Weights) -> Weights:
+    """Weights as the module holds them. Raises CheckpointError."""
+    try:
+        return module.convert(weights, module.configuration(checkpoint.config))
+    except _BROKEN as error:
+        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit the vision {name}: {error}") from error
 
 
 def _vision_shards(checkpoint: Checkpoint) -> dict[str, list[tuple[str, str, str]]]:
@@ -220,6 +238,10 @@ def _vision_shards(checkpoint: Checkpoint) -> dict[str, list[tuple[str, str, str
         if not named:
             told = " or ".join(f"{prefix}*" for prefix in module.prefixes)
             raise CheckpointError(f"{checkpoint.folder} holds no vision {name}: no weight is named {told}")
+        if issubclass(module.resolve(), PreTrainedModel):
+            problem = surplus_layers(module.configuration(checkpoint.config), named.values())
+            if problem:
+                raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {module.named(problem)}")
         for key, found in named.items():
             shards.setdefault(keys[key], []).append((name, found, key))
     return shards
