@@ -160,6 +160,8 @@ class Resizing(StrEnum):
 
     AREA = "area"
     """Its area: within the bounds, nearly in its own shape."""
+    ENLARGED_AREA = "enlarged_area"
+    """Its area, once a side shorter than a token was enlarged to one."""
     LONGEST_SIDE = "longest_side"
     """Its longer side, which is at most the root of the upper bound; then up to whole tokens."""
     MOST_PATCHES = "most_patches"
@@ -189,6 +191,8 @@ class Preprocessing:
     """Normalisation of the second view; empty if it is that of the first."""
     tiling: Tiling | None = None
     """How images are cut, for towers that take tiles."""
+    drops_transparency: bool = False
+    """Transparency is dropped; otherwise images are put on white."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,8 @@ class Family(ABC):
     """Tokens of a clip are of several frames each, so that none can be pruned."""
     prepared: bool = True
     """Clients can prepare images as the model's own processor does."""
+    converts: bool = True
+    """The class of the model's own processor converts images to RGB where the checkpoint's files do not say."""
     prepared_videos: bool = True
     """Clients can prepare clips as the model's own processor does."""
     architecture: str = ""

@@ -180,6 +180,7 @@ _SIGLIP2 = Siglip2Family(
     ),
     width="vision_config.hidden_size",
     adapter=Siglip2Tower,
+    converts=False,
     channels_last=True,
     layers="encoder.layers",
     processor=_siglip2_settings,

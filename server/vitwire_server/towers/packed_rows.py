@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from vitwire_server.core.models import Resizing
 from vitwire_server.towers.family import Module, in_model, stripped
 from vitwire_server.towers.kimi import KIMI_ROWS
 from vitwire_server.towers.packed import PackedFamily
@@ -62,6 +63,7 @@ _PADDLE = PackedFamily(
     positions="vision_model.embeddings",
     layers="vision_model.encoder.layers",
     raster=True,
+    resizing=Resizing.ENLARGED_AREA,
     videos=False,
     architecture="27 x 1152, patch 14",
     attention="full",

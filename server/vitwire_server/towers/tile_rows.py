@@ -116,6 +116,7 @@ _DEEPSEEK_VL = TileFamily(
     },
     encoder=Siglip,
     processor=_deepseek_settings,
+    converts=False,
     videos=False,
     special="transformers' layout (deepseek-community)",
 )
