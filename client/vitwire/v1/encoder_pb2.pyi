@@ -756,7 +756,8 @@ Global___Preprocessor: typing_extensions.TypeAlias = Preprocessor
 class Tiling(google.protobuf.message.Message):
     """How images are cut into tiles of one size. In the item's grid, t is the
     number of tiles, and h and w are the rows and columns that were cut; where
-    there are several, one more may show the whole image. Frames of a clip are
+    there are several, one more may show the whole image. Where the layout is not
+    known, (tiles, 1, 1) is accepted: no row depends on it. Frames of a clip are
     tiles of their own: (frames, 1, 1).
     """
 
