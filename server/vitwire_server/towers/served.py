@@ -1,7 +1,7 @@
 """What a configuration has to say for its tower to be served: checked before any weight is read."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,10 @@ from transformers import PreTrainedConfig
 _DEPTHS = ("depth", "num_hidden_layers")
 """Fields that hold a number of layers; where a configuration has several, the first counts."""
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+_MOST_LAYERS = 10_000
+"""Of any part of a model; transformers makes a list as long as the number that config.json gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,19 @@ def surplus_layers(config: Any, names: Iterable[str]) -> str | None:  # noqa: AN
     for path, layers in _depths(config):
         if layers > held:
             return f"{path} is {layers}, but the checkpoint holds weights of {held} layers"
+    return None
+
+
+def absurd_layers(settings: Mapping[str, Any], path: str = "") -> str | None:
+    """What is wrong where a config.json asks for more layers than any model has; None if it does not."""
+    for key, value in settings.items():
+        found = None
+        if isinstance(value, dict):
+            found = absurd_layers(value, f"{path}{key}.")
+        elif key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+            found = f"{path}{key} is {value}, but must be at most {_MOST_LAYERS}"
+        if found:
+            return found
     return None
 
 
