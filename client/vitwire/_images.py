@@ -56,7 +56,7 @@ def image_patches(image: ImageLike, settings: Preprocessor) -> tuple[Pixels, Gri
     channels. The frame axis, along which the processor only duplicates the image, is left out.
     Raises ValueError for what cannot be read or has no pixels, and OSError for a file that cannot be opened.
     """
-    picture = _rgb(image)
+    picture = _rgb(image, drop=settings.drops_transparency)
     size = resized(*_size(picture), settings, settings.temporal_patch_size)
     return patch_rows([_resized(picture, size, settings.resample)], size, (1, 1), settings)
 
@@ -67,7 +67,7 @@ def clip_patches(frames: Pixels | Sequence[ImageLike], settings: Preprocessor) -
     `frames` is a uint8 array `(F, H, W, 3)` or a sequence of images of one size, in order. All frames are
     taken; the last one is repeated until T divides their number. Raises as `image_patches` does.
     """
-    pictures = _frames(frames)
+    pictures = _frames(frames, drop=settings.drops_transparency)
     first = next(pictures)
     size = resized(*_size(first), settings, len(frames))
     alike = _of_one_size(chain([first], pictures), _size(first))
@@ -81,20 +81,20 @@ def image_tiles(image: ImageLike, settings: Preprocessor, tiling: Tiling) -> Til
 
     Raises as `image_patches` does.
     """
-    picture = np.asarray(_rgb(image))
+    picture = np.asarray(_rgb(image, drop=settings.drops_transparency))
     return cut(Picture(_size(picture), picture, _resized, settings.resample), tiling)
 
 
 def clip_tiles(frames: Pixels | Sequence[ImageLike], settings: Preprocessor, tiling: Tiling) -> Tiles:
     """One tile `(3, H, W)` for each frame of a clip, and its grid `(frames, 1, 1)`. Raises as `clip_patches` does."""
-    pictures = _frames(frames)
+    pictures = _frames(frames, drop=settings.drops_transparency)
     first = next(pictures)
     alike = _of_one_size(chain([first], pictures), _size(first))
     tiles = [image_tiles(np.asarray(picture), settings, tiling).pixels for picture in alike]
     return Tiles(np.concatenate(tiles), (len(tiles), 1, 1))
 
 
-def _frames(frames: Pixels | Sequence[ImageLike]) -> Iterator[_Picture]:
+def _frames(frames: Pixels | Sequence[ImageLike], *, drop: bool) -> Iterator[_Picture]:
     """The frames of a clip in RGB, at least one."""
     if not isinstance(frames, np.ndarray | Sequence) or isinstance(frames, str):
         raise TypeError(f"expected an array or a sequence of frames, got {type(frames).__name__}")
@@ -102,7 +102,7 @@ def _frames(frames: Pixels | Sequence[ImageLike]) -> Iterator[_Picture]:
         raise ValueError(f"expected frames of shape (F, H, W, 3), got {frames.shape}")
     if len(frames) == 0:
         raise ValueError("expected at least one frame, got none")
-    return (_rgb(frame) for frame in frames)
+    return (_rgb(frame, drop=drop) for frame in frames)
 
 
 def _of_one_size(pictures: Iterable[_Picture], size: Size) -> Iterator[_Picture]:
@@ -115,19 +115,19 @@ def _of_one_size(pictures: Iterable[_Picture], size: Size) -> Iterator[_Picture]
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def _rgb(image: ImageLike) -> _Picture:
-    """An RGB picture of `image`; arrays stay views where they can."""
+def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
+    """An RGB picture of `image`, on white unless transparency is to `drop`; arrays stay views where they can."""
     if isinstance(image, np.ndarray):
-        return _rgb_array(image)
+        return _rgb_array(image, drop=drop)
     if isinstance(image, str | os.PathLike):
-        return _rgb_file(Path(image))
+        return _rgb_file(Path(image), drop=drop)
     if not isinstance(image, _pillow().Image):
         raise TypeError(f"expected a path, a Pillow image or a uint8 array, got {type(image).__name__}")
     with _decoding("the image"):
-        return _rgb_on_white(image)
+        return _rgb_image(image, drop=drop)
 
 
-def _rgb_array(image: Pixels) -> Pixels:
+def _rgb_array(image: Pixels, *, drop: bool) -> Pixels:
     """An (H, W, 3) view or copy of an array; where its shape is ambiguous, channels come first."""
     if image.dtype != np.uint8:
         raise ValueError(f"expected an array of uint8, values 0 to 255, got {image.dtype}")
@@ -139,7 +139,7 @@ def _rgb_array(image: Pixels) -> Pixels:
     if image.ndim != 3 or image.shape[-1] not in _CHANNEL_COUNTS or image.size == 0:
         raise ValueError(f"expected an image (H, W), (H, W, C) or (C, H, W) of 1, 3 or 4 channels, got {shape}")
     if image.shape[-1] == 4:
-        return _array_on_white(image)
+        return image[..., :3] if drop else _array_on_white(image)
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
@@ -149,7 +149,7 @@ def _array_on_white(image: Pixels) -> Pixels:
     return ((blend + 127) // 255).astype(np.uint8)  # at most 65152; nothing is halfway between two values
 
 
-def _rgb_file(path: Path) -> "Image":
+def _rgb_file(path: Path, *, drop: bool) -> "Image":
     """The picture in a file as Hugging Face loads it: upright, alpha ignored, one transparent colour not."""
     pillow = _pillow()
     from PIL import ImageOps  # noqa: PLC0415  # as optional as Pillow
@@ -160,12 +160,12 @@ def _rgb_file(path: Path) -> "Image":
         ImageOps.exif_transpose(image, in_place=True)
         if isinstance(image.info.get("transparency"), bytes):
             del image.info["transparency"]  # dropped by the conversion too, but with a warning
-        return _rgb_on_white(image.convert("RGB"))
+        return _rgb_image(image.convert("RGB"), drop=drop)
 
 
-def _rgb_on_white(image: "Image") -> "Image":
+def _rgb_image(image: "Image", *, drop: bool) -> "Image":
     _check_bounded(image)
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
+    if not drop and ("A" in image.getbands() or image.info.get("transparency") is not None):
         image = image.convert("RGBA")
         ground = _pillow().new("RGBA", image.size, (255, 255, 255, 255))
         image = _pillow().alpha_composite(ground, image)

@@ -50,7 +50,8 @@ class Item:
         for tile towers; a numpy array or a torch tensor of uint8, float32, float16 or bfloat16, read when the
         item is sent. uint8 means before rescaling and normalisation; for images the frame axis T may be left
         out. None asks for the embedding cached under `content_id`.
-    grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers.
+    grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers, `(tiles, 1, 1)` where only
+        the number of tiles is known.
     modality: "image" or "video".
     content_id: names the content for the server's embedding cache.
     keep_ratio: share of a video's tokens to keep, in (0, 1); 0 or 1 switches pruning off.

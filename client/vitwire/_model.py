@@ -129,6 +129,7 @@ def _preprocessor(model: pb.GetModelResponse, field: str) -> Preprocessor | None
         raster=model.raster_patches,
         channels_last=model.channels_last,
         tiling=_tiling(settings.tiling) if settings.HasField("tiling") else None,
+        drops_transparency=settings.drops_transparency,
     )
 
 

@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 CHANNELS = 3
 MAX_ASPECT_RATIO = 200
-RESIZINGS = ("area", "longest_side", "most_patches", "most_tokens")
+RESIZINGS = ("area", "enlarged_area", "longest_side", "most_patches", "most_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,15 @@ class Preprocessor:
     bounds_span_frames: bool = False
     """True where the area bounds count all frames together (videos of Qwen3-VL, all of GLM-4V)."""
     resizing: str = "area"
-    """What the size of a resized frame follows from: area, longest_side, most_patches or most_tokens."""
+    """What the size of a resized frame follows from: area, enlarged_area, longest_side, most_patches or most_tokens."""
     raster: bool = False
     """Patches come row by row of the whole frame, rather than token by token."""
     channels_last: bool = False
     """The columns of a patch are (p, p, C), rather than (C, T, p, p)."""
     tiling: "Tiling | None" = None
     """How images are cut, for models that take tiles."""
+    drops_transparency: bool = False
+    """The processor drops transparency; otherwise it puts images on white."""
 
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):

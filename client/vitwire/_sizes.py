@@ -57,7 +57,18 @@ def _most_tokens(height: int, width: int, settings: Preprocessor) -> Size:
     return rows * factor, columns * factor
 
 
+def _enlarged_area(height: int, width: int, settings: Preprocessor) -> Size:
+    """By area, once a side shorter than a token was enlarged to one."""
+    side = settings.factor
+    if height < side:
+        height, width = side, round(width * side / height)
+    if width < side:
+        height, width = round(height * side / width), side
+    return smart_resize(height, width, settings)
+
+
 RULES: dict[str, Callable[[int, int, Preprocessor], Size]] = {
+    "enlarged_area": _enlarged_area,
     "longest_side": _longest_side,
     "most_patches": _most_patches,
     "most_tokens": _most_tokens,

@@ -1,10 +1,15 @@
 """Checkpoints that are broken in the ways they are: one sentence that names the file, never a traceback."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
 from conftest import Checkpoints
@@ -32,11 +37,12 @@ def single_garbage(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (write("config.json", "{"), "cannot be read as JSON"),
         (write("config.json", "[]"), "holds no JSON object"),
-        (edit("config.json", vision_config=None), "Qwen2.5-VL configuration|no vision tower"),
+        (edit("config.json", vision_config=None), "depth is 32, but the checkpoint holds weights of 4 layers"),
         (edit("config.json", vision_config=[1]), "Qwen2.5-VL configuration"),
         (edit("config.json", dtype="float64", vision_config__dtype="float64"), "float64|configuration"),
         (edit("config.json", vision_config__hidden_size=96), "do not fit|no vision tower"),
-        (edit("config.json", vision_config__depth=9), "missing keys"),
+        (edit("config.json", vision_config__depth=9), "depth is 9, but the checkpoint holds weights of 4 layers"),
+        (edit("config.json", vision_config__depth=3), "unexpected keys"),
         (edit("config.json", vision_config__num_heads=0), "no vision tower"),
         (edit("config.json", vision_config__hidden_act="no_such"), "no vision tower|configuration"),
         (write(INDEX, "{}"), "holds no weight_map"),
@@ -62,6 +68,140 @@ def test_what_is_broken_is_named(harm: Break, told: str, checkpoints: Checkpoint
     with pytest.raises(CheckpointError, match=told) as error:
         load(folder)
     assert "copy" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "harm", "told"),
+    [
+        (
+            "qwen2_5_vl",
+            edit("config.json", vision_config__window_size=14),
+            "vision_config.window_size is 14, but must be at least",
+        ),
+        (
+            "qwen2_5_omni",
+            edit("config.json", thinker_config__vision_config__window_size=27),
+            "thinker_config.vision_config.window_size is 27",
+        ),
+        (
+            "kimi_k25",
+            edit("config.json", vision_config__merge_kernel_size=[1, 2]),
+            r"merge_kernel_size is \[1, 2\], but must be two equal sides",
+        ),
+        ("kimi_vl", edit("config.json", vision_config__merge_kernel_size=[1, 2]), r"merge_kernel_size is \[1, 2\]"),
+        (
+            "ernie4_5_vl_moe",
+            edit("config.json", vision_config__temporal_merge_size=3),
+            "vision_config.temporal_merge_size is 3, but must be 2",
+        ),
+        ("qwen3_vl", edit("config.json", vision_config__depth=100_000_000), "depth is 100000000, but must be at most"),
+        (
+            "qwen3_omni_moe",
+            edit("config.json", code2wav_config__num_hidden_layers=100_000_000),
+            "code2wav_config.num_hidden_layers is 100000000",
+        ),
+        ("qwen3_vl", edit("config.json", vision_config__depth=9999), "depth is 9999, .* weights of 4 layers"),
+        (
+            "deepseek_ocr2",
+            edit("config.json", vision_config__sam_config__num_hidden_layers=9999),
+            "vision_config.sam_config.num_hidden_layers is 9999, .* weights of 3 layers",
+        ),
+        (
+            "deepseek_vl_hybrid",
+            edit("config.json", high_res_vision_config__num_hidden_layers=9999),
+            "high_res_vision_config.num_hidden_layers is 9999, .* weights of 3 layers",
+        ),
+        ("kimi_k25", edit("config.json", vision_config__num_attention_heads=0), "do not fit the vision tower"),
+    ],
+)
+def test_a_value_that_is_not_served_is_named(
+    model_type: str, harm: Break, told: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    harm(folder)
+    with pytest.raises(CheckpointError, match=told) as error:
+        load(folder)
+    assert "copy" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "weight", "sides"),
+    [
+        ("kimi_k25", "patch_embed.pos_emb.weight", ("pos_emb_height", "pos_emb_width")),
+        ("kimi_vl", "patch_embed.pos_emb.weight", ("init_pos_emb_height", "init_pos_emb_width")),
+    ],
+)
+def test_a_table_of_positions_that_is_no_square_is_refused(
+    model_type: str, weight: str, sides: tuple[str, str], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Even where the weights fit: transformers resamples such a table as if it were a square."""
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    shard = next(folder / s for name, s in load_index(folder).items() if name.endswith(weight))
+    tensors = load_file(shard)
+    tensors |= {name: own.view(4, 16, -1) for name, own in tensors.items() if name.endswith(weight)}
+    save_file(tensors, shard)
+    edit("config.json", **{f"vision_config__{side}": n for side, n in zip(sides, (4, 16), strict=True)})(folder)
+    with pytest.raises(CheckpointError, match=rf"vision_config\.{sides[1]} is 16, but must be"):
+        load(folder)
+
+
+def cut(length: Callable[[bytes], int]) -> Callable[[Path], None]:
+    """Cut a shard to the length that follows from its bytes."""
+    return lambda shard: shard.write_bytes((raw := shard.read_bytes())[: length(raw)]) and None
+
+
+def header(raw: bytes) -> int:
+    """Bytes of a shard up to its first tensor."""
+    return 8 + int.from_bytes(raw[:8], "little")
+
+
+def requantise(shard: Path) -> None:
+    tensors = load_file(shard)
+    name = min(name for name in tensors if "visual." in name)
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, shard)
+
+
+def reshape(shard: Path) -> None:
+    tensors = load_file(shard)
+    name = next(name for name in sorted(tensors) if name.endswith("attn.qkv.weight"))
+    save_file({**tensors, name: tensors[name].flatten()[None]}, shard)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (cut(lambda _: 0), "is no safetensors file"),
+        (cut(lambda raw: header(raw) - 1), "is no safetensors file"),
+        (cut(header), "is no safetensors file"),
+        (cut(lambda raw: len(raw) // 2), "is no safetensors file"),
+        (cut(lambda raw: len(raw) - 1), "is no safetensors file"),
+        (lambda shard: shutil.copy(shard.with_name(shard.name.replace("2", "1", 1)), shard), "does not contain tensor"),
+        (lambda shard: shard.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "is no safetensors file"),
+        (requantise, "is quantised"),
+    ],
+    ids=["empty", "header", "no-tensors", "half", "one-byte", "another-shard", "pointer", "quantised"],
+)
+def test_a_shard_with_weights_of_the_tower_that_is_not_whole_is_named(
+    harm: Callable[[Path], Any], told: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "copy"))
+    shard = min(name for key, name in load_index(folder).items() if "visual." in key)
+    harm(folder / shard)
+    with pytest.raises(CheckpointError, match=told) as error:
+        load(folder)
+    assert str(folder / shard) in str(error.value)
+
+
+def test_a_weight_of_another_shape_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "copy"))
+    reshape(folder / next(s for key, s in load_index(folder).items() if key.endswith("attn.qkv.weight")))
+    with pytest.raises(CheckpointError, match=r"attn.qkv.weight is of shape \(1, 12288\), .* asks for \(192, 64\)"):
+        load(folder)
+
+
+def load_index(folder: Path) -> dict[str, str]:
+    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return weight_map
 
 
 def test_a_transformers_that_is_too_old_is_told_of_in_one_sentence(

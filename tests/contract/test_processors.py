@@ -55,6 +55,26 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
 
 
 @pytest.mark.parametrize("model_type", PACKED)
+def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: str, checkpoints: Checkpoints) -> None:
+    """Random sides, shorter than a token, a patch or a pixel per token among them; so are refusals."""
+    folder = checkpoints(model_type)
+    settings = told(folder).image_preprocessor
+    if settings is None:
+        return
+    processor = processor_of(model_type, folder)
+    rng = np.random.default_rng(8)
+    for height, width in [(10, 58), (58, 10), (1, 1), (1, 199), (1, 300), *rng.integers(1, 120, (30, 2)).tolist()]:
+        image = np.zeros((height, width, 3), np.uint8)
+        try:
+            stock = tuple(processor(images=[image], return_tensors="np")["image_grid_thw"][0])
+        except ValueError:
+            with pytest.raises(ValueError, match="too long"):
+                image_patches(image, settings)
+        else:
+            assert image_patches(image, settings)[1] == stock, (height, width)
+
+
+@pytest.mark.parametrize("model_type", PACKED)
 def test_a_client_is_told_only_of_what_it_can_prepare(model_type: str, checkpoints: Checkpoints) -> None:
     family, model = FAMILIES[model_type], told(checkpoints(model_type))
     assert (model.image_preprocessor is None) is not family.prepared  # type: ignore[attr-defined]

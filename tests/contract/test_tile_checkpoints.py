@@ -9,8 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
 from conftest import Checkpoints
+from reference import TOLERANCE, error
+from rigs import Rig
+from tile_reference import TileReference
+from vitwire_server.core.grids import Grid
 from vitwire_server.towers.files import CheckpointError
 
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4}
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 
 
@@ -29,8 +34,19 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("internvl_chat", edit(CONFIG, force_image_size=224), "force_image_size 224"),
         ("internvl_chat", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
         ("internvl_chat", edit(CONFIG, llm_config={}), "hidden_size"),
-        ("internvl_chat", edit(CONFIG, vision_config__num_hidden_layers=9), "missing keys"),
+        ("internvl_chat", edit(CONFIG, vision_config__num_hidden_layers=9), "holds weights of 3 layers"),
         ("llava_onevision", edit(PROCESSOR, image_grid_pinpoints=[[56, 57]]), "multiples of 56"),
+        (
+            "llava_onevision",
+            edit(CONFIG, vision_config=CLIP),
+            "vision_config.model_type is 'clip_vision_model', but must",
+        ),
+        ("gemma3", edit(CONFIG, mm_tokens_per_image=10), "mm_tokens_per_image is 10, but must be a square"),
+        ("llama4", edit(CONFIG, vision_config__pixel_shuffle_ratio=0.75), "pixel_shuffle_ratio is 0.75, but must be 1"),
+        ("llama4", edit(CONFIG, vision_config__pixel_shuffle_ratio=0.0), "pixel_shuffle_ratio is 0.0, but must be 1"),
+        ("internvl", edit(CONFIG, downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
+        ("internvl", edit(CONFIG, vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
+        ("llava", edit(CONFIG, vision_feature_select_strategy="default"), "strategy is 'default', but must be 'full'"),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
         (
@@ -67,3 +83,15 @@ def test_a_pooling_head_is_left_out(model_type: str, checkpoints: Checkpoints, t
         shutil.copy(source / name, tmp_path)
     edit(CONFIG, vision_config__vision_use_head=True)(tmp_path)
     assert load(tmp_path).fingerprint == load(source).fingerprint
+
+
+def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("llava_onevision"), tmp_path / "copy"))
+    edit(CONFIG, vision_feature_select_strategy="default")(folder)
+    rig, reference = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), TileReference(folder)
+    grid = Grid(3, 1, 2)
+    expected = reference.item(grid, rig.pixels(grid, 0))
+    whole = TileReference(checkpoints("llava_onevision")).item(grid, rig.pixels(grid, 0))
+    assert len(expected) == len(whole) - grid.t
+    (rows,) = rig.run(rig.items([grid]))
+    assert error(rows, expected) <= TOLERANCE

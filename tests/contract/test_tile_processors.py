@@ -1,5 +1,7 @@
 """Tiles and raster patches that a client prepares, by what GetModel says, against the model's own processor."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from transformers.image_utils import load_image
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -109,6 +112,41 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
             if isinstance(own, np.ndarray) and theirs is not None:
                 assert own.shape == theirs.shape, size
                 assert np.abs(normalised(own, settings, mean, std) - theirs).max() < 2 / 255 / min(std), size
+
+
+UNCONVERTED = ("siglip2", "deepseek_vl", "deepseek_vl_hybrid")
+"""Their processors convert nothing to RGB unless their files say so."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of files that `load_image` leaves open
+@pytest.mark.parametrize("said", [True, False, None], ids=["converted", "not", "unsaid"])
+@pytest.mark.parametrize("model_type", [*UNCONVERTED, "gemma3"])
+def test_a_transparent_colour_is_what_the_processor_makes_of_it(
+    model_type: str, said: bool | None, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    path = folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("do_convert_rgb")
+    path.write_text(json.dumps(settings if said is None else {**settings, "do_convert_rgb": said}))
+    flat = photograph(40, 60).quantize(4)
+    files = [tmp_path / name for name in ("palette.png", "keyed.gif", "keyed.png")]
+    for name, image in zip(files, (flat, flat, flat.convert("RGB")), strict=True):
+        image.save(name, transparency=image.getpixel((0, 0)))
+    model = told(folder)
+    prepared = model.image_preprocessor
+    assert prepared is not None
+    (plain,) = image_items([flat.convert("RGB")], model)
+    on_white = []
+    for source in files:
+        loaded = load_image(str(source))
+        theirs, _ = STOCK[model_type](folder, loaded)
+        for own in (source, loaded):
+            (item,) = image_items([own], model)
+            pixels = normalised(item.pixels, prepared, prepared.mean, prepared.std)
+            assert np.abs(pixels - theirs).max() < 2 / 255 / min(prepared.std)
+        on_white.append(not np.array_equal(item.pixels, plain.pixels))
+    assert any(on_white) is (said if said is not None else model_type not in UNCONVERTED)
 
 
 def normalised(own: Any, settings: Preprocessor, mean: tuple[float, ...], std: tuple[float, ...]) -> Array:

@@ -21,6 +21,7 @@ from tile_reference import TileReference
 from vitwire import Client, InvalidItem, Item
 from vitwire._images import Preprocessor
 from vitwire._prepare import clip_items, image_items
+from vitwire_server.towers.families import FAMILIES
 
 References = Callable[..., TileReference | NavitReference]
 SERVED = ("internvl", "internvl_chat", "step3p7", "deepseek_vl_hybrid", "mistral3")
@@ -80,6 +81,20 @@ def test_images_equal_transformers(served: Served) -> None:
         for mine, theirs in zip(own, wanted, strict=True):
             assert error(mine.numpy(), theirs) <= TOLERANCE
         assert "graph" in {embedding.report.path for embedding in own}
+
+
+def test_tiles_as_a_processor_emits_them_need_no_layout(served: Served) -> None:
+    """All but the number of tiles may be unknown; rows are the same."""
+    if FAMILIES[served.model_type].layout != "tiles":
+        return
+    with Client(served.process.target) as client:
+        for item in image_items(pictures(), client.model()):
+            (known,) = client.encode([item])
+            (unknown,) = client.encode([Item(item.pixels, (item.grid[0], 1, 1), crops=item.crops)])
+            assert error(unknown.numpy(), known.numpy()) <= TOLERANCE
+        whole = image_items(pictures(), client.model())[1]
+        with pytest.raises(InvalidItem, match=r"rows and columns are not known, the grid is \(t, 1, 1\)"):
+            client.encode([Item(whole.pixels, (90, 3, 3), crops=whole.crops)])
 
 
 CROPS = Preprocessor(14, 1, 1, 1, 1, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1 / 255, 3)
@@ -155,7 +170,7 @@ def test_what_does_not_fit_the_model_is_refused(served: Served) -> None:
         assert isinstance(item.pixels, np.ndarray)
         with pytest.raises(InvalidItem, match=r"pixels\.shape"):
             client.encode([Item(item.pixels[..., 1:], item.grid, crops=item.crops)])
-        with pytest.raises(InvalidItem, match=r"grid"):
+        with pytest.raises(InvalidItem, match=r"grid|pixels|crops"):
             client.encode([Item(item.pixels, (9, item.grid[1], item.grid[2]), crops=item.crops)])
         if item.crops is None:
             with pytest.raises(InvalidItem, match=r"crops.*takes no second view"):

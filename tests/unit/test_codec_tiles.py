@@ -55,7 +55,14 @@ def violated(rules: Codec, message: pb.Item) -> set[str]:
 
 @pytest.mark.parametrize(
     ("grid", "tiles", "video"),
-    [((1, 1, 1), 1, False), ((2, 1, 1), 2, False), ((6, 2, 3), 6, False), ((7, 3, 2), 7, False), ((5, 1, 1), 5, True)],
+    [
+        ((1, 1, 1), 1, False),
+        ((2, 1, 1), 2, False),
+        ((9, 1, 1), 9, False),
+        ((6, 2, 3), 6, False),
+        ((7, 3, 2), 7, False),
+        ((5, 1, 1), 5, True),
+    ],
 )
 def test_tiles_of_images_and_frames_of_clips_are_taken(grid: tuple[int, int, int], tiles: int, video: bool) -> None:
     header = described(codec(TILES), item(grid, tensor(tiles, 3, 4, 6), video=video))
@@ -66,7 +73,8 @@ def test_tiles_of_images_and_frames_of_clips_are_taken(grid: tuple[int, int, int
 @pytest.mark.parametrize(
     ("message", "fields"),
     [
-        (item((3, 1, 1), tensor(3, 3, 4, 6)), {"grid.t"}),
+        (item((3, 1, 1), tensor(4, 3, 4, 6)), {"pixels.shape"}),
+        (item((4, 1, 2), tensor(4, 3, 4, 6)), {"grid.t"}),
         (item((5, 2, 3), tensor(5, 3, 4, 6)), {"grid.t"}),
         (item((6, 2, 3), tensor(6, 3, 4, 6), video=True), {"grid"}),
         (item((0, 1, 1), tensor(0, 3, 4, 6)), {"grid.t"}),
@@ -89,6 +97,8 @@ def test_two_views_are_one_item() -> None:
     request = wire.Request(pb.EncodeRequest(items=[message]), [wire.ItemTensors(*data)])
     (whole,) = codec(CROPS, IMAGES).items(request)
     header = described(codec(CROPS, IMAGES), message)
+    unknown = item((3, 1, 1), tensor(1, 3, 4, 6), tensor(2, 3, 2, 2))
+    assert described(codec(CROPS, IMAGES), unknown).footprint == header.footprint
     chunked = header.item(b"".join(data), DType.FLOAT32)
     assert header.nbytes == 96
     for own in (whole, chunked):

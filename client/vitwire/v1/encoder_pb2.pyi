@@ -184,6 +184,8 @@ class _ResizingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """As near to max_pixels as patches, rounded up, allow."""
     RESIZING_MOST_TOKENS: _Resizing.ValueType  # 4
     """As near to max_pixels as tokens, rounded down, allow."""
+    RESIZING_ENLARGED_AREA: _Resizing.ValueType  # 5
+    """As RESIZING_AREA, once a side shorter than a token was enlarged to one."""
 
 class Resizing(_Resizing, metaclass=_ResizingEnumTypeWrapper):
     """What the size of an image follows from that is cut into patches."""
@@ -198,6 +200,8 @@ RESIZING_MOST_PATCHES: Resizing.ValueType  # 3
 """As near to max_pixels as patches, rounded up, allow."""
 RESIZING_MOST_TOKENS: Resizing.ValueType  # 4
 """As near to max_pixels as tokens, rounded down, allow."""
+RESIZING_ENLARGED_AREA: Resizing.ValueType  # 5
+"""As RESIZING_AREA, once a side shorter than a token was enlarged to one."""
 Global___Resizing: typing_extensions.TypeAlias = Resizing
 
 @typing.final
@@ -706,6 +710,7 @@ class Preprocessor(google.protobuf.message.Message):
     BOUNDS_SPAN_FRAMES_FIELD_NUMBER: builtins.int
     RESIZING_FIELD_NUMBER: builtins.int
     TILING_FIELD_NUMBER: builtins.int
+    DROPS_TRANSPARENCY_FIELD_NUMBER: builtins.int
     min_pixels: builtins.int
     """Area bounds of the resized image, in pixels."""
     max_pixels: builtins.int
@@ -716,6 +721,8 @@ class Preprocessor(google.protobuf.message.Message):
     """True when the area bounds count all frames of a clip together."""
     resizing: Global___Resizing.ValueType
     """What the size of a resized image follows from."""
+    drops_transparency: builtins.bool
+    """The processor drops transparency; otherwise it puts images on white."""
     @property
     def mean(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Normalisation per channel: (pixel * rescale_factor - mean) / std."""
@@ -738,9 +745,10 @@ class Preprocessor(google.protobuf.message.Message):
         bounds_span_frames: builtins.bool = ...,
         resizing: Global___Resizing.ValueType = ...,
         tiling: Global___Tiling | None = ...,
+        drops_transparency: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tiling", b"tiling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bounds_span_frames", b"bounds_span_frames", "max_pixels", b"max_pixels", "mean", b"mean", "min_pixels", b"min_pixels", "resample", b"resample", "rescale_factor", b"rescale_factor", "resizing", b"resizing", "std", b"std", "tiling", b"tiling"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bounds_span_frames", b"bounds_span_frames", "drops_transparency", b"drops_transparency", "max_pixels", b"max_pixels", "mean", b"mean", "min_pixels", b"min_pixels", "resample", b"resample", "rescale_factor", b"rescale_factor", "resizing", b"resizing", "std", b"std", "tiling", b"tiling"]) -> None: ...
 
 Global___Preprocessor: typing_extensions.TypeAlias = Preprocessor
 
@@ -748,7 +756,8 @@ Global___Preprocessor: typing_extensions.TypeAlias = Preprocessor
 class Tiling(google.protobuf.message.Message):
     """How images are cut into tiles of one size. In the item's grid, t is the
     number of tiles, and h and w are the rows and columns that were cut; where
-    there are several, one more may show the whole image. Frames of a clip are
+    there are several, one more may show the whole image. Where the layout is not
+    known, (tiles, 1, 1) is accepted: no row depends on it. Frames of a clip are
     tiles of their own: (frames, 1, 1).
     """
 

@@ -103,7 +103,8 @@ class TileGeometry(Geometry):
     """Sizes of a tower that takes tiles of one size.
 
     A grid is (tiles, rows, columns): an image is one tile, or cut in rows x columns tiles beside which
-    one more may show all of it; every frame of a clip is a tile of its own. A second view is either
+    one more may show all of it; every frame of a clip is a tile of its own. No row depends on the layout,
+    so (tiles, 1, 1) stands for tiles of a layout that is not known. A second view is either
     those tiles, in another size than the one that shows everything (`crops_replace`), or everything
     once more.
     """
@@ -151,8 +152,13 @@ class TileGeometry(Geometry):
                 yield "", f"of a clip is (frames, 1, 1), got {grid}"
             elif self.crops_replace and grid.t > 1:
                 yield "t", f"must be 1, as this model takes frames as items of their own, got {grid.t}"
-        elif grid.t not in (tiles, tiles + 1) or (self.crops_replace and grid.t == tiles > 1):
-            yield "t", f"must be the number of tiles, got {grid.t} where {grid.h} rows and {grid.w} columns were cut"
+        elif tiles > 1 and grid.t not in ((tiles + 1,) if self.crops_replace else (tiles, tiles + 1)):
+            fitting = f"{tiles + 1}" if self.crops_replace else f"{tiles} or {tiles + 1}"
+            yield (
+                "t",
+                f"must be {fitting} for {grid.h} rows and {grid.w} columns of tiles, got {grid.t}; "
+                "where rows and columns are not known, the grid is (t, 1, 1)",
+            )
 
 
 class Resizing(StrEnum):
@@ -160,6 +166,8 @@ class Resizing(StrEnum):
 
     AREA = "area"
     """Its area: within the bounds, nearly in its own shape."""
+    ENLARGED_AREA = "enlarged_area"
+    """Its area, once a side shorter than a token was enlarged to one."""
     LONGEST_SIDE = "longest_side"
     """Its longer side, which is at most the root of the upper bound; then up to whole tokens."""
     MOST_PATCHES = "most_patches"
@@ -189,6 +197,8 @@ class Preprocessing:
     """Normalisation of the second view; empty if it is that of the first."""
     tiling: Tiling | None = None
     """How images are cut, for towers that take tiles."""
+    drops_transparency: bool = False
+    """Transparency is dropped; otherwise images are put on white."""
 
 
 @dataclass(frozen=True, slots=True)

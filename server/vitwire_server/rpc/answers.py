@@ -111,6 +111,7 @@ def _preprocessor(card: ModelCard, modality: Modality) -> pb.Preprocessor | None
         bounds_span_frames=settings.bounds_span_frames,
         resizing=_RESIZINGS[settings.resizing],
         tiling=_tiling(settings.tiling) if settings.tiling else None,
+        drops_transparency=settings.drops_transparency,
     )
 
 

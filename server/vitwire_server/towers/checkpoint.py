@@ -16,15 +16,16 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import PreTrainedModel
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
+from vitwire_server.towers.building import BROKEN, build_module
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
 from vitwire_server.towers.lora import Adapter
+from vitwire_server.towers.served import absurd_layers, surplus_layers
 from vitwire_server.towers.tower import Tower
 
 _INDEX = "model.safetensors.index.json"
@@ -79,12 +80,8 @@ def open_checkpoint(model: str) -> Checkpoint:
             f"{model}: {family.title} needs transformers {family.transformers} or newer, "
             f"{transformers.__version__} is installed"
         )
-    try:
-        config = family.read_config(folder, settings)
-        vision_config = family.tower.configuration(config)
-        dtype = config.dtype or vision_config.dtype or torch.float32
-    except (ValueError, OSError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {error}") from error
+    config = _read_config(folder, settings, family)
+    dtype = config.dtype or family.tower.configuration(config).dtype or torch.float32
     if dtype not in _DTYPES:
         raise CheckpointError(f"{model}: weights in {dtype} are not supported")
     model_id = model if on_hub else folder.resolve().name
@@ -109,17 +106,32 @@ def load_tower(
         adapter.merge(checkpoint.family, checkpoint.config, weights)
     transformers.utils.logging.disable_progress_bar()
     parts = {
-        name: _module(checkpoint, name, module, weights[name], dtype).eval().requires_grad_(requires_grad=False)
+        name: build_module(checkpoint.folder, name, module, checkpoint.config, weights[name], dtype)
         for name, module in checkpoint.family.modules.items()
     }
     for part in parts.values():
         part.to(device)
     try:
         tower = checkpoint.family.build(parts, checkpoint.config)
-    except ValueError as error:
+    except BROKEN as error:
         raise CheckpointError(f"{checkpoint.folder}: no vision tower can be built of it: {error}") from error
     tower.rewrite()
     return Loaded(tower, _fingerprint(weights))
+
+
+def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> Any:  # noqa: ANN401 - of many classes
+    """The configuration of a checkpoint that is served. Raises CheckpointError."""
+    if absurd := absurd_layers(settings):
+        raise CheckpointError(f"{folder / 'config.json'}: {absurd}")
+    try:
+        config = family.read_config(folder, settings)
+        problem = next(filter(None, (module.problem(config) for module in family.modules.values())), None)
+    except (*BROKEN, OSError, StrictDataclassError) as error:
+        told = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {told}") from error
+    if problem:
+        raise CheckpointError(f"{folder / 'config.json'}: this {family.title} is not served: {problem}")
+    return config
 
 
 def _folder(model: str) -> tuple[Path, bool]:
@@ -138,55 +150,6 @@ def _download(model: str, patterns: list[str]) -> Path:
         raise CheckpointError(f"{model} is no directory here and could not be fetched from the hub: {error}") from error
 
 
-def _module(checkpoint: Checkpoint, name: str, module: Module, weights: Weights, dtype: torch.dtype) -> nn.Module:
-    """One module with its weights, on the host. Raises CheckpointError."""
-    try:
-        source = module.resolve()
-        config = module.configuration(checkpoint.config)
-        built, info = (
-            _pretrained(source, config, weights, dtype)
-            if issubclass(source, PreTrainedModel)
-            else _plain(source, config, weights, dtype)
-        )
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
-        told = str(error).partition("\n")[0]
-        raise CheckpointError(f"{checkpoint.folder}: no vision {name} can be built of it: {told}") from error
-    wrong = {key: sorted(map(str, keys)) for key, keys in info.items() if keys}
-    if wrong:
-        told = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in wrong.items())
-        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit the vision {name} ({told})")
-    return built
-
-
-def _pretrained(
-    source: Any,  # noqa: ANN401 - from_pretrained is typed in part only
-    config: Any,  # noqa: ANN401
-    weights: Weights,
-    dtype: torch.dtype,
-) -> tuple[nn.Module, dict[str, Any]]:
-    model, info = source.from_pretrained(
-        None, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
-    )
-    return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-
-
-def _plain(
-    source: type[nn.Module],
-    config: Any,  # noqa: ANN401
-    weights: Weights,
-    dtype: torch.dtype,
-) -> tuple[nn.Module, dict[str, Any]]:
-    """A module that is no model of transformers: its buffers stay as they are computed, in float32."""
-    module = source(config)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
-    held = module.state_dict()
-    mismatched = [name for name in held.keys() & weights.keys() if held[name].shape != weights[name].shape]
-    info = module.load_state_dict({k: v for k, v in weights.items() if k not in mismatched}, strict=False)
-    missing = [name for name in info.missing_keys if name not in mismatched]
-    return module, {"missing_keys": missing, "unexpected_keys": info.unexpected_keys, "mismatched_keys": mismatched}
-
-
 def _read_weights(checkpoint: Checkpoint, track: Track) -> dict[str, Weights]:
     """The weights of each module of the family, by their names within it."""
     shards = _vision_shards(checkpoint)
@@ -201,12 +164,25 @@ def _read_weights(checkpoint: Checkpoint, track: Track) -> dict[str, Weights]:
         try:
             with safe_open(path, framework="pt") as tensors:
                 for module, name, key in shards[shard]:
-                    weights[module][name] = tensors.get_tensor(key)
+                    weights[module][name] = _floating(tensors.get_tensor(key), key, path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is no safetensors file of this checkpoint: {error}") from error
-    return {
-        name: module.convert(weights[name], module.configuration(checkpoint.config)) for name, module in modules.items()
-    }
+    return {name: _converted(checkpoint, name, module, weights[name]) for name, module in modules.items()}
+
+
+def _floating(tensor: torch.Tensor, key: str, path: Path) -> torch.Tensor:
+    """The tensor, unless its values are codes of a quantisation. Raises CheckpointError."""
+    if tensor.element_size() == 1:
+        raise CheckpointError(f"{path}: {key} is quantised ({tensor.dtype}); towers are served in 16 or 32 bits only")
+    return tensor
+
+
+def _converted(checkpoint: Checkpoint, name: str, module: Module, weights: Weights) -> Weights:
+    """Weights as the module holds them. Raises CheckpointError."""
+    try:
+        return module.convert(weights, module.configuration(checkpoint.config))
+    except BROKEN as error:
+        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit the vision {name}: {error}") from error
 
 
 def _vision_shards(checkpoint: Checkpoint) -> dict[str, list[tuple[str, str, str]]]:
@@ -220,6 +196,10 @@ def _vision_shards(checkpoint: Checkpoint) -> dict[str, list[tuple[str, str, str
         if not named:
             told = " or ".join(f"{prefix}*" for prefix in module.prefixes)
             raise CheckpointError(f"{checkpoint.folder} holds no vision {name}: no weight is named {told}")
+        if issubclass(module.resolve(), PreTrainedModel):
+            problem = surplus_layers(module.configuration(checkpoint.config), named.values())
+            if problem:
+                raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {module.named(problem)}")
         for key, found in named.items():
             shards.setdefault(keys[key], []).append((name, found, key))
     return shards

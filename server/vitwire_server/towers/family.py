@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
+from vitwire_server.towers.served import Served, same_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,6 +70,8 @@ class Module:
     """
     config: str = "vision_config"
     """Path of its configuration within the checkpoint's; empty for the whole."""
+    served: tuple[Served, ...] = ()
+    """Fields of its configuration of which not every value is served."""
 
     def resolve(self) -> "type[nn.Module]":
         """The class. Raises ImportError or AttributeError where transformers has none."""
@@ -80,6 +83,17 @@ class Module:
     def configuration(self, whole: Any) -> Any:  # noqa: ANN401 - configurations are of many classes
         """This module's part of a checkpoint's configuration. Raises AttributeError."""
         return at(whole, self.config)
+
+    def problem(self, whole: Any) -> str | None:  # noqa: ANN401 - configurations are of many classes
+        """Why a checkpoint's configuration is not served; None if it is. Raises AttributeError where a field lacks."""
+        own = self.configuration(whole)
+        found = same_class(own, getattr(self.resolve(), "config_class", None))
+        found = found or next(filter(None, (field.problem(own) for field in self.served)), None)
+        return self.named(found) if found else None
+
+    def named(self, problem: str) -> str:
+        """A problem with one of its fields, by the field's name in the checkpoint's configuration."""
+        return f"{self.config}.{problem}" if self.config else problem
 
     def name(self, key: str) -> str | None:
         """What a checkpoint's weight is called in this module, before conversion; None if it is not part of it."""
@@ -112,6 +126,8 @@ class Family(ABC):
     """Tokens of a clip are of several frames each, so that none can be pruned."""
     prepared: bool = True
     """Clients can prepare images as the model's own processor does."""
+    converts: bool = True
+    """The class of the model's own processor converts images to RGB where the checkpoint's files do not say."""
     prepared_videos: bool = True
     """Clients can prepare clips as the model's own processor does."""
     architecture: str = ""

@@ -12,7 +12,8 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.family import Module, Weights, in_model, stripped
 from vitwire_server.towers.processors import BICUBIC, IMAGENET, Processor
-from vitwire_server.towers.tile_encoders import InternVL
+from vitwire_server.towers.served import Served
+from vitwire_server.towers.tile_encoders import SHUFFLED, InternVL, shuffles
 from vitwire_server.towers.tile_settings import stretched, tiled
 from vitwire_server.towers.tiles import TileFamily, side
 
@@ -26,6 +27,10 @@ _SAME = (
     "num_attention_heads",
     "num_hidden_layers",
     "patch_size",
+)
+_PROJECTION = (
+    Served("downsample_ratio", shuffles, SHUFFLED),
+    Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
 )
 _DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
 
@@ -112,6 +117,7 @@ INTERNVL = TileFamily(
             source="internvl.modeling_internvl:InternVLMultiModalProjector",
             prefixes=in_model("multi_modal_projector."),
             config="",
+            served=_PROJECTION,
         )
     },
     encoder=InternVL,
@@ -143,6 +149,7 @@ INTERNVL_CHAT = OriginalInternVL(
             source="internvl.modeling_internvl:InternVLMultiModalProjector",
             prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
             config="",
+            served=_PROJECTION,
         )
     },
     encoder=InternVL,

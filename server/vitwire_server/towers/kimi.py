@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 from vitwire_server.towers.family import Module, Weights, in_model, stripped
 from vitwire_server.towers.packed import PackedFamily
 from vitwire_server.towers.projected import KimiTower
+from vitwire_server.towers.served import Served
 
 _FUSED = ".attn.wqkv."
 
@@ -43,13 +44,16 @@ class KimiVLFamily(PackedFamily):
     """Kimi-VL, which transformers has no classes for: its tower is that of Kimi K2.5 for single images."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """See Family. Raises KeyError or TypeError where config.json is not of this model."""
+        """See Family. Raises KeyError, TypeError or ValueError where config.json is not of a model that is served."""
         del folder
         own = settings["vision_config"]
+        height, width = own["init_pos_emb_height"], own["init_pos_emb_width"]
+        if height != width:
+            raise ValueError(f"vision_config.init_pos_emb_width is {width}, but must be init_pos_emb_height, {height}")
         vision = {
             "patch_size": own["patch_size"],
-            "pos_emb_height": own["init_pos_emb_height"],
-            "pos_emb_width": own["init_pos_emb_width"],
+            "pos_emb_height": height,
+            "pos_emb_width": width,
             "pos_emb_time": 1,
             "num_attention_heads": own["num_attention_heads"],
             "num_hidden_layers": own["num_hidden_layers"],
@@ -82,6 +86,14 @@ _KIMI_TOWER = Module(
     ),
     ignored=("patch_embed.pos_emb.time_",),
     convert=_unfused,
+    served=(
+        Served("merge_kernel_size", lambda sides, _: sides[0] == sides[1], "two equal sides"),
+        Served(
+            "pos_emb_width",
+            lambda width, vision: width == vision.pos_emb_height,
+            "equal to the height of the table of positions",
+        ),
+    ),
 )
 _KIMI_K25 = PackedFamily(
     model_type="kimi_k25",

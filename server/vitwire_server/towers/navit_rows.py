@@ -11,6 +11,7 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.family import Family, Module, in_model, last_layer, stripped
 from vitwire_server.towers.navit import Gemma4Tower, NavitFamily, PixtralTower, Siglip2Tower
 from vitwire_server.towers.processors import BICUBIC, BILINEAR, CLIP, HALF, Normalisation, Processor, bounded, square
+from vitwire_server.towers.served import Served
 
 _IDENTITY = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 _TOWER = in_model("vision_tower.")
@@ -63,7 +64,12 @@ _PIXTRAL = PixtralFamily(
     architecture="24 x 1024, patch 16",
     tower=Module(source="pixtral.modeling_pixtral:PixtralVisionModel", prefixes=_TOWER),
     beside={
-        "projector": Module(source="llava.modeling_llava:LlavaMultiModalProjector", prefixes=_PROJECTOR, config="")
+        "projector": Module(
+            source="llava.modeling_llava:LlavaMultiModalProjector",
+            prefixes=_PROJECTOR,
+            config="",
+            served=(Served("vision_feature_select_strategy", lambda strategy, _: strategy == "full", "'full'"),),
+        )
     },
     width="text_config.hidden_size",
     adapter=PixtralTower,
@@ -174,6 +180,7 @@ _SIGLIP2 = Siglip2Family(
     ),
     width="vision_config.hidden_size",
     adapter=Siglip2Tower,
+    converts=False,
     channels_last=True,
     layers="encoder.layers",
     processor=_siglip2_settings,

@@ -44,6 +44,8 @@ class PackedFamily(PatchFamily):
     """Patches of a frame lie line by line, not token by token."""
     reads_grids: bool = False
     """The forward reads a row of `grid_thw` for each frame."""
+    resizing: Resizing = Resizing.AREA
+    """How images are resized that clients can prepare."""
     image_pixels: tuple[int, int] | None = None
     """Area bounds of images where the checkpoint's processor has none of the usual form."""
     images_span_frames: bool = False
@@ -60,11 +62,13 @@ class PackedFamily(PatchFamily):
 
     def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
         """See Family."""
-        images, videos = (Resizing.AREA if can else Resizing.OTHER for can in (self.prepared, self.prepared_videos))
+        images = self.resizing if self.prepared else Resizing.OTHER
+        videos = Resizing.AREA if self.prepared_videos else Resizing.OTHER
         rules = {Modality.IMAGE: Rule(self.images_span_frames, self.image_pixels, images)}
         if self.videos:
             rules[Modality.VIDEO] = Rule(self.videos_span_frames, self.video_pixels, videos)
-        return read_preprocessing(folder, rules, channels=sizes(self.tower.configuration(config)).channels)
+        channels = sizes(self.tower.configuration(config)).channels
+        return read_preprocessing(folder, rules, channels=channels, converts=self.converts)
 
 
 class Sizes(NamedTuple):

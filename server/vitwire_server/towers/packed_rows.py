@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+from vitwire_server.core.models import Resizing
 from vitwire_server.towers.family import Module, in_model, stripped
 from vitwire_server.towers.kimi import KIMI_ROWS
 from vitwire_server.towers.packed import PackedFamily
 from vitwire_server.towers.projected import ErnieTower, PaddleTower, ProjectedTower
 from vitwire_server.towers.qwen_rows import QWEN_ROWS
+from vitwire_server.towers.served import Served
 
 _VISUAL = in_model("visual.")
 _OUT = "vision_config.out_hidden_size"
@@ -61,6 +63,7 @@ _PADDLE = PackedFamily(
     positions="vision_model.embeddings",
     layers="vision_model.encoder.layers",
     raster=True,
+    resizing=Resizing.ENLARGED_AREA,
     videos=False,
     architecture="27 x 1152, patch 14",
     attention="full",
@@ -103,6 +106,7 @@ _ERNIE = PackedFamily(
     tower=Module(
         source="ernie4_5_vl_moe.modeling_ernie4_5_vl_moe:Ernie4_5_VLMoeVisionTransformerPretrainedModel",
         prefixes=in_model("vision_tower.", "vision_model."),
+        served=(Served("temporal_merge_size", lambda frames, _: frames == 2, "2"),),
     ),
     beside={
         "projector": Module(

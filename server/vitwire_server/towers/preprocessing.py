@@ -21,7 +21,9 @@ class Rule:
     resizing: Resizing = Resizing.AREA
 
 
-def read_preprocessing(folder: Path, rules: Mapping[Modality, Rule], *, channels: int) -> dict[Modality, Preprocessing]:
+def read_preprocessing(
+    folder: Path, rules: Mapping[Modality, Rule], *, channels: int, converts: bool
+) -> dict[Modality, Preprocessing]:
     """Settings of each modality that has a rule, from a checkpoint's files. Raises CheckpointError.
 
     A checkpoint without settings for videos takes the images', with the area bounds of the rule.
@@ -32,7 +34,7 @@ def read_preprocessing(folder: Path, rules: Mapping[Modality, Rule], *, channels
         found = {Modality.IMAGE: files.image, Modality.VIDEO: {**unbounded, **files.own_video}}
         return {modality: _settings(found[modality], rule) for modality, rule in rules.items()}
 
-    return read_settings(folder, settings, channels=channels, required=True)
+    return read_settings(folder, settings, channels=channels, required=True, converts=converts)
 
 
 def _settings(config: Mapping[str, Any], rule: Rule) -> Preprocessing:

@@ -1,7 +1,7 @@
 """The settings of a checkpoint's Hugging Face processor, read from its files without building it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,22 @@ def read_settings(
     *,
     channels: int = 3,
     required: bool = False,
+    converts: bool = True,
 ) -> dict[Modality, Preprocessing]:
     """What `settings` makes of a checkpoint's files. Raises CheckpointError.
 
-    It may raise KeyError, TypeError, ValueError or OverflowError over what a client could not work with.
+    `converts` says whether the processor's class converts images to RGB where its files do not say.
+
+    It may raise KeyError, TypeError, ValueError or ArithmeticError over what a client could not work with.
     """
     files = Processor.read(folder, required=required)
     try:
-        return {modality: _checked(own, channels) for modality, own in settings(files).items()}
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        found = {modality: _checked(own, channels) for modality, own in settings(files).items()}
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder}: the preprocessor's settings cannot be used: {told}") from error
+    drops = not files.image.get("do_convert_rgb", converts)
+    return found | {Modality.IMAGE: replace(found[Modality.IMAGE], drops_transparency=drops)}
 
 
 def bounded(

@@ -4,10 +4,16 @@ from dataclasses import replace
 
 from vitwire_server.towers.family import Module, in_model, stripped
 from vitwire_server.towers.packed import PackedFamily
+from vitwire_server.towers.served import Served
 
 _VISUAL = in_model("visual.")
 _THINKER = stripped("thinker.visual.", "thinker.model.visual.", "model.visual.", "visual.")
 _OUT = "vision_config.out_hidden_size"
+_WINDOWS = Served(
+    "window_size",
+    lambda pixels, vision: pixels >= vision.patch_size * vision.spatial_merge_size,
+    "at least the pixels of one token's side, patch_size * spatial_merge_size",
+)
 
 _QWEN2_VL = PackedFamily(
     model_type="qwen2_vl",
@@ -20,7 +26,11 @@ _QWEN2_VL = PackedFamily(
 _QWEN2_5_VL = PackedFamily(
     model_type="qwen2_5_vl",
     title="Qwen2.5-VL",
-    tower=Module(source="qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel", prefixes=_VISUAL),
+    tower=Module(
+        source="qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+        prefixes=_VISUAL,
+        served=(_WINDOWS,),
+    ),
     width=_OUT,
     windows=True,
     architecture="32 x 1280, patch 14, SwiGLU",
@@ -67,6 +77,7 @@ _QWEN2_5_OMNI = replace(
     tower=Module(
         source="qwen2_5_omni.modeling_qwen2_5_omni:Qwen2_5OmniVisionEncoder",
         prefixes=_THINKER,
+        served=(_WINDOWS,),
         config="thinker_config.vision_config",
     ),
     width="thinker_config.vision_config.out_hidden_size",

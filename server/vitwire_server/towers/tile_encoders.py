@@ -7,6 +7,14 @@ from torch import Tensor
 from vitwire_server.towers.family import Module, Parts, in_model, last_layer
 from vitwire_server.towers.tiles import Encoder, View, module_heads, side
 
+SHUFFLED = "1 divided by a whole number"
+"""What `shuffles` asks for, in words."""
+
+
+def shuffles(ratio: float, _: Any) -> bool:  # noqa: ANN401
+    """Whether shuffling pixels by this ratio makes squares of patches to tokens."""
+    return round(1 / ratio) * ratio == 1
+
 
 def siglip(name: str) -> Module:
     """SigLIP's tower by this name, its weights within `vision_model.` or not; its pooling head is left out."""
@@ -66,11 +74,19 @@ class Siglip(Encoder):
 
 
 class LlavaOnevision(Siglip):
-    """As published: rows of SigLIP's last layer before its final norm."""
+    """As published: rows of SigLIP's last layer before its final norm.
+
+    The strategy `default` leaves out the first row of a tile, which is a class token in other towers.
+    """
+
+    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(parts, config)
+        self._left_out = int(config.vision_feature_select_strategy == "default")
+        self.view = self.view._replace(tokens=self.view.tokens - self._left_out)
 
     def encode(self, tiles: Tensor) -> Tensor:
-        patches = self._tower.embeddings(tiles)
-        return self._projector(self._tower.encoder(inputs_embeds=patches).last_hidden_state)  # type: ignore[no-any-return]
+        patches = self._tower.encoder(inputs_embeds=self._tower.embeddings(tiles)).last_hidden_state
+        return self._projector(patches[:, self._left_out :])  # type: ignore[no-any-return]
 
 
 class Gemma3(Siglip):
@@ -90,8 +106,10 @@ class Llama4(Encoder):
         vision = config.vision_config
         self.patch = vision.patch_size
         self.merge = round(1 / vision.pixel_shuffle_ratio)
-        tokens = (vision.image_size // self.patch // self.merge) ** 2
-        self.view = View(vision.image_size, vision.image_size, tokens)
+        patches = vision.image_size // self.patch
+        if patches % self.merge:
+            raise ValueError(f"{patches} patches a side cannot be merged by {self.merge}")
+        self.view = View(vision.image_size, vision.image_size, (patches // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.heads = module_heads(vision)

@@ -1,5 +1,6 @@
 """Rows of towers that take tiles of a fixed size."""
 
+from math import isqrt
 from typing import Any
 
 from vitwire_server.core.items import Modality
@@ -8,7 +9,16 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.family import Family, Module, in_model
 from vitwire_server.towers.internvl import INTERNVL, INTERNVL_CHAT
 from vitwire_server.towers.processors import BILINEAR, CLIP, HALF, Processor, per_channel
-from vitwire_server.towers.tile_encoders import Gemma3, Llama4, LlavaOnevision, Siglip, siglip
+from vitwire_server.towers.served import Served
+from vitwire_server.towers.tile_encoders import (
+    SHUFFLED,
+    Gemma3,
+    Llama4,
+    LlavaOnevision,
+    Siglip,
+    shuffles,
+    siglip,
+)
 from vitwire_server.towers.tile_settings import shade, stretched, tiled
 from vitwire_server.towers.tiles import TileFamily
 from vitwire_server.towers.two_view_rows import TWO_VIEW_ROWS
@@ -39,6 +49,12 @@ def _onevision_settings(files: Processor, config: Any) -> dict[Modality, Preproc
 def _gemma3_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
     tile = (config.vision_config.image_size,) * 2
     return {Modality.IMAGE: tiled(files.image, Tiling(TilingRule.STRETCH, tile), HALF, BILINEAR)}
+
+
+def _pools(tokens: int, config: Any) -> bool:  # noqa: ANN401
+    """Whether pooling squares of patches leaves so many tokens."""
+    patches, side = config.vision_config.image_size // config.vision_config.patch_size, isqrt(tokens)
+    return side**2 == tokens and patches // (patches // side) == side
 
 
 def _deepseek_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
@@ -74,7 +90,12 @@ _GEMMA3 = TileFamily(
     architecture="27 x 1152, patch 14",
     tower=siglip("vision_tower."),
     beside={
-        "projector": Module(source="gemma3.modeling_gemma3:Gemma3MultiModalProjector", prefixes=_PROJECTOR, config="")
+        "projector": Module(
+            source="gemma3.modeling_gemma3:Gemma3MultiModalProjector",
+            prefixes=_PROJECTOR,
+            config="",
+            served=(Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),),
+        )
     },
     encoder=Gemma3,
     processor=_gemma3_settings,
@@ -95,6 +116,7 @@ _DEEPSEEK_VL = TileFamily(
     },
     encoder=Siglip,
     processor=_deepseek_settings,
+    converts=False,
     videos=False,
     special="transformers' layout (deepseek-community)",
 )
@@ -117,7 +139,11 @@ _LLAMA4 = TileFamily(
     model_type="llama4",
     title="Llama 4",
     architecture="34 x 1408, patch 14",
-    tower=Module(source="llama4.modeling_llama4:Llama4VisionModel", prefixes=in_model("vision_model.")),
+    tower=Module(
+        source="llama4.modeling_llama4:Llama4VisionModel",
+        prefixes=in_model("vision_model."),
+        served=(Served("pixel_shuffle_ratio", shuffles, SHUFFLED),),
+    ),
     beside={
         "projector": Module(source="llama4.modeling_llama4:Llama4MultiModalProjector", prefixes=_PROJECTOR, config="")
     },

@@ -83,7 +83,7 @@ class TileFamily(Family):
 
     def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
         """See Family."""
-        return read_settings(folder, lambda files: self.processor(files, config))
+        return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
 class TileTower(Tower):

@@ -28,7 +28,7 @@ _HYBRID = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 64,
 }
-_GLM_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}}
+_GLM_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 _ROUTED = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -63,6 +63,7 @@ _MINIMAX_TEXT = {
 }
 _ERNIE_TEXT = {
     **_TEXT,
+    "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
     "moe_intermediate_size": [64, 64],
     "moe_k": 2,
     "moe_num_experts": 4,
@@ -88,6 +89,7 @@ _MARKED = {
     "video_end_token_id": 505,
 }
 _INDEXED = {"image_token_index": 500, "video_token_index": 501, "audio_token_index": 506}
+_STARTS = {"vision_start_token_id": 502, "vision_end_token_id": 503, "audio_start_token_id": 507}
 _AUDIO = {
     "num_mel_bins": 8,
     "encoder_layers": 1,
@@ -104,7 +106,7 @@ def _whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str
     return {"text_config": dict(text), "vision_config": dict(vision), **more}
 
 
-_THINKER_2_5 = _whole(_TEXT, _QWEN2_5_TOWER, {**_INDEXED, "audio_config": _AUDIO})
+_THINKER_2_5 = _whole(_TEXT, _QWEN2_5_TOWER, {**_INDEXED, **_STARTS, "audio_config": _AUDIO})
 _THINKER_3 = _whole({**_QWEN3_TEXT, **_EXPERTS}, _QWEN3_TOWER, {**_TOKENS, "audio_config": _AUDIO})
 
 _CONFIGS: Mapping[str, Json] = {

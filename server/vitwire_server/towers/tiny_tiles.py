@@ -34,6 +34,7 @@ _STEP3 = tiny_vlm(
         **TEXT,
         "layer_types": ["full_attention"] * 3,
         "mlp_layer_types": ["dense"] * 3,
+        "sliding_window": 64,
     },
     vision={**VISION, "image_size": 168, "patch_size": 14, "mlp_ratio": 1.5},
     image={

@@ -73,6 +73,7 @@ _HYBRID = PairFamily(
     },
     encoder=DeepseekHybrid,
     processor=_hybrid_settings,
+    converts=False,
     videos=False,
     special="pixels are the small view, crops the large one; transformers' layout (deepseek-community)",
 )

@@ -1,0 +1,86 @@
+"""What a configuration has to say for its tower to be served: checked before any weight is read."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+_DEPTHS = ("depth", "num_hidden_layers")
+"""Fields that hold a number of layers; where a configuration has several, the first counts."""
+_NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+_MOST_LAYERS = 10_000
+"""Of any part of a model; transformers makes a list as long as the number that config.json gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The values of one field that are served."""
+
+    field: str
+    """Name within the module's configuration."""
+    holds: Callable[[Any, Any], bool]
+    """From the field's value and the module's configuration; may raise ArithmeticError or TypeError for False."""
+    accepted: str
+    """What the value must be, in words."""
+
+    def problem(self, config: Any) -> str | None:  # noqa: ANN401 - configurations are of many classes
+        """What is wrong about the value; None if nothing is."""
+        value = getattr(config, self.field)
+        try:
+            served = self.holds(value, config)
+        except (ArithmeticError, TypeError):
+            served = False
+        return None if served else f"{self.field} is {value!r}, but must be {self.accepted}"
+
+
+def same_class(config: Any, expected: type[Any] | None) -> str | None:  # noqa: ANN401
+    """What is wrong about the kind of a configuration; None if it is of the class that its module takes."""
+    if expected is None or isinstance(config, expected):
+        return None
+    return f"model_type is {config.model_type!r}, but must be {expected.model_type!r}"
+
+
+def surplus_layers(config: Any, names: Iterable[str]) -> str | None:  # noqa: ANN401
+    """What is wrong where a configuration asks for more layers than weights are named; None if it does not."""
+    held = _most_layers(names)
+    for path, layers in _depths(config):
+        if layers > held:
+            return f"{path} is {layers}, but the checkpoint holds weights of {held} layers"
+    return None
+
+
+def absurd_layers(settings: Mapping[str, Any], path: str = "") -> str | None:
+    """What is wrong where a config.json asks for more layers than any model has; None if it does not."""
+    for key, value in settings.items():
+        found = None
+        if isinstance(value, dict):
+            found = absurd_layers(value, f"{path}{key}.")
+        elif key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+            found = f"{path}{key} is {value}, but must be at most {_MOST_LAYERS}"
+        if found:
+            return found
+    return None
+
+
+def _most_layers(names: Iterable[str]) -> int:
+    """The length of the longest numbered list of modules."""
+    lists: dict[str, set[str]] = {}
+    for name in names:
+        dotted = f".{name}"
+        for number in _NUMBERED.finditer(dotted):
+            lists.setdefault(dotted[: number.start()], set()).add(number[0])
+    return max(map(len, lists.values()), default=0)
+
+
+def _depths(config: Any, path: str = "") -> Iterator[tuple[str, int]]:  # noqa: ANN401
+    """Each number of layers that a configuration asks for, and its name."""
+    name = next((name for name in _DEPTHS if isinstance(getattr(config, name, None), int)), None)
+    if name:
+        yield path + name, getattr(config, name)
+    for key, inner in vars(config).items():
+        if isinstance(inner, PreTrainedConfig):
+            yield from _depths(inner, f"{path}{key}.")

@@ -1,0 +1,55 @@
+"""Every whole demo model that transformers knows loads with it and generates, from text and from an image."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+from conftest import MODEL_TYPES, Checkpoints
+from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.packed import PackedFamily, sizes
+
+WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
+"""Those with a language model, in a layout that transformers reads."""
+OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}
+SQUARE = {"kimi_k25", "paddleocr_vl"}
+"""Their processors emit patches as `(C, p, p)`."""
+NEW = 3
+
+
+def language_model(model_type: str, folder: Path) -> Any:
+    """The part that generates text: of omni models the thinker, as audio needs voices that are files of their own."""
+    auto: Any = AutoModelForMultimodalLM if model_type in OMNI else AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    return getattr(model, "thinker", model)
+
+
+def image_prompt(model_type: str, model: Any) -> dict[str, torch.Tensor]:
+    """Token ids with a placeholder for each row of a 4 x 4 image of random patches."""
+    size = sizes(model.config.vision_config)
+    pixels = torch.rand(16, size.channels * size.temporal * size.patch**2)
+    if model_type in SQUARE:
+        pixels = pixels.view(16, -1, size.patch, size.patch)
+    image = model.config.image_token_id
+    ids = [5, 6, 502, *[image] * (16 // size.merge**2), 503, 7]
+    inputs = {
+        "input_ids": torch.tensor([ids]),
+        "mm_token_type_ids": torch.tensor([[int(each == image) for each in ids]]),
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    return {name: inputs[name] for name in inputs if name in inspect.signature(model.forward).parameters}
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_a_demo_checkpoint_generates(model_type: str, checkpoints: Checkpoints) -> None:
+    model = language_model(model_type, checkpoints(model_type))
+    prompts = [{"input_ids": torch.tensor([[5, 6, 7]])}]
+    if isinstance(FAMILIES[model_type], PackedFamily):
+        prompts.append(image_prompt(model_type, model))
+    for prompt in prompts:
+        tokens = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        assert tokens.shape == (1, prompt["input_ids"].shape[1] + NEW)
