@@ -84,6 +84,6 @@ async def test_no_request_fails_when_connections_are_renewed(replicas: tuple[Ser
     first, _ = replicas
     stop = asyncio.Event()
     loading = asyncio.create_task(load.closed(first.target, load.request(load.image(8, 8)), workers=8, stop=stop))
-    await asyncio.sleep(5)
+    await asyncio.sleep(3)
     stop.set()
     assert set((await loading).codes) == {"OK"}
