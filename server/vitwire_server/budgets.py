@@ -4,21 +4,36 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from math import ceil, sqrt
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from vitwire_server.core.budgets import Ladder, budget
-from vitwire_server.core.costs import ASSUMED
+from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.capacities import Capacities
+from vitwire_server.core.costs import ASSUMED, EAGER_HOST_SECONDS
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback, Plan
 from vitwire_server.scheduling.ascending import plan_ascending
-from vitwire_server.scheduling.ladders import expected_seconds, loads, optimal_ladder, powers_of_two
+from vitwire_server.scheduling.capacities import capacities_of
+from vitwire_server.scheduling.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.traces import TraceError, queues, read_trace
 
 _FRAMES = 512
+
+
+@dataclass(slots=True)
+class Eager:
+    """Eager launches for one reason."""
+
+    launches: int = 0
+    items: int = 0
+    tokens: int = 0
+
+    @property
+    def host_seconds(self) -> float:
+        """How long they hold the host, which serves nobody meanwhile."""
+        return self.launches * EAGER_HOST_SECONDS
 
 
 @dataclass(slots=True)
@@ -28,15 +43,45 @@ class Score:
     real: int = 0
     computed: int = 0
     launches: int = 0
-    eager: int = 0
     seconds: float = 0.0
     per_budget: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Items and padded tokens by budget."""
+    fallbacks: dict[Fallback, Eager] = field(default_factory=dict)
+    """Eager launches by the reason for them."""
 
     @property
     def padding(self) -> float:
         """Share of computed tokens that no item asked for."""
         return 1 - self.real / self.computed if self.computed else 0.0
+
+    @property
+    def eager(self) -> int:
+        """Eager launches."""
+        return sum(eager.launches for eager in self.fallbacks.values())
+
+    @property
+    def host_seconds(self) -> float:
+        """How long eager launches hold the host."""
+        return sum(eager.host_seconds for eager in self.fallbacks.values())
+
+    def document(self) -> dict[str, Any]:
+        """For the JSON document."""
+        eager = {
+            str(reason): {
+                "launches": own.launches,
+                "items": own.items,
+                "tokens": own.tokens,
+                "host_seconds": round(own.host_seconds, 6),
+            }
+            for reason, own in self.fallbacks.items()
+        }
+        return {
+            "padding": round(self.padding, 6),
+            "launches": self.launches,
+            "eager": self.eager,
+            "eager_host_seconds": round(self.host_seconds, 6),
+            "eager_launches": eager,
+        }
 
     def add(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
         """Count the batches of one queue."""
@@ -46,11 +91,15 @@ class Score:
             self.real += tokens
             self.computed += size
             self.launches += 1
-            self.eager += batch.budget is None
             self.seconds += ASSUMED.replay(size) if batch.budget else ASSUMED.eager(size)
             if batch.budget:
                 items, padded = self.per_budget.get(size, (0, 0))
                 self.per_budget[size] = (items + len(batch.items), padded + size - tokens)
+            elif batch.fallback:
+                eager = self.fallbacks.setdefault(batch.fallback, Eager())
+                eager.launches += 1
+                eager.items += len(batch.items)
+                eager.tokens += tokens
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,13 +114,17 @@ def main(words: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     trace = read_trace(options.trace, options.merge_size)
-    largest = options.max_budget_tokens
-    weights = loads([footprint.tokens for footprint in trace], largest)
-    sizes = optimal_ladder(weights, options.count, largest, ASSUMED)
     judged = trace if options.judge is None else read_trace(options.judge, options.merge_size)
-    score, reference = _judge(judged, sizes, options)
+    capacities = capacities_of([*trace, *judged])
+    largest = _budget(capacities, options.max_budget_tokens, options).tokens
+    weights = held_loads(trace, capacities, largest)
+    sizes = optimal_ladder(weights, options.count, largest, ASSUMED)
+    doubling = _ladder(powers_of_two(options.max_budget_tokens), capacities, options)
+    score, reference = _judge(judged, _ladder(sizes, capacities, options), doubling, options)
     _show(sizes, score, reference, options.queue_depth)
-    gain = 1 - expected_seconds(weights, sizes, ASSUMED) / expected_seconds(weights, powers_of_two(largest), ASSUMED)
+    gain = 1 - expected_seconds(weights, sizes, ASSUMED) / expected_seconds(
+        weights, [budget.tokens for budget in doubling], ASSUMED
+    )
     print(f"predicted gain over powers of two at depths 1 and 4: {gain:.1%}")
     if options.out:
         options.out.write_text(json.dumps({"budgets": sizes}) + "\n", encoding="utf-8")
@@ -79,21 +132,18 @@ def _run(options: argparse.Namespace) -> int:
         _plot(options.plot, [footprint.tokens for footprint in trace], sizes)
     document = {
         "budgets": sizes,
-        "padding": round(score.padding, 6),
-        "launches": score.launches,
-        "eager": score.eager,
-        "reference": {"padding": round(reference.padding, 6), "launches": reference.launches},
+        **score.document(),
+        "reference": reference.document(),
         "gain": round(gain, 4),
     }
     print(json.dumps(document))
     return 0
 
 
-def _judge(trace: Sequence[Footprint], sizes: Sequence[int], options: argparse.Namespace) -> tuple[Score, Score]:
-    """Our planner on `sizes` and the reference on powers of two, over queues of the depth asked for."""
-    merge = ceil(sqrt(max(footprint.longest / footprint.tokens for footprint in trace)))
-    ladder = _ladder(sizes, merge, options)
-    doubling = _ladder(powers_of_two(options.max_budget_tokens), merge, options)
+def _judge(
+    trace: Sequence[Footprint], ladder: Ladder, doubling: Ladder, options: argparse.Namespace
+) -> tuple[Score, Score]:
+    """Our planner on `ladder` and the reference on budgets that double, over queues of the depth asked for."""
     limits = Bounds(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
     planner = Planner(ladder, limits, without_graph=Fallback.GRAPHS_OFF)
     ours, theirs = Score(), Score()
@@ -111,10 +161,13 @@ def _judge(trace: Sequence[Footprint], sizes: Sequence[int], options: argparse.N
     return ours, theirs
 
 
-def _ladder(sizes: Iterable[int], merge: int, options: argparse.Namespace) -> Ladder:
-    """Budgets that hold an item's segments and crops wherever they hold its tokens."""
-    bounds = {"merge": max(merge, options.merge_size), "max_items": options.max_items_per_batch, "max_frames": _FRAMES}
-    return Ladder(tuple(replace(budget(size, **bounds), max_crops=size) for size in sizes))
+def _ladder(sizes: Iterable[int], capacities: Capacities, options: argparse.Namespace) -> Ladder:
+    """Budgets as a server makes them of these sizes."""
+    return Ladder(tuple(sorted({_budget(capacities, size, options) for size in sizes})))
+
+
+def _budget(capacities: Capacities, tokens: int, options: argparse.Namespace) -> Budget:
+    return capacities.budget(tokens, max_items=options.max_items_per_batch, max_frames=_FRAMES)
 
 
 def _write(plans: TextIO, number: int, plan: Plan) -> None:
@@ -134,10 +187,17 @@ def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> N
         table.add_row(str(size), f"{count / max(1, items):.1%}", f"{padded / score.computed:.2%}")
     console = Console(width=100)
     console.print(table)
-    verdict = Table("packing", "padding", "launches", "eager", "predicted seconds")
+    verdict = Table("packing", "padding", "launches", "eager", "host seconds of eager", "predicted seconds")
+    eager = Table("packing", "eager because", "launches", "items", "tokens", "host seconds")
     for name, each in (("this ladder and planner", score), ("ascending on powers of two", reference)):
-        verdict.add_row(name, f"{each.padding:.2%}", str(each.launches), str(each.eager), f"{each.seconds:.2f}")
+        counts = (str(each.launches), str(each.eager), f"{each.host_seconds:.2f}")
+        verdict.add_row(name, f"{each.padding:.2%}", *counts, f"{each.seconds:.2f}")
+        for reason, own in each.fallbacks.items():
+            numbers = (str(own.launches), str(own.items), str(own.tokens), f"{own.host_seconds:.2f}")
+            eager.add_row(name, reason, *numbers)
     console.print(verdict)
+    if eager.row_count:
+        console.print(eager)
 
 
 def _plot(path: Path, tokens: Sequence[int], sizes: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,20 @@ def test_a_transformers_that_is_too_old_is_told_of_in_one_sentence(
         CheckpointError, match=f"needs transformers {family.transformers} or newer, 5.16.2 is installed"
     ):
         open_checkpoint(str(checkpoints("qwen2_vl")))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "kimi_k25", "llava_onevision", "step3p7"])
+@pytest.mark.parametrize("value", [0, 100_000_000])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_no_number_of_a_configuration_ends_in_a_traceback(
+    model_type: str, value: int, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """It loads, or is refused by a sentence."""
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    whole = (folder / "config.json").read_text()
+    vision = json.loads(whole)["vision_config"]
+    for field in (name for name, number in vision.items() if type(number) in (int, float)):
+        (folder / "config.json").write_text(whole)
+        edit("config.json", **{f"vision_config__{field}": value})(folder)
+        with suppress(CheckpointError):
+            load(folder)

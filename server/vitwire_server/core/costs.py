@@ -32,6 +32,9 @@ class Costs:
         return max(self.eager_floor, self.eager_fixed + self.eager_token * tokens)
 
 
+EAGER_HOST_SECONDS = 9.0e-3
+"""Seconds that an eager forward holds the host: launching its kernels from Python takes 7 to 11 ms (H200)."""
+
 ASSUMED = Costs(
     replay_fixed=2.0e-3,
     replay_token=8.3e-6,

@@ -7,7 +7,7 @@ replayed on the smallest budget that holds it; what exceeds every budget runs ea
 
 from collections.abc import Sequence
 
-from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Batch, Fallback, Plan
@@ -17,25 +17,34 @@ def plan_ascending(footprints: Sequence[Footprint], ladder: Ladder, max_items: i
     """Batches of `footprints` as the reference makes them. `ladder` must not be empty."""
     if ladder.largest is None:
         raise ValueError("the reference needs a budget")
+    largest, cropped = ladder.largest.tokens, any(footprint.crops for footprint in footprints)
     batches: list[Batch] = []
     group: list[int] = []
     tokens = 0
     for item in sorted(range(len(footprints)), key=lambda i: footprints[i].tokens):
         size = footprints[item].tokens
-        if size > ladder.largest.tokens:
+        if size > largest or (cropped and _smallest([item], footprints, ladder) is None):
             batches.append(Batch((item,), None, Fallback.OVERSIZE))
             continue
-        if group and (tokens + size > ladder.largest.tokens or len(group) == max_items):
-            batches.append(_batch(group, footprints, ladder))
+        full = tokens + size > largest or len(group) == max_items
+        if group and (full or (cropped and _smallest([*group, item], footprints, ladder) is None)):
+            batches.append(Batch(tuple(group), _smallest(group, footprints, ladder)))
             group, tokens = [], 0
         group.append(item)
         tokens += size
     if group:
-        batches.append(_batch(group, footprints, ladder))
+        batches.append(Batch(tuple(group), _smallest(group, footprints, ladder)))
     return Plan(tuple(batches))
 
 
-def _batch(group: Sequence[int], footprints: Sequence[Footprint], ladder: Ladder) -> Batch:
+def _smallest(group: Sequence[int], footprints: Sequence[Footprint], ladder: Ladder) -> Budget | None:
+    """The smallest budget of enough tokens, and of enough views and crops where items have crops."""
     load = total([footprints[item] for item in group])
-    budget = next((budget for budget in ladder if budget.tokens >= load.tokens), None)
-    return Batch(tuple(group), budget, None if budget else Fallback.OVERSIZE)
+    return next(
+        (
+            budget
+            for budget in ladder
+            if load.tokens <= budget.tokens and (not load.crops or budget.fits(load, len(group)))
+        ),
+        None,
+    )

@@ -1,13 +1,16 @@
 """Ladders fitted to what is encoded: optimal quantisation of loads, by exact dynamic programming."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitwire_server.core.capacities import Capacities
 from vitwire_server.core.costs import Costs
+from vitwire_server.core.grids import Footprint
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 DEPTHS: Mapping[int, float] = {1: 0.7, 4: 1.0}
 """Queue depths whose loads a ladder is fitted to, and their weights.
@@ -23,11 +26,36 @@ def loads(tokens: Sequence[int], largest: int, depths: Mapping[int, float] = DEP
     The load at depth d is the sum of d consecutive items. Depths are weighted per token, so that
     the relative padding of each counts as `depths` says. Loads beyond `largest` are left out.
     """
-    sizes = np.asarray(tokens, dtype=np.int64)
-    ends = np.concatenate([[0], np.cumsum(sizes)])
+    return _weighed(lambda depth: _sums(tokens, depth), largest, depths)
+
+
+def held_loads(
+    trace: Sequence[Footprint], capacities: Capacities, largest: int, depths: Mapping[int, float] = DEPTHS
+) -> dict[int, float]:
+    """`loads` of a trace, each as large as the smallest budget that the tower can have for it."""
+    columns = [[item.patches for item in trace], [item.tokens for item in trace], [item.crops for item in trace]]
+
+    def held(depth: int) -> Integers:
+        sums, positions = np.unique(
+            np.stack([_sums(column, depth) for column in columns], axis=1), axis=0, return_inverse=True
+        )
+        loads = (Footprint(patches, tokens, 1, 1, crops) for patches, tokens, crops in sums.tolist())
+        needed: Integers = np.array([capacities.needed(load) or largest + 1 for load in loads], dtype=np.int64)
+        return needed[positions.reshape(-1)]
+
+    return _weighed(held, largest, depths)
+
+
+def _sums(column: Sequence[int], depth: int) -> Integers:
+    """Sums of `depth` consecutive numbers."""
+    ends = np.concatenate([[0], np.cumsum(np.asarray(column, dtype=np.int64))])
+    return np.asarray(ends[depth:] - ends[:-depth], dtype=np.int64)
+
+
+def _weighed(sums_at: Callable[[int], Integers], largest: int, depths: Mapping[int, float]) -> dict[int, float]:
     weights: dict[int, float] = {}
     for depth, weight in depths.items():
-        sums = ends[depth:] - ends[:-depth]
+        sums = sums_at(depth)
         values, counts = np.unique(sums[(sums > 0) & (sums <= largest)], return_counts=True)
         share = weight / max(1, int((values * counts).sum()))
         for value, count in zip(values.tolist(), counts.tolist(), strict=True):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vitwire_server.core.budgets import Budget
+from vitwire_server.core.capacities import Capacities, TileCapacities
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Modality, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
@@ -118,14 +119,12 @@ class TileTower(Tower):
         return [tiles * self.encoder.view.tokens for tiles in tile_steps(most // self.encoder.view.tokens)]
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        del max_frames  # a tile is a segment whatever it shows, and costs the same
-        tiles = max(1, tokens // self.encoder.view.tokens)
-        return Budget(
-            tokens=tiles * self.encoder.view.tokens,
-            max_items=min(max_items, tiles),
-            max_segments=tiles,
-            max_segment_patches=self._longest,
-        )
+        return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
+
+    @property
+    def capacities(self) -> Capacities:
+        """The budgets there can be."""
+        return TileCapacities(self.encoder.view.tokens, self._longest)
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """At most `items` images that together have as many tiles as go into `tokens`, one at least."""

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.budgets import Budget
+from vitwire_server.core.capacities import CropCapacities, TileCapacities
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.towers.family import Parts
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tiles import Encoder, TileFamily, TileTower, View
 from vitwire_server.towers.tower import Metadata, Tower
-
-_CROPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 48, 64)
-"""Crops of budgets for one image."""
-_VIEWS, _CROPS_PER_VIEW = (2, 4, 8, 16, 32), (0, 1, 2, 4)
-"""Images, and crops of each, of budgets for several."""
 
 
 class CropEncoder(Encoder):
@@ -83,9 +79,9 @@ class PairTower(TileTower):
     def footprint(self, grid: Grid) -> Footprint:
         return super().footprint(grid)._replace(crops=grid.t)
 
-    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        budget = super().budget(tokens, max_items=max_items, max_frames=max_frames)
-        return replace(budget, max_crops=budget.max_segments)
+    @property
+    def capacities(self) -> TileCapacities:
+        return TileCapacities(self.encoder.view.tokens, self._longest, paired=True)
 
     def capacity(self, budget: Budget) -> Capacity:
         return replace(super().capacity(budget), crops=budget.max_crops)
@@ -112,23 +108,15 @@ class CropTower(TileTower):
         tokens = self.encoder.view.tokens + crops * self.encoder.crop.tokens
         return Footprint(1, tokens, 1 + crops, self._longest, crops)
 
-    def sizes(self, most: int) -> list[int]:
-        return [tokens for tokens in self._shares if tokens <= most]
+    @cached_property
+    def capacities(self) -> CropCapacities:
+        return CropCapacities(self.encoder.view.tokens, self.encoder.crop.tokens, self._longest)
 
-    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        """The largest of a list of views and crops that goes into `tokens`, one view at least."""
-        del max_frames  # a view or a crop is a segment whatever it shows
-        views, crops = self._share(tokens)
-        return Budget(
-            tokens=self._tokens(views, crops),
-            max_items=min(views, max_items),
-            max_segments=views + crops,
-            max_segment_patches=self._longest,
-            max_crops=crops,
-        )
+    def sizes(self, most: int) -> list[int]:
+        return [tokens for tokens in self.capacities.shares if tokens <= most]
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
-        views, crops = self._share(tokens)
+        views, crops = self.capacities.share(tokens)
         return [Grid(1 + crops, 1, max(1, crops)), *[Grid(1, 1, 1)] * (min(views, items) - 1)]
 
     def capacity(self, budget: Budget) -> Capacity:
@@ -160,19 +148,3 @@ class CropTower(TileTower):
             crops = metadata.crops.view(-1, channels, self.encoder.crop.height, self.encoder.crop.width)
             rows = torch.cat([rows, self.encoder.encode_crops(crops).flatten(0, 1)])
         return rows.index_select(0, metadata.tensors["order"])
-
-    def _tokens(self, views: int, crops: int) -> int:
-        return views * self.encoder.view.tokens + crops * self.encoder.crop.tokens
-
-    def _share(self, tokens: int) -> tuple[int, int]:
-        """Views and crops of the largest budget of at most `tokens`, or of the smallest of all."""
-        fitting = max((size for size in self._shares if size <= tokens), default=min(self._shares))
-        return self._shares[fitting]
-
-    @cached_property
-    def _shares(self) -> dict[int, tuple[int, int]]:
-        """Views and crops of every budget there can be, by their tokens, ascending."""
-        pairs = [(1, crops) for crops in _CROPS]
-        pairs += [(views, views * crops) for views in _VIEWS for crops in _CROPS_PER_VIEW]
-        shares = {self._tokens(*pair): pair for pair in reversed(pairs)}  # where two are equal, the first counts
-        return dict(sorted(shares.items()))

@@ -1,0 +1,102 @@
+"""Which budgets a tower can have: of any tokens, of whole tiles, or of views and crops of images."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from vitwire_server.core.budgets import Budget, budget
+from vitwire_server.core.grids import Footprint
+
+_CROPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 48, 64)
+"""Crops of budgets for one image."""
+_VIEWS, _CROPS_PER_VIEW = (2, 4, 8, 16, 32), (0, 1, 2, 4)
+"""Images, and crops of each, of budgets for several."""
+
+
+class Capacities(ABC):
+    """The budgets that a tower can have."""
+
+    @abstractmethod
+    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        """The largest of at most `tokens`, or the smallest of all."""
+
+    def needed(self, load: Footprint) -> int | None:
+        """Tokens of the smallest budget that holds a load; None if none does."""
+        return load.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCapacities(Capacities):
+    """Of any number of tokens."""
+
+    merge: int
+
+    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        return budget(tokens, merge=self.merge, max_items=max_items, max_frames=max_frames)
+
+
+@dataclass(frozen=True, slots=True)
+class TileCapacities(Capacities):
+    """Of whole tiles: a tile is a segment whatever it shows, and costs the same."""
+
+    tile: int
+    """Tokens of a tile."""
+    longest: int
+    """Patches of a tile."""
+    paired: bool = False
+    """Every tile comes in a second size too."""
+
+    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        del max_frames
+        tiles = max(1, tokens // self.tile)
+        return Budget(
+            tokens=tiles * self.tile,
+            max_items=min(max_items, tiles),
+            max_segments=tiles,
+            max_segment_patches=self.longest,
+            max_crops=tiles if self.paired else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CropCapacities(Capacities):
+    """Of so many views of whole images, and so many crops, from a list of both."""
+
+    view: int
+    """Tokens of a view."""
+    crop: int
+    """Tokens of a crop."""
+    longest: int
+    """Patches of a view."""
+    shares: dict[int, tuple[int, int]] = field(init=False, compare=False)
+    """Views and crops of every budget there can be, by their tokens, ascending."""
+
+    def __post_init__(self) -> None:
+        pairs = [(1, crops) for crops in _CROPS]
+        pairs += [(views, views * crops) for views in _VIEWS for crops in _CROPS_PER_VIEW]
+        shares = {self.tokens(*pair): pair for pair in reversed(pairs)}  # where two are equal, the first counts
+        object.__setattr__(self, "shares", dict(sorted(shares.items())))
+
+    def tokens(self, views: int, crops: int) -> int:
+        """Tokens of so many views and crops."""
+        return views * self.view + crops * self.crop
+
+    def share(self, tokens: int) -> tuple[int, int]:
+        """Views and crops of the largest budget of at most `tokens`, or of the smallest of all."""
+        return self.shares[max((size for size in self.shares if size <= tokens), default=min(self.shares))]
+
+    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        del max_frames
+        views, crops = self.share(tokens)
+        return Budget(
+            tokens=self.tokens(views, crops),
+            max_items=min(views, max_items),
+            max_segments=views + crops,
+            max_segment_patches=self.longest,
+            max_crops=crops,
+        )
+
+    def needed(self, load: Footprint) -> int | None:
+        fitting = (
+            size for size, (views, crops) in self.shares.items() if load.patches <= views and load.crops <= crops
+        )
+        return next(fitting, None)
