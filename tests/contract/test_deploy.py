@@ -219,6 +219,17 @@ def test_variables_are_settings(documents: list[Document], monkeypatch: pytest.M
     assert (settings.model, settings.port) == (names["VITWIRE_MODEL"], int(names["VITWIRE_PORT"]))
 
 
+def test_bounds_fit_into_the_memory_limit(documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would warn at its start otherwise."""
+    from vitwire_server import resolving  # noqa: PLC0415  (as above)
+
+    for name, value in variables(documents).items():
+        monkeypatch.setenv(name, value)
+    limit = int(quantity(server(documents)["resources"]["limits"]["memory"]))
+    monkeypatch.setattr(resolving, "memory_limit", lambda: limit)
+    assert resolving.warnings(resolving.resolve([])) == []
+
+
 def test_pods_may_drain(documents: list[Document]) -> None:
     settings = variables(documents)
     drain = float(settings["VITWIRE_LAME_DUCK_SECONDS"]) + float(settings["VITWIRE_DRAIN_SECONDS"])

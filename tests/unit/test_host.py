@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+from vitwire_server import release
 from vitwire_server.host import THREADS, cores, memory_limit, share_of_cores
 
 GIB = 1 << 30
@@ -93,3 +95,11 @@ def test_torch_gets_the_threads_of_its_device(device: str, explicit: str | None,
         [sys.executable, "-c", script, device], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stdout.split() == [expected, expected]
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(release, "version", missing)
+    assert release.release.__wrapped__() == release.UNRELEASED
