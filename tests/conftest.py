@@ -1,6 +1,7 @@
 """Fixtures that every tier shares."""
 
 import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,12 @@ INSTALLED = Version(transformers.__version__)
 MODEL_TYPES = [name for name, row in FAMILIES.items() if Version(row.transformers) <= INSTALLED]
 """Rows of the table that the installed transformers can compute."""
 Checkpoints = Callable[[str], Path]
+
+
+def pytest_configure() -> None:
+    """A session in the background of a shell ignores SIGINT, and so would the processes that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
