@@ -46,6 +46,8 @@ _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
     ("grpc.http2.max_pings_without_data", 0),
+    # gRPC 1.85 waits a minute for the answer to any ping if this does not say otherwise.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
 )
 OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
 # Streams have connections of their own, to keep bulk off that of small requests.
