@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from vitwire._aio import AsyncClient
 from vitwire._client import Client
-from vitwire._embedding import Embedding
+from vitwire._embedding import DType, Embedding, Report
 from vitwire._errors import (
     DeadlineExceeded,
     EncodeFailed,
@@ -21,24 +21,37 @@ from vitwire._errors import (
     Overloaded,
     Unauthenticated,
     Unavailable,
+    Violation,
     VitwireError,
 )
-from vitwire._items import Item
-from vitwire._model import Model
+from vitwire._images import Preprocessor, Tiling
+from vitwire._items import Item, Modality
+from vitwire._model import Budget, Limits, Model
+from vitwire._protocol import Priority, Result
 
 __all__ = [
     "AsyncClient",
+    "Budget",
     "Client",
+    "DType",
     "DeadlineExceeded",
     "Embedding",
     "EncodeFailed",
     "InvalidItem",
     "Item",
+    "Limits",
+    "Modality",
     "Model",
     "NotCached",
     "Overloaded",
+    "Preprocessor",
+    "Priority",
+    "Report",
+    "Result",
+    "Tiling",
     "Unauthenticated",
     "Unavailable",
+    "Violation",
     "VitwireError",
 ]
 

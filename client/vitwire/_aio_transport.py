@@ -50,7 +50,7 @@ class AsyncTransport:
         while True:
             patience = attempts.patience()
             try:
-                timeout = deadline.left() if patience is None else patience
+                timeout = attempts.left() if patience is None else patience
                 return model_of(await get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
             except grpc.RpcError as error:
                 if patience is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -84,7 +84,7 @@ class AsyncTransport:
         while True:
             exchange.begin()
             patience = exchange.attempts.patience()
-            call = encode(exchange.part.request(), timeout=deadline.left(), metadata=metadata)
+            call = encode(exchange.part.request(), timeout=exchange.attempts.left(), metadata=metadata)
             try:
                 if not await _accepted(call, patience):
                     exchange.attempts.silent()

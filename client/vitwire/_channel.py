@@ -48,6 +48,8 @@ _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.http2.max_pings_without_data", 0),
     # Names are resolved again as soon as a connection ends, not 30 s after the last time: replicas come and go.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+    # gRPC 1.85 waits a minute for the answer to any ping if this does not say otherwise.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
 )
 OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
 # Streams have connections of their own, to keep bulk off that of small requests.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from vitwire._dlpack import name_bfloat16
 from vitwire.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -86,9 +87,33 @@ class Embedding:
         tensor = torch.from_numpy(self._rows)
         return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
 
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """As `numpy()`, for `np.asarray`. Raises ValueError where `copy=False` cannot be kept."""
+        wanted = np.dtype(np.float32 if dtype is None else dtype)
+        shares = self.dtype != "bfloat16" and wanted == self._rows.dtype
+        if copy is False and not shares:
+            raise ValueError(f"an array of {wanted} needs a copy of rows that are {self.dtype}")
+        if shares:
+            return self._rows.copy() if copy else self._rows
+        return self.numpy().astype(wanted, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:  # noqa: ANN401  # a capsule, and what the protocol may add
+        """The rows in the server's dtype, bfloat16 included, on the CPU, sharing this object's memory."""
+        capsule = self._rows.__dlpack__(**options)
+        if self.dtype == "bfloat16":
+            name_bfloat16(capsule)
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._rows.__dlpack_device__()
+
     @property
     def main(self) -> Float32:
-        """The rows without the deepstack levels, float32, `(tokens, width / (1 + levels))`."""
+        """The rows without the deepstack levels, float32, `(tokens, width / (1 + levels))`.
+
+        A view where the rows came as float32; else only this part is converted. `torch().chunk(1 + levels, -1)` gives
+        views in any dtype.
+        """
         return self._level(0)
 
     @property
@@ -107,6 +132,6 @@ class Embedding:
 def _float32(rows: npt.NDArray[Any], dtype: DType) -> Float32:
     """A bfloat16 is the upper half of the float32 of the same value."""
     if dtype == "bfloat16":
-        widened: Float32 = (rows.astype(np.uint32) << 16).view(np.float32)
+        widened: Float32 = np.left_shift(rows, 16, dtype=np.uint32).view(np.float32)
         return widened
     return rows.astype(np.float32, copy=False)

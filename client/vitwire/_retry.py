@@ -11,6 +11,8 @@ MAX_RETRIES = 8
 _FIRST_BACKOFF, _MAX_BACKOFF, _BACKOFF_FACTOR = 0.1, 0.4, 2
 KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT = 12, 8
 """Pings on a connection with calls, and how long each may go unanswered. The server takes pings every 10 s."""
+_SHORTEST_ATTEMPT = 0.1
+"""Seconds: one that is shorter would only turn a refusal, which says what is wrong, into DEADLINE_EXCEEDED."""
 _SILENT_SHARE = 1 / 3
 _MAX_SILENT = 2
 _REASON_SECONDS = 1.0
@@ -50,11 +52,18 @@ class Attempts:
         A working server accepts at once, so silence means a frozen one. Where a share of the deadline is longer than
         keepalive takes, keepalive finds it. The last attempt has no bound. Raises DeadlineExceeded.
         """
-        left = self._deadline.left()
+        left = self.left()
         if left is None or self._retries < 1 or self._silent >= _MAX_SILENT:
             return None
         patience = left * _SILENT_SHARE
         return patience if patience < KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT else None
+
+    def left(self) -> float | None:
+        """Seconds for the next attempt; None without a deadline. Raises the last refusal, or DeadlineExceeded."""
+        try:
+            return self._deadline.left()
+        except DeadlineExceeded as error:
+            raise self._final(self._refusal or error) from None
 
     def silent(self) -> None:
         """An attempt was given up because nothing came within `patience`; the next one starts at once."""
@@ -74,7 +83,7 @@ class Attempts:
             counted = True
         else:
             raise self._final(failure)
-        if (counted and self._retries < 1) or not self._deadline.has(delay):
+        if (counted and self._retries < 1) or not self._deadline.has(delay + _SHORTEST_ATTEMPT):
             raise self._final(failure)
         self._retries -= counted
         self._count += 1
@@ -89,9 +98,9 @@ class Attempts:
         return True
 
     def _final(self, failure: VitwireError) -> VitwireError:
-        """The failure to raise: of a call that never reached a server, why it did not."""
+        """The failure to raise, with what was tried before."""
         if isinstance(failure, DeadlineExceeded) and self._refusal is not None:
-            failure = self._refusal
+            return DeadlineExceeded(f"{failure} (before that: {self._refusal})", code=failure.code, item=failure.item)
         if not isinstance(failure, Unavailable):
             return failure
         seconds = time.monotonic() - self._began

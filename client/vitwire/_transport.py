@@ -50,7 +50,7 @@ class Transport:
         while True:
             patience = attempts.patience()
             try:
-                timeout = deadline.left() if patience is None else patience
+                timeout = attempts.left() if patience is None else patience
                 return model_of(get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
             except grpc.RpcError as error:
                 if patience is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -83,7 +83,7 @@ class Transport:
         while True:
             exchange.begin()
             patience = exchange.attempts.patience()
-            call = calls.add(self._start(exchange.part, deadline, metadata))
+            call = calls.add(self._start(exchange, metadata))
             try:
                 if not _accepted(call, patience):
                     exchange.attempts.silent()
@@ -112,12 +112,13 @@ class Transport:
                 return from_rpc(reason) if reason.code() is grpc.StatusCode.UNAVAILABLE else failure
         return failure
 
-    def _start(self, part: Part, deadline: Deadline, metadata: Metadata) -> Any:  # noqa: ANN401  # grpc's is private
+    def _start(self, exchange: Exchange, metadata: Metadata) -> Any:  # noqa: ANN401  # grpc's is private
+        part, timeout = exchange.part, exchange.attempts.left()
         if part.one_message:
             encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
-            return encode(part.request(), timeout=deadline.left(), metadata=metadata)
+            return encode(part.request(), timeout=timeout, metadata=metadata)
         stream = self._connected(_channel.STREAM_OPTIONS).stream_stream(*_channel.ENCODE_STREAM)
-        return stream(part.uploads(), timeout=deadline.left(), metadata=metadata)
+        return stream(part.uploads(), timeout=timeout, metadata=metadata)
 
     def _connected(self, options: _channel.ChannelOptions) -> grpc.Channel:
         with self._lock:

@@ -269,7 +269,10 @@ class TestClientErrors:
 
 
 def test_a_full_queue_says_when_to_come_back(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen3_vl"), "--max-queued-items", "2") as process, Client(process.target) as client:
+    with (
+        serving(checkpoints("qwen3_vl"), "--max-queued-items", "2") as process,
+        Client(process.target, max_retries=0) as client,
+    ):
         large = Item(np.zeros((4096, COLUMNS), np.uint8), (1, 64, 64), "video")
         small = Item(np.zeros((16, COLUMNS), np.float32), (1, 8, 2))
         with ThreadPoolExecutor() as pool:

@@ -121,7 +121,10 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
         """The bent responses; tells when the RPC ended before they did."""
         finished = threading.Event()
         context.add_callback(lambda: None if finished.is_set() else self.cancelled.set())
-        yield from self.bend(responses)
+        try:
+            yield from self.bend(responses)
+        except ConnectionAbortedError:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "as asked")
         finished.set()
 
     def Encode(self, request, context):  # noqa: N802, ANN001, ANN201

@@ -119,6 +119,32 @@ def test_torch_shares_the_memory_in_the_servers_dtype(dtype: torch.dtype) -> Non
     assert got.numpy()[2, 3] == 7
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_an_embedding_is_an_array(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 12).to(dtype)
+    got = embedding(rows)
+    array = np.asarray(got)
+    assert (array.dtype, array.shape) == (np.float32, (5, 12))
+    np.testing.assert_array_equal(array, rows.float().numpy())
+    assert np.asarray(got, np.float64).dtype == np.float64
+    assert not np.shares_memory(np.array(got), got.torch().view(torch.uint8).numpy())
+    if dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match="copy"):
+            np.asarray(got, copy=False)
+    else:
+        assert np.shares_memory(np.asarray(got, rows.numpy().dtype, copy=False), got.torch().numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_an_embedding_is_handed_over_by_dlpack(dtype: torch.dtype) -> None:
+    got = embedding(torch.randn(5, 12).to(dtype))
+    tensor = torch.from_dlpack(got)
+    assert tensor.dtype == dtype
+    tensor[2, 3] = 7
+    assert got.numpy()[2, 3] == 7
+    assert torch.utils.dlpack.from_dlpack(got.__dlpack__()).equal(tensor), "the older capsule"
+
+
 @pytest.mark.parametrize("levels", [0, 1, 2])
 def test_deepstack_levels_are_cut_along_the_width(levels: int) -> None:
     rows = torch.randn(5, 12).bfloat16()

@@ -9,6 +9,7 @@ import pytest
 from unit.test_client_fakes import bad_request, expected, item, model_message
 from vitwire import EncodeFailed, InvalidItem, Item, NotCached
 from vitwire._embedding import Embedding
+from vitwire._expected import Expected
 from vitwire._model import Limits, Model
 from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Assembler, Options, Part, split
 from vitwire.v1 import encoder_pb2 as pb
@@ -211,3 +212,63 @@ def test_a_server_that_breaks_the_contract_is_not_believed(frames: list[Any], re
         assembler.feed(frame)
     with pytest.raises(EncodeFailed, match=reason):
         assembler.feed(frames[-1])
+
+
+def rules(make: Item) -> list[Expected]:
+    return [Expected.of(make, MODEL)]
+
+
+CLIP = Item(np.zeros((32, 6), np.float32), (2, 8, 2), "video", keep_ratio=0.6)
+BF16 = pb.DATA_TYPE_BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("asked", "shape", "reason"),
+    [
+        (item(4), (5, 12), "items.0.: .*5 rows where the grid gives 4"),
+        (item(4), (4, 24), "items.0.: .*width 24 where the model's are 12"),
+        (replace(CLIP, keep_ratio=0.0), (9, 12), "9 rows where the grid gives at most 8"),
+        (CLIP, (8, 12), "8 rows where the grid gives 4"),
+    ],
+)
+def test_shapes_are_those_of_the_item_and_the_model(asked: Item, shape: tuple[int, int], reason: str) -> None:
+    data = np.zeros(shape, np.float32).tobytes()
+    with pytest.raises(EncodeFailed, match=reason) as raised:
+        Assembler((0,), 2, rules(asked)).feed(chunk(data, shape=shape, last=True))
+    assert raised.value.item == 0
+
+
+def test_fewer_rows_come_of_pooling_and_of_pruning() -> None:
+    for asked in (CLIP, replace(CLIP, keep_ratio=0.0)):
+        result = Assembler((0,), 2, rules(asked)).feed(chunk(ROWS.tobytes(), last=True))
+        assert result is not None
+        assert isinstance(result[1], Embedding)
+        assert result[1].grid == (2, 8, 2)
+
+
+@pytest.mark.parametrize("report", [pb.ItemReport(tokens=5), pb.ItemReport(kept=[1]), pb.ItemReport(kept=[0, 2, 2, 3])])
+def test_a_report_fits_the_rows(report: pb.ItemReport) -> None:
+    frame = chunk(ROWS.tobytes(), last=True)
+    frame.message.report.CopyFrom(report)
+    with pytest.raises(EncodeFailed, match="4 rows with"):
+        Assembler((0,), 2).feed(frame)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [F32, pb.DATA_TYPE_FLOAT16, BF16])
+def test_values_that_are_not_finite_fail_their_item_only(value: float, kind: Any) -> None:
+    largest = {F32: np.finfo(np.float32).max, pb.DATA_TYPE_FLOAT16: 65504.0, BF16: 3.38953e38}[kind]
+    assembler = Assembler((3, 7), 2)
+    for number, (worst, whole) in enumerate(((value, False), (largest, True))):
+        rows = np.array([[1.0, -largest, worst, -0.0] * 3] * 4, np.float32)
+        bits = (rows.view(np.uint32) >> 16).astype(np.uint16) if kind == BF16 else rows
+        data = rows.astype(np.float16) if kind == pb.DATA_TYPE_FLOAT16 else bits
+        result = assembler.feed(chunk(data.tobytes(), number=number, kind=kind, last=True))
+        assert result is not None
+        assert result[0] == (3, 7)[number]
+        if whole:
+            assert isinstance(result[1], Embedding)
+        else:
+            assert isinstance(result[1], EncodeFailed)
+            assert "items[3]: the server sent rows with NaN" in str(result[1])
+    assembler.finish()

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -414,10 +415,22 @@ class Contradictory(Fake):
         return pb.GetModelResponse(image_preprocessor=pb.Preprocessor())
 
 
-def test_a_model_that_contradicts_itself_is_refused() -> None:
-    with (
-        serving(Contradictory()) as running,
-        Client(running.target, timeout=20) as client,
-        pytest.raises(EncodeFailed, match="patch_size"),
-    ):
-        client.model()
+@both
+async def test_a_model_that_contradicts_itself_is_refused(make: Call) -> None:
+    with serving(Contradictory()) as running:
+        async with make(running.target, timeout=20) as client:
+            with pytest.raises(EncodeFailed, match="patch_size"):
+                await client.model()
+
+
+@both
+async def test_a_model_that_does_not_parse_is_refused(make: Call) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    method = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"GetModel": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    async with make(f"127.0.0.1:{port}", timeout=20) as client:
+        with pytest.raises(EncodeFailed, match="does not parse"):
+            await client.model()
+    server.stop(0)
