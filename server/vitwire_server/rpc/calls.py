@@ -171,8 +171,7 @@ class Call:
         self._shared.scheduler.cancel(self._ticket)
         self._ticket.deliver = _nobody
         visits, self._visits = self._visits, {}
-        for visit in visits.values():
-            self._shared.flights.left(visit)
+        self._shared.flights.leave(visits.values())
         unsent = len(self._unsent)
         for index in list(self._permits):
             self.release(index)
@@ -185,7 +184,7 @@ class Call:
         return Visit(
             key_of(item, digest, self._principal, shared.fingerprint),
             name_of(item, self._principal, shared.fingerprint),
-            self._ticket.priority,
+            self._ticket,
             run=lambda: self._queue({index: item}),
             settle=partial(self.settle, index),
         )
