@@ -165,7 +165,7 @@ class Metrics:
                 self._fallbacks.labels(modality, reason)
         for kind in ("real", "padding"):
             self._tokens.labels(kind)
-        for bound in ("items", "bytes", "bodies"):
+        for bound in ("items", "bytes", "bodies", "uploads"):
             self.rejected.labels(bound)
         for stage in ("queue", "encoded", "send"):
             self._cancelled.labels(stage)

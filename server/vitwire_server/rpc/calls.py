@@ -36,10 +36,11 @@ class Call:
     and the permits; `close` gives both back whatever happened before.
     """
 
-    def __init__(self, shared: Shared, principal: str, remaining: float | None) -> None:
-        """`remaining` seconds are left until the caller's deadline; None for no deadline."""
+    def __init__(self, shared: Shared, principal: str, caller: str, remaining: float | None) -> None:
+        """`caller` is whose share promised uploads take; `remaining` seconds are left until the caller's deadline."""
         self._shared = shared
         self._principal = principal
+        self._caller = caller
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set()
         self._submitted: set[int] = set()
@@ -82,13 +83,20 @@ class Call:
         permits = self._shared.admission.admit(list(nbytes.values()))
         self._permits |= dict(zip(nbytes, permits, strict=True))
 
-    async def admit_in_turn(self, index: int, nbytes: int) -> None:
-        """As `admit` for one item, but waits while this call itself holds what is missing. Raises Overloaded."""
+    async def admit_in_turn(self, index: int, nbytes: int, *, promised: bool = False) -> None:
+        """As `admit` for one item, but waits while this call itself holds what is missing. Raises Overloaded.
+
+        `promised` bytes are still to come, and count against the caller's share until the item is submitted.
+        """
         while True:
             try:
-                return self.admit({index: nbytes})
-            except Overloaded:
-                if not self._submitted:
+                if promised:
+                    self._permits[index] = self._shared.admission.promise(nbytes, self._caller)
+                    return
+                self.admit({index: nbytes})
+                return
+            except Overloaded as error:
+                if not self._submitted or error.reason == "uploads":
                     raise
             self._released.clear()
             await self._released.wait()
@@ -109,6 +117,8 @@ class Call:
         `digests` has each item's if `wants_digests`. Raises DeadlineExceeded for all of them together, and
         Unavailable when the server shuts down.
         """
+        for index in items:
+            self._permits[index].arrived()
         visits = {index: self._visit(index, item, digests[index]) for index, item in items.items() if digests}
         flights = self._shared.flights
         due = [item.footprint.tokens for i, item in items.items() if i not in visits or not flights.holds(visits[i])]

@@ -26,7 +26,7 @@ from vitwire_server.rpc.calls import Call, Shared
 from vitwire_server.rpc.codec import Codec, raise_if_malformed
 from vitwire_server.rpc.contents import digest_of
 from vitwire_server.rpc.edge import Context, Edge
-from vitwire_server.rpc.principals import principal
+from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.uploads import Uploads
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class EncoderService:
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
         """A call that is closed whatever happens, and counted."""
-        call = Call(serving.shared, principal(context), context.time_remaining())
+        call = Call(serving.shared, principal(context), caller_of(context).name, context.time_remaining())
         self._metrics.tickets_opened.inc()
         try:
             yield call
@@ -166,14 +166,18 @@ class EncoderService:
             call.fail(error)
 
     async def _message(self, uploads: Uploads, call: Call, context: Context) -> Any:  # noqa: ANN401 - grpc's has no type
-        """The next message; an upload that stands still must not hold its permit for ever, nor a stream its place."""
+        """The next message; an upload that stalls must not hold its permit for ever, nor a stream its place."""
         seconds = uploads.time_left() if uploads.waiting else self._patience * _QUIET if call.is_idle else None
+        start = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
                 return await context.read()
         except TimeoutError:
-            slow = "an upload was open, and too slow" if uploads.waiting else "nothing was in flight"
-            raise DeadlineExceeded(f"no message came for {seconds:.3g} s while {slow}") from None
+            if uploads.waiting:
+                raise uploads.stalled() from None
+            raise DeadlineExceeded(f"no message came for {seconds:.3g} s while nothing was in flight") from None
+        finally:
+            uploads.waited += time.monotonic() - start
 
     async def _write(self, context: Context, frame: wire.Frame[Answer]) -> None:
         """Send a message. Raises CancelledError where the client is gone, DeadlineExceeded where it does not read."""
