@@ -221,6 +221,19 @@ def test_a_cancelled_request_of_equal_items_is_not_computed(server: ServerProces
     assert server.metric("vitwire_batch_items_sum") == ran + 2, "those of the other two requests"
 
 
+def test_rows_that_are_not_finite_are_never_cached(server: ServerProcess, alice: Client) -> None:
+    """Equal items that waited for one forward get its error, each with its own number."""
+    nan = Item(np.full((32, COLUMNS), np.nan, np.float32), (1, 8, 4), content_id="nan")
+    held = server.metric("vitwire_cache_bytes")
+    for _ in range(2):
+        results = dict(alice.iter_encode([nan] * 3, return_exceptions=True))
+        assert {i: type(each) for i, each in results.items()} == dict.fromkeys(range(3), InvalidItem)
+        assert all(f"items[{i}].pixels.data: holds NaN" in str(each) for i, each in results.items())
+    assert server.metric("vitwire_cache_bytes") == held
+    with pytest.raises(NotCached):
+        alice.encode([ask("nan")])
+
+
 def test_the_bound_on_bytes_holds(server: ServerProcess, alice: Client) -> None:
     before = server.metric("vitwire_cache_evictions_total")
     for seed in range(600, 1100, 50):

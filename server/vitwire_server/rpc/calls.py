@@ -6,9 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from vitwire_server.core.errors import NotCached, Overloaded
+from vitwire_server.core.errors import InvalidTensors, NotCached, Overloaded
 from vitwire_server.core.items import Ask, Item
 from vitwire_server.core.reports import Encoded, Outcome
+from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.rpc.contents import key_of, name_of
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.flights import Flights, Visit
@@ -51,7 +52,7 @@ class Call:
         self._finished = False
         self._outcomes: asyncio.Queue[tuple[int, Outcome] | Exception | None] = asyncio.Queue()
         deadline = None if remaining is None else shared.scheduler.now() + remaining
-        self._ticket = Ticket(self._deliver, deadline)
+        self._ticket = Ticket(self._deliver, deadline, request_id=REQUEST_ID.get())
 
     @property
     def wants_digests(self) -> bool:
@@ -132,6 +133,8 @@ class Call:
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """The outcome of an item is known."""
+        if isinstance(outcome, InvalidTensors):
+            outcome = outcome.of_item(index)
         self._visits.pop(index, None)
         self._unsent.add(index)
         self._outcomes.put_nowait((index, outcome))

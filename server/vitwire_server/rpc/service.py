@@ -13,7 +13,7 @@ import grpc
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import DeadlineExceeded, Overloaded, Unavailable
+from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import Ask, Item
 from vitwire_server.core.models import ModelCard
@@ -27,6 +27,7 @@ from vitwire_server.rpc.codec import Codec, raise_if_malformed
 from vitwire_server.rpc.contents import digest_of
 from vitwire_server.rpc.edge import Context, Edge
 from vitwire_server.rpc.principals import caller_of, principal
+from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
 
 _log = logging.getLogger(__name__)
@@ -67,32 +68,32 @@ class EncoderService:
 
     async def encode(self, _: object, context: Context) -> None:
         """`Encode`: every item in one message; each is answered as soon as its batch is done."""
-        await self._edge.run("Encode", context, self._encode(context))
+        await self._edge.run("Encode", context, self._encode(context), counts_as=lambda worst: worst)
 
     async def encode_stream(self, _: object, context: Context) -> None:
         """`EncodeStream`: items in chunks, many in flight, answered as each is done."""
-        await self._edge.run("EncodeStream", context, self._encode_stream(context))
+        await self._edge.run("EncodeStream", context, self._encode_stream(context), counts_as=lambda worst: worst)
 
     async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
         """`GetModel`: what is served, and within which limits."""
         return await self._edge.run("GetModel", context, self._get_model(request))
 
-    async def _encode(self, context: Context) -> bool:
+    async def _encode(self, context: Context) -> grpc.StatusCode:
+        """Answers every item; returns the worst code among them."""
         serving = self._ready()
         with self._call(serving, context) as call:
             await self._submit(serving.codec, call, await self._bodies.read(context))
-            await self._answer_all(pb.EncodeResponse, call, context)
-        return True
+            return await self._answer_all(pb.EncodeResponse, call, context)
 
-    async def _encode_stream(self, context: Context) -> bool:
+    async def _encode_stream(self, context: Context) -> grpc.StatusCode:
+        """Answers every item; returns the worst code among them."""
         serving = self._ready()
         with self._call(serving, context) as call:
             reading = asyncio.create_task(self._read(serving, call, context))
             try:
-                await self._answer_all(pb.EncodeStreamResponse, call, context)
+                return await self._answer_all(pb.EncodeStreamResponse, call, context)
             finally:
                 reading.cancel()
-        return True
 
     async def _get_model(self, request: object) -> pb.GetModelResponse:
         raise_if_malformed(request)
@@ -136,8 +137,12 @@ class EncoderService:
         call.submit(work, await _digests(work) if call.wants_digests else {})
         call.finish()
 
-    async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> None:
-        """Send each item's rows, or its error, as they come; until all items are answered."""
+    async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> grpc.StatusCode:
+        """Send each item's rows, or its error, as they come, until all are answered; returns the worst code.
+
+        A `content_id` that is not cached is an answer, as the client asked whether it is.
+        """
+        worst = grpc.StatusCode.OK
         while (answered := await call.next()) is not None:
             index, outcome = answered
             if isinstance(outcome, Overloaded):
@@ -150,6 +155,9 @@ class EncoderService:
             sending = time.perf_counter() - start
             self._metrics.sent(sending)
             trace_item(index, outcome, sending)
+            if isinstance(outcome, EncoderError) and not isinstance(outcome, NotCached):
+                worst = worst_of(worst, code_of(outcome))
+        return worst
 
     async def _read(self, serving: Serving, call: Call, context: Context) -> None:
         """Take the stream's messages; ends the call with whatever goes wrong on the way."""
