@@ -2,8 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 import psutil
 
@@ -25,23 +27,59 @@ def rss_mib(server: ServerProcess) -> float:
     return float(psutil.Process(server.process.pid).memory_info().rss) / (1 << 20)
 
 
-def settle(server: ServerProcess, seconds: float = 30) -> None:
-    """Wait until every account is even: nothing is in flight, and nothing was lost.
+ON_THE_DEVICE = 64
+"""Items that the device may hold at once unless flags say less: a batch is packed from a window of 64."""
+
+
+def settle(server: ServerProcess, seconds: float = 30, on_the_device: int = ON_THE_DEVICE) -> None:
+    """Wait until every account is even: nothing is in flight, nothing was lost, nothing was computed in vain.
 
     Requests of clients that left long ago may still come up one after the other, with moments of nothing in between.
     """
     deadline = time.monotonic() + seconds
-    while (odd := _uneven(server)) and time.monotonic() < deadline:
+    while (odd := _uneven(server, on_the_device)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not odd, f"{odd} after {seconds:g} s: {server.log()[-2000:]}"
 
 
-def _uneven(server: ServerProcess) -> dict[str, float]:
+def _uneven(server: ServerProcess, on_the_device: int) -> dict[str, float]:
     """Accounts that are not 0."""
-    names = ("inflight_requests", "admitted_items", "admitted_bytes", "queue_items")
+    names = ("inflight_requests", "admitted_items", "admitted_bytes", "queue_items", "queue_bytes")
     accounts = {name: server.metric(f"vitwire_{name}") for name in names}
     opened, closed = (server.metric(f"vitwire_tickets_{each}_total") for each in ("opened", "closed"))
     answered = ("vitwire_graph_hits_total", "vitwire_eager_fallbacks_total", "vitwire_cache_hits_total")
     paths = sum(map(server.metric, answered))
     accounts |= {"tickets": opened - closed, "items": server.metric("vitwire_items_total") - paths}
+    accounts["forwards nobody wanted"] = max(0.0, _unseen(server) - _given_up(server) * on_the_device)
     return {name: value for name, value in accounts.items() if value}
+
+
+def _unseen(server: ServerProcess) -> float:
+    """Items that were encoded for a request that was over by then."""
+    return server.metric("vitwire_cancelled_total", stage="encoded")
+
+
+def _given_up(server: ServerProcess) -> float:
+    """Requests that ended early: each may leave behind what the device held at that moment, and no more."""
+    return server.metric("vitwire_requests_total") - server.metric("vitwire_requests_total", code="OK")
+
+
+@contextmanager
+def bounded_queue(server: ServerProcess, most_items: int, most_bytes: int) -> Iterator[None]:
+    """Fails if the queue is seen beyond the bounds of admission, which every item in it went through."""
+    peaks, ended = [0.0, 0.0], Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            for index, name in enumerate(("vitwire_queue_items", "vitwire_queue_bytes")):
+                peaks[index] = max(peaks[index], server.metric(name))
+
+    watching = Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+    assert peaks[0] <= most_items, f"{peaks[0]:g} items waited, {most_items} were admitted at most"
+    assert peaks[1] <= most_bytes, f"{peaks[1]:g} bytes waited, {most_bytes} were admitted at most"

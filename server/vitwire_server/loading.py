@@ -10,7 +10,7 @@ import torch
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
-from vitwire_server.core.errors import EncodeFailed
+from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item
 from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.plans import Fallback
@@ -229,7 +229,7 @@ def _warm_up(engine: Engine, tower: Tower) -> Item:
     """
     (item,) = sample_items(tower, tower.samples(_WARM_UP_TOKENS, 1))
     (result,) = engine.launch([item], None).collect().results
-    if isinstance(result, EncodeFailed):
+    if isinstance(result, EncoderError):
         raise CheckpointError(f"the warm-up forward failed: {result}")
     expected = (item.footprint.rows, tower.geometry.width)
     if result.shape != expected:

@@ -25,10 +25,16 @@ LARGE = pb.Item(
     pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[ROWS, COLUMNS // 2], data=bytes(ROWS * COLUMNS // 2)),
 )
 
+SMALL = pb.Item(
+    modality=pb.MODALITY_IMAGE,
+    grid=pb.Grid(t=1, h=2, w=2),
+    pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[4, COLUMNS], data=bytes(4 * COLUMNS)),
+)
+
 
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    """A patience of a second; messages up to 16 MiB, of which 4 may be on their way in."""
+    """A patience of a second; messages up to 16 MiB, of which 4 may be received at once."""
     flags = ("--idle-seconds", "1", "--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20))
     with serving(checkpoints("qwen3_vl"), *flags, "--max-queued-items", "3", "--cache-bytes", "4000000") as process:
         yield process
@@ -77,21 +83,26 @@ def test_a_message_that_does_not_come_is_not_waited_for(channel: grpc.Channel) -
     assert "did not arrive within 1 s" in error.details()
 
 
-def test_more_messages_on_their_way_than_fit_wait_their_turn(server: ServerProcess, channel: grpc.Channel) -> None:
+def test_a_dozen_silent_calls_do_not_close_encode_to_others(checkpoints: Checkpoints) -> None:
+    """They hold the receive slots for a minute only while nobody else wants one; on a connection of their own here."""
+    bounds = ("--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20), "--idle-seconds", "60")
+    apart = [("grpc.use_local_subchannel_pool", 1)]
     end = Event()
-    holding = [channel.stream_stream(ENCODE)(never(end), timeout=20) for _ in range(4)]
-    while server.metric("vitwire_inflight_requests") < 4:
-        time.sleep(0.02)
-    small = pb.Item(
-        modality=pb.MODALITY_IMAGE,
-        grid=pb.Grid(t=1, h=2, w=2),
-        pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[4, COLUMNS], data=bytes(4 * COLUMNS)),
-    )
-    (answer,) = EncoderServiceStub(channel).Encode(pb.EncodeRequest(items=[small]), timeout=20)
-    assert answer.chunk.last, "after the patience with those who hold the places"
-    end.set()
-    for call in holding:
-        assert refused(call).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    with serving(checkpoints("qwen3_vl"), *bounds) as server:
+        with (
+            grpc.insecure_channel(server.target, apart) as silent,
+            grpc.insecure_channel(server.target, apart) as other,
+        ):
+            holding = [silent.stream_stream(ENCODE)(never(end), timeout=60) for _ in range(12)]
+            while server.metric("vitwire_inflight_requests") < 12:
+                time.sleep(0.02)
+            for _ in range(3):
+                (answer,) = EncoderServiceStub(other).Encode(pb.EncodeRequest(items=[SMALL]), timeout=20)
+                assert answer.chunk.last
+            end.set()
+            codes = {refused(call).code() for call in holding}
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes, "a silent call lost its slot to one that was waiting"
+        assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
 
 
 def test_who_does_not_read_gives_back_what_it_holds(server: ServerProcess, channel: grpc.Channel) -> None:
@@ -111,27 +122,40 @@ def test_who_does_not_read_gives_back_what_it_holds(server: ServerProcess, chann
     assert "not read on for 1 s" in error.details()
 
 
-@pytest.mark.parametrize("trickles", [False, True])
-def test_an_upload_that_is_too_slow_ends_its_stream(channel: grpc.Channel, trickles: bool) -> None:
+@pytest.mark.parametrize(("chunk", "pause"), [(None, 0.0), (b"", 0.3), (b"x", 0.3)])
+def test_an_upload_that_stalls_ends_its_stream(channel: grpc.Channel, chunk: bytes | None, pause: float) -> None:
+    """3 MB are promised: neither an empty chunk nor a byte now and then is progress."""
     bare = pb.Item()
     bare.CopyFrom(LARGE)
     bare.pixels.data = b""
-    if trickles:  # a byte now and then keeps the stream going, but not its upload: 4 chunks of 2 patches
-        bare.grid.CopyFrom(pb.Grid(t=1, h=2, w=2))
-        del bare.pixels.shape[:]
-        bare.pixels.shape.extend([4, COLUMNS // 2])
     end = Event()
 
     def messages() -> Iterator[pb.EncodeStreamRequest]:
         yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=bare))
-        while trickles and not end.wait(0.3):
-            yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=b"x"))
-        end.wait(20)
+        while chunk is not None and not end.wait(pause):
+            yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=chunk))
+        end.wait(30)
 
-    error = refused(EncoderServiceStub(channel).EncodeStream(messages(), timeout=20))
+    error = refused(EncoderServiceStub(channel).EncodeStream(messages(), timeout=30))
     end.set()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "an upload was open" in error.details()
+    assert "items[1]: the upload stalled at" in error.details()
+
+
+def test_an_upload_that_keeps_its_rate_is_served(channel: grpc.Channel) -> None:
+    """It takes longer than a client may stand still, and no message of it is late."""
+    bare, data = pb.Item(), bytes([1]) * len(LARGE.pixels.data)
+    bare.CopyFrom(LARGE)
+    bare.pixels.data = b""
+
+    def messages() -> Iterator[pb.EncodeStreamRequest]:
+        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=bare))
+        for start in range(0, len(data), 1 << 18):
+            time.sleep(0.2)
+            yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=data[start : start + (1 << 18)]))
+
+    *_, answer = EncoderServiceStub(channel).EncodeStream(messages(), timeout=30)
+    assert answer.chunk.last
 
 
 def test_a_full_server_says_when_to_come_back_in_both_ways(server: ServerProcess, channel: grpc.Channel) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,8 @@ from conftest import Checkpoints
 from reference import Array, Reference
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item, NotCached
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.core.grids import Grid
 
 COLUMNS = 3 * 2 * 16 * 16
@@ -191,6 +194,44 @@ def test_who_leaves_takes_nobody_along(server: ServerProcess, alice: Client, fau
                 fault.write_text("")
                 assert staying.result(60)[0].report.path == "graph"
         assert len(blocking.result(60)) == 1
+
+
+def test_a_cancelled_request_of_equal_items_is_not_computed(server: ServerProcess, alice: Client, fault: Path) -> None:
+    """One of the equal items is queued, the others wait for it: all of them go, and nobody else is refused."""
+    grey = pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[4, COLUMNS], data=bytes([9]) * (4 * COLUMNS))
+    item = pb.Item(modality=pb.MODALITY_IMAGE, grid=pb.Grid(t=1, h=2, w=2), pixels=grey)
+    token = [("authorization", "Bearer alice-has-a-long-token")]
+    ran = server.metric("vitwire_batch_items_sum")
+    fault.write_text("hang")
+    with ThreadPoolExecutor(2) as pool, grpc.insecure_channel(server.target) as channel:
+        blocking = pool.submit(alice.encode, [image(12)])
+        while server.metric("vitwire_admitted_items") < 1 or server.metric("vitwire_queue_items"):
+            time.sleep(0.02)
+        call = EncoderServiceStub(channel).Encode(pb.EncodeRequest(items=[item] * 100), metadata=token)
+        while server.metric("vitwire_admitted_items") < 101:
+            time.sleep(0.02)
+        call.cancel()
+        while server.metric("vitwire_admitted_items") > 1:
+            time.sleep(0.02)
+        queued = server.metric("vitwire_queue_items"), server.metric("vitwire_queue_bytes")
+        bystander = pool.submit(alice.encode, [image(13)])
+        fault.write_text("")
+        assert queued == (0, 0)
+        assert [len(each.result(60)) for each in (blocking, bystander)] == [1, 1]
+    assert server.metric("vitwire_batch_items_sum") == ran + 2, "those of the other two requests"
+
+
+def test_rows_that_are_not_finite_are_never_cached(server: ServerProcess, alice: Client) -> None:
+    """Equal items that waited for one forward get its error, each with its own number."""
+    nan = Item(np.full((32, COLUMNS), np.nan, np.float32), (1, 8, 4), content_id="nan")
+    held = server.metric("vitwire_cache_bytes")
+    for _ in range(2):
+        results = dict(alice.iter_encode([nan] * 3, return_exceptions=True))
+        assert {i: type(each) for i, each in results.items()} == dict.fromkeys(range(3), InvalidItem)
+        assert all(f"items[{i}].pixels.data: holds NaN" in str(each) for i, each in results.items())
+    assert server.metric("vitwire_cache_bytes") == held
+    with pytest.raises(NotCached):
+        alice.encode([ask("nan")])
 
 
 def test_the_bound_on_bytes_holds(server: ServerProcess, alice: Client) -> None:

@@ -253,15 +253,37 @@ class TestClientErrors:
             client.encode(items, timeout=0.02)
 
     def test_non_finite_embedding_is_withheld(self, server: ServerProcess, client: Client) -> None:
+        """NaN that came in is the client's mistake; NaN that the tower made of finite pixels is the server's."""
         pixels = [np.full((16, COLUMNS), value, np.float32) for value in (np.nan, 0.5, 3e38)]
+        before = {code: server.metric("vitwire_requests_total", code=code) for code in ("OK", "INTERNAL")}
         results = dict(client.iter_encode([Item(x, (1, 8, 2)) for x in pixels], return_exceptions=True))
-        assert isinstance(results[0], EncodeFailed)
+        assert isinstance(results[0], InvalidItem)
+        assert [violation.field for violation in results[0].violations] == ["items[0].pixels.data"]
+        assert "holds NaN or infinity" in str(results[0])
         assert isinstance(results[2], EncodeFailed)
-        assert str(results[0]).startswith("pixels: NaN or infinity came in, so the embedding of this image")
         assert str(results[2]).startswith("the embedding of this image"), "its pixels were finite"
         assert not isinstance(results[1], Exception)
         assert np.isfinite(results[1].numpy()).all()
-        assert server.metric("vitwire_nonfinite_total") == 2
+        assert server.metric("vitwire_nonfinite_total") == 1
+        assert server.metric("vitwire_requests_total", code="INTERNAL") == before["INTERNAL"] + 1
+        assert server.metric("vitwire_requests_total", code="OK") <= before["OK"] + 1, "GetModel at most"
+
+    def test_a_request_of_nan_is_no_ok_and_its_log_line_has_its_id(self, server: ServerProcess) -> None:
+        data = np.full((2, 4, COLUMNS), np.nan, np.float32)
+        grid = pb.Grid(t=1, h=2, w=2)
+        tensors = [pb.Tensor(data_type=pb.DATA_TYPE_FLOAT32, shape=[4, COLUMNS], data=x.tobytes()) for x in data]
+        items = [pb.Item(modality=pb.MODALITY_IMAGE, grid=grid, pixels=tensor) for tensor in tensors]
+        before = server.metric("vitwire_requests_total", method="Encode", code="INVALID_ARGUMENT")
+        with grpc.insecure_channel(server.target) as channel:
+            call = EncoderServiceStub(channel).Encode(
+                pb.EncodeRequest(items=items), metadata=[("x-request-id", "nan-7")]
+            )
+            errors = {answer.item: answer.error.message for answer in call}
+        assert errors == {i: f"items[{i}].pixels.data: holds NaN or infinity" for i in range(2)}
+        assert server.metric("vitwire_requests_total", method="Encode", code="INVALID_ARGUMENT") == before + 1
+        (line,) = [line for line in server.log().splitlines() if "[request nan-7]" in line]
+        assert "WARNING" in line
+        assert "items [0, 1] failed in a batch of 2: pixels.data: holds NaN or infinity" in line
 
     def test_nobody_there(self) -> None:
         with Client("127.0.0.1:1", timeout=2) as client, pytest.raises((Unavailable, DeadlineExceeded)):

@@ -17,7 +17,7 @@ import pytest
 
 import load
 from conftest import Checkpoints
-from faults import Note, rss_mib, scaled, settle
+from faults import FAULTY, Note, bounded_queue, rss_mib, scaled, settle
 from load import UNLIMITED, Tally, image, request
 from servers import ServerProcess, serving
 from vitwire.v1 import encoder_pb2 as pb
@@ -54,15 +54,40 @@ async def test_a_storm_of_cancellations(server: ServerProcess, note: Note) -> No
         await asyncio.sleep(rng.expovariate(1 / 0.01))
         running.cancel()
 
-    async with grpc.aio.insecure_channel(server.target, UNLIMITED) as channel:
-        stub = EncoderServiceStub(channel)
-        for _ in range(count // 50):
-            await asyncio.gather(*(flighty(stub) for _ in range(50)))
-    settle(server)
+    with bounded_queue(server, 64, 64 << 20):
+        async with grpc.aio.insecure_channel(server.target, UNLIMITED) as channel:
+            stub = EncoderServiceStub(channel)
+            for _ in range(count // 50):
+                await asyncio.gather(*(flighty(stub) for _ in range(50)))
+        settle(server, on_the_device=4)
     stages = {stage: server.metric("vitwire_cancelled_total", stage=stage) for stage in ("queue", "encoded", "send")}
     made, closed = (server.metric(f"vitwire_tickets_{what}_total") for what in ("opened", "closed"))
     note(calls=count, tickets_made=made, tickets_released=closed, items_cancelled=stages)
     await one_is_served(server)
+
+
+async def test_equal_items_cancelled_in_bulk(checkpoints: Checkpoints, tmp_path: Path, note: Note) -> None:
+    """With a cache, equal items wait for one forward; when their request is over, none of them may run."""
+    fault, bounds, count, rng = tmp_path / "fault", (512, 32 << 20), scaled(300, 12), random.Random(2)
+    fault.write_text("slow 0.5")
+    queue = ("--max-queued-items", str(bounds[0]), "--max-queued-bytes", str(bounds[1]), "--cache-bytes", "100000")
+    flags = (*queue, "--max-items-per-batch", "4", "--canary-seconds", "0")
+
+    async def flighty(stub: EncoderServiceStub, level: int) -> None:
+        running = stub.Encode(request(*[image(level=level)] * 100))
+        await asyncio.sleep(rng.uniform(0.05, 0.6))
+        running.cancel()
+
+    with serving(checkpoints("qwen2_vl"), *flags, program=(FAULTY, str(fault))) as server:
+        with bounded_queue(server, *bounds):
+            async with grpc.aio.insecure_channel(server.target, UNLIMITED) as channel:
+                stub = EncoderServiceStub(channel)
+                for start in range(0, count, 4):
+                    await asyncio.gather(*(flighty(stub, (start + each) % 256) for each in range(4)))
+                await one_is_served(server)
+        await asyncio.to_thread(settle, server, on_the_device=4)
+        unseen, stopped = (server.metric("vitwire_cancelled_total", stage=each) for each in ("encoded", "queue"))
+        note(calls=count, items=100 * count, finished_unseen=unseen, left_the_queue=stopped)
 
 
 def test_clients_that_stall(checkpoints: Checkpoints, note: Note) -> None:

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import load
-from faults import Note, rss_mib, scaled, settle
+from faults import Note, bounded_queue, rss_mib, scaled, settle
 from load import image, request
 from servers import ServerProcess
 
@@ -46,7 +46,8 @@ async def test_ten_times_the_capacity(server: ServerProcess, fault: Path, note: 
     watching = asyncio.create_task(watch())
     ran = server.metric("vitwire_items_total")
     start = time.monotonic()
-    tally = await load.offered(server.target, request(image()), rate=TIMES * capacity, seconds=seconds)
+    with bounded_queue(server, 64, 64 << 20):
+        tally = await load.offered(server.target, request(image()), rate=TIMES * capacity, seconds=seconds)
     took = time.monotonic() - start
     ended.set()
     await watching

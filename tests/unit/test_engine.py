@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rigs import BUDGETS, RIGHT, Rig, Yardstick, rows_of
-from vitwire_server.core.errors import DeviceLost, EncodeFailed, OutOfMemory
+from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors, OutOfMemory
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.runtime.engine import _non_finite
@@ -174,19 +174,33 @@ class TestDeviceLost:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_an_embedding_that_is_not_finite_names_what_came_in(dtype: torch.dtype) -> None:
-    def view(value: float) -> Pixels:
-        raw = torch.tensor([[0.0, value, -1.0]], dtype=dtype).view(torch.uint8).numpy().data
-        return Pixels(raw, next(each for each, name in TORCH_TYPES.items() if name is dtype), (1, 3))
-
-    def told(pixels: float, crops: float | None) -> str:
-        second = None if crops is None else view(crops)
-        footprint = Footprint(1, 1, 1, 1)
-        item = Item(Modality.IMAGE, Grid(1, 1, 1), view(pixels), footprint, DType.FLOAT32, crops=second)
-        return str(_non_finite(item)).partition("the embedding")[0]
-
     nan, inf = float("nan"), float("inf")
-    assert [told(nan, None), told(-inf, None), told(1.0, 1.0)] == ["pixels: NaN or infinity came in, so "] * 2 + [""]
-    assert [told(1.0, inf).split(":")[0], told(nan, nan).split(":")[0]] == ["crops", "pixels, crops"]
+    told = "holds NaN or infinity"
+    for value in (nan, inf, -inf):
+        assert blamed(dtype, torch.float32, value) == {"pixels": told}
+    assert blamed(dtype, torch.float32, 1.0, inf) == {"crops": told}
+    assert blamed(dtype, torch.float32, nan, nan) == {"pixels": told, "crops": told}
+    assert blamed(dtype, torch.float32, 1.0, 6e4) == {}, "finite pixels are no mistake of the client"
+
+
+def test_pixels_beyond_the_range_of_the_tower_are_the_client_s_mistake() -> None:
+    assert blamed(torch.float32, torch.float16, 6e4) == blamed(torch.uint8, torch.float16, 255) == {}
+    assert blamed(torch.float32, torch.float16, 1e6)["pixels"].startswith("holds values beyond the range of float16")
+    assert blamed(torch.bfloat16, torch.float16, -1e6).keys() == {"pixels"}
+    assert blamed(torch.float32, torch.bfloat16, 1e30) == {}
+
+
+def blamed(sent: torch.dtype, tower: torch.dtype, pixels: float, crops: float | None = None) -> dict[str, str]:
+    """What a client that sent these extremes gets as its mistake, by tensor."""
+
+    def view(value: float) -> Pixels:
+        raw = torch.tensor([[0, value, 1]], dtype=sent).view(torch.uint8).numpy().data
+        return Pixels(raw, next(each for each, name in TORCH_TYPES.items() if name is sent), (1, 3))
+
+    second = None if crops is None else view(crops)
+    item = Item(Modality.IMAGE, Grid(1, 1, 1), view(pixels), Footprint(1, 1, 1, 1), DType.FLOAT32, crops=second)
+    found = _non_finite(item, tower)
+    return found.reasons if isinstance(found, InvalidTensors) else {}
 
 
 class TestOverlap:

@@ -11,7 +11,7 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
 from vitwire_server.scheduling.cache import Content, EmbeddingCache, Key, Name
 from vitwire_server.scheduling.flights import Flights, Visit
-from vitwire_server.scheduling.tickets import Priority
+from vitwire_server.scheduling.tickets import Priority, Ticket
 
 KEY = Key("", "", DType.FLOAT32, 0.5, Content(Modality.VIDEO, Grid(2, 2, 2), (), b"x"))
 NAME = Name("", "", DType.FLOAT32, 0.5, "clip")
@@ -43,10 +43,12 @@ class Caller:
     priority: Priority = Priority.INTERACTIVE
     error: Unavailable | None = None
     ran: int = 0
+    ticket: Ticket | None = None
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.visit = Visit(KEY, NAME, self.priority, self._run, self.outcomes.append)
+        ticket = self.ticket or Ticket(lambda *_: None, priority=self.priority)
+        self.visit = Visit(KEY, NAME, ticket, self._run, self.outcomes.append)
 
     def enter(self) -> "Caller":
         self.ran += self.flights.enter(self.visit)
@@ -96,20 +98,43 @@ def test_a_failure_of_the_content_is_everybody_s(flights: Flights, tally: Tally)
 def test_when_who_runs_gives_up_the_next_one_takes_over(flights: Flights, how: str) -> None:
     first, second, third = (Caller(flights).enter() for _ in range(3))
     if how == "leaves":
-        flights.left(first.visit)
+        flights.leave([first.visit])
     else:
         flights.landed(first.visit, DeadlineExceeded("too late"))
     assert (second.ran, third.ran) == (1, 0)
-    flights.left(third.visit)
+    flights.leave([third.visit])
     flights.landed(second.visit, encoded())
     assert third.outcomes == []
     assert flights._flights == {}
 
 
+def test_all_visits_of_a_request_leave_before_another_request_takes_over(flights: Flights) -> None:
+    """A visit of a request that is over would be encoded without a permit, and for nobody."""
+    ticket = Ticket(lambda *_: None)
+    cancelled = [Caller(flights, ticket=ticket).enter() for _ in range(100)]
+    bystander = Caller(flights).enter()
+    flights.leave([each.visit for each in cancelled])
+    assert [sum(each.ran for each in cancelled), bystander.ran] == [1, 1]
+    flights.landed(bystander.visit, encoded())
+    assert flights._flights == {}
+
+
+def test_a_deadline_that_passes_ends_every_item_of_its_request_and_no_other(flights: Flights) -> None:
+    late = Ticket(lambda *_: None, deadline=1.0)
+    expired = [Caller(flights, ticket=late).enter() for _ in range(10)]
+    soon, never = (Caller(flights, ticket=Ticket(lambda *_: None, deadline=at)).enter() for at in (2.0, None))
+    error = DeadlineExceeded("too late")
+    flights.landed(expired[0].visit, error)
+    assert [each.outcomes for each in expired[1:]] == [[error]] * 9, "the first was answered by its request"
+    assert [soon.ran, never.ran] == [0, 1], "the request with the most time left takes over"
+    flights.landed(never.visit, encoded())
+    assert [isinstance(outcome, Encoded) for outcome in soon.outcomes] == [True]
+
+
 def test_who_cannot_take_over_is_told_why(flights: Flights) -> None:
     first = Caller(flights).enter()
     second = Caller(flights, error=Unavailable("the server is shutting down")).enter()
-    flights.left(first.visit)
+    flights.leave([first.visit])
     assert second.outcomes == [second.error]
     assert flights._flights == {}
 

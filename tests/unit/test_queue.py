@@ -138,3 +138,23 @@ class TestAdmission:
         with pytest.raises(Overloaded):
             admission.admit([1] * 4)
         assert admission.held == (1, 1)
+
+    def test_what_one_caller_promised_leaves_room_for_others(self) -> None:
+        """24 uploads of 178 MB would fill 4 GiB; a caller may have three quarters of it open."""
+        admission = Admission(max_items=4096, max_bytes=4 << 30)
+        promises = [admission.promise(178_000_000, "one") for _ in range((3 << 30) // 178_000_000)]
+        with pytest.raises(Overloaded) as full:
+            admission.promise(178_000_000, "one")
+        assert full.value.reason == "uploads"
+        admission.promise(178_000_000, "other").release()
+        admission.admit([178_000_000])[0].release()
+        promises[0].arrived()
+        promises.append(admission.promise(178_000_000, "one"))
+        for permit in promises * 2:
+            permit.release()
+        assert (admission.held, admission._promised) == ((0, 0), {})
+
+    def test_the_only_promise_of_a_caller_may_be_as_large_as_the_bound(self) -> None:
+        admission = Admission(max_items=1, max_bytes=100)
+        admission.promise(200, "one").release()
+        assert admission.held == (0, 0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.errors import EncodeFailed
+from vitwire_server.core.errors import EncodeFailed, InvalidTensors
 from vitwire_server.core.items import Embedding, Item
 
 
@@ -22,7 +22,7 @@ class Timings:
 class Collected:
     """Results of a batch: one embedding or failure per item, in the items' order."""
 
-    results: Sequence[Embedding | EncodeFailed]
+    results: Sequence[Embedding | EncodeFailed | InvalidTensors]
     timings: Timings | None
     """None if nothing ran."""
     apart: bool = False

@@ -25,7 +25,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Called by logging."""
         line = _json_line(record.created, record.levelname.lower(), record.name, record.getMessage())
-        if name := REQUEST_ID.get():
+        if name := _request_id(record):
             line["request_id"] = name
         if span := SPAN.get():
             line["trace_id"] = span.trace_id
@@ -42,8 +42,14 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
         """Called by `format`, before it adds tracebacks."""
-        name = REQUEST_ID.get()
+        name = _request_id(record)
         return super().formatMessage(record) + (f" [request {name}]" if name else "")
+
+
+def _request_id(record: logging.LogRecord) -> str:
+    """The request that a line is about: the record's own, as of the engine's thread, or the current task's."""
+    own: str = getattr(record, "request_id", "")
+    return own or REQUEST_ID.get()
 
 
 @dataclass(slots=True)

@@ -202,7 +202,7 @@ class Metrics:
         for code in ITEM_CODES:
             self._items_failed.labels(code)
         self._delivered.labels("stream")
-        for bound in ("items", "bytes", "bodies"):
+        for bound in ("items", "bytes", "bodies", "uploads"):
             self.rejected.labels(bound)
         for stage in ("queue", "encoded", "send"):
             self._cancelled.labels(stage)

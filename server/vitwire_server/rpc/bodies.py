@@ -1,15 +1,39 @@
-"""How many messages may be on their way in at once, before anything is known of them but their bound."""
+"""How many one-message requests may be received at once, before anything is known of them but their bound."""
 
 import asyncio
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from vitwire_server.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Violation
+from vitwire_server.rpc.principals import Caller, Context, caller_of
+from vitwire_server.scheduling.admission import SHARE
 
-Context = grpc.aio.ServicerContext[Any, Any]
 _FEWEST, _MOST = 4, 64
 _TURN_SECONDS = 5.0
+_CROWDED_SECONDS = 1.0
+"""What a message may take to arrive while other requests wait for its slot."""
+Granted = asyncio.Future["_Slot"]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The right to receive one message."""
+
+    caller: Caller
+    since: float
+    limit: asyncio.Timeout | None = None
+    """Ends the reading; None until it has begun."""
+    evicted: bool = False
+
+    def evict(self) -> None:
+        """End the reading now."""
+        self.evicted = True
+        if self.limit and not self.limit.expired():
+            self.limit.reschedule(0.0)
 
 
 class Bodies:
@@ -17,29 +41,114 @@ class Bodies:
 
     gRPC holds a message in memory from its first byte on, before any handler sees it; but it receives
     none that nobody asked for, beyond a stream's flow control window. So a message is asked for here, in turn.
+
+    grpcio does not report that the first bytes of a message arrived, so a silent request takes a slot like any
+    other. While others wait it loses the slot after a second, and one caller never holds all slots. A message
+    that fits into the flow control window arrived before its turn: it needs the slot for a moment only.
     """
 
     def __init__(self, max_message_bytes: int, max_bytes: int, patience: float) -> None:
-        """`patience` is how many seconds a message may take to arrive."""
+        """`patience` is how many seconds a message may take to arrive while nobody waits."""
         self.slots = min(_MOST, max(_FEWEST, max_bytes // max_message_bytes))
+        self._most_of_a_caller = int(self.slots * SHARE)
         self._patience = patience
-        self._free = asyncio.Semaphore(self.slots)
+        self._held: list[_Slot] = []
+        self._waiting: dict[Caller, dict[Granted, float]] = {}
+        """Requests in order of arrival, and when each arrived."""
+        self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Context) -> Any:  # noqa: ANN401 - what the method's deserialiser makes of it
         """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest where there is none."""
+        slot = await self._turn(caller_of(context))
         try:
-            async with asyncio.timeout(_TURN_SECONDS):
-                await self._free.acquire()
-        except TimeoutError:
-            reason = f"{self.slots} messages are on their way in, none of which got done in {_TURN_SECONDS:g} s"
-            raise Overloaded(reason, reason="bodies", retry_seconds=1.0) from None
-        try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(0.0 if slot.evicted else self._patience) as slot.limit:
                 message = await context.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"the message did not arrive within {self._patience:g} s") from None
+            raise self._too_slow(slot) from None
         finally:
-            self._free.release()
+            self._release(slot)
         if message is grpc.aio.EOF:
             raise InvalidRequest([Violation("message", "is missing: the stream ended without one")])
         return message
+
+    async def _turn(self, caller: Caller) -> _Slot:
+        """A slot, once one is free for this caller. Raises Overloaded."""
+        loop = asyncio.get_running_loop()
+        granted: Granted = loop.create_future()
+        self._waiting.setdefault(caller, {})[granted] = loop.time()
+        self._review()
+        try:
+            async with asyncio.timeout(_TURN_SECONDS):
+                return await granted
+        except BaseException as error:
+            self._withdraw(caller, granted)
+            if isinstance(error, TimeoutError):
+                reason = f"no receive slot became free for this caller within {_TURN_SECONDS:g} s"
+                raise Overloaded(reason, reason="bodies", retry_seconds=1.0) from None
+            raise
+
+    def _withdraw(self, caller: Caller, granted: Granted) -> None:
+        """A request waits no longer; if it was granted a slot at that very moment, that is free again."""
+        if granted.done() and not granted.cancelled():
+            self._release(granted.result())
+        else:
+            self._dequeue(caller, granted)
+
+    def _dequeue(self, caller: Caller, granted: Granted) -> None:
+        waiting = self._waiting[caller]
+        del waiting[granted]
+        if not waiting:
+            del self._waiting[caller]
+
+    def _release(self, slot: _Slot) -> None:
+        with suppress(ValueError):
+            self._held.remove(slot)
+        self._review()
+
+    def _review(self) -> None:
+        """Grant free slots; while requests still wait, take slots back that were held for too long."""
+        now = asyncio.get_running_loop().time()
+        while len(self._held) < self.slots and (caller := self._next()):
+            granted = next(iter(self._waiting[caller]))
+            self._dequeue(caller, granted)
+            if not granted.done():
+                self._held.append(slot := _Slot(caller, now))
+                granted.set_result(slot)
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting:
+            self._evict(now)
+
+    def _next(self) -> Caller | None:
+        """Whose turn it is: the caller that holds the fewest slots, then the connection, then the first to come."""
+        names, connections = self._slots_by_name(), Counter(slot.caller for slot in self._held)
+        eligible = [caller for caller in self._waiting if names[caller.name] < self._most_of_a_caller]
+        arrivals = {caller: next(iter(self._waiting[caller].values())) for caller in eligible}
+        return min(eligible, key=lambda each: (names[each.name], connections[each], arrivals[each]), default=None)
+
+    def _evict(self, now: float) -> None:
+        """As many slots as are waited for, first those of the caller that holds the most."""
+        names = self._slots_by_name()
+        waiting = {caller.name for caller in self._waiting}
+        any_helps = any(names[name] < self._most_of_a_caller for name in waiting)
+        useful = [slot for slot in self._held if not slot.evicted and (any_helps or slot.caller.name in waiting)]
+        wanted = sum(map(len, self._waiting.values())) - sum(slot.evicted for slot in self._held)
+        overdue = [slot for slot in useful if slot.since + _CROWDED_SECONDS <= now]
+        for slot in sorted(overdue, key=lambda each: (-names[each.caller.name], each.since))[: max(0, wanted)]:
+            slot.evict()
+        later = [slot.since + _CROWDED_SECONDS for slot in useful if slot.since + _CROWDED_SECONDS > now]
+        if later:
+            self._timer = asyncio.get_running_loop().call_at(min(later), self._review)
+
+    def _slots_by_name(self) -> Counter[str]:
+        return Counter(slot.caller.name for slot in self._held)
+
+    def _too_slow(self, slot: _Slot) -> Overloaded | DeadlineExceeded:
+        if not slot.evicted:
+            return DeadlineExceeded(f"the message did not arrive within {self._patience:g} s")
+        reason = (
+            f"the message did not arrive within {_CROWDED_SECONDS:g} s while other requests waited for a receive slot;"
+            " send large items through EncodeStream"
+        )
+        return Overloaded(reason, reason="bodies", retry_seconds=1.0)

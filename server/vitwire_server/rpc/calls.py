@@ -6,9 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from vitwire_server.core.errors import NotCached, Overloaded
+from vitwire_server.core.errors import InvalidTensors, NotCached, Overloaded
 from vitwire_server.core.items import Ask, Item
 from vitwire_server.core.reports import Encoded, Outcome
+from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.rpc.contents import key_of, name_of
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.flights import Flights, Visit
@@ -36,10 +37,11 @@ class Call:
     and the permits; `close` gives both back whatever happened before.
     """
 
-    def __init__(self, shared: Shared, principal: str, remaining: float | None) -> None:
-        """`remaining` seconds are left until the caller's deadline; None for no deadline."""
+    def __init__(self, shared: Shared, principal: str, caller: str, remaining: float | None) -> None:
+        """`caller` is whose share promised uploads take; `remaining` seconds are left until the caller's deadline."""
         self._shared = shared
         self._principal = principal
+        self._caller = caller
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set()
         self._submitted: set[int] = set()
@@ -50,7 +52,7 @@ class Call:
         self._finished = False
         self._outcomes: asyncio.Queue[tuple[int, Outcome] | Exception | None] = asyncio.Queue()
         deadline = None if remaining is None else shared.scheduler.now() + remaining
-        self._ticket = Ticket(self._deliver, deadline)
+        self._ticket = Ticket(self._deliver, deadline, request_id=REQUEST_ID.get())
 
     @property
     def wants_digests(self) -> bool:
@@ -82,13 +84,20 @@ class Call:
         permits = self._shared.admission.admit(list(nbytes.values()))
         self._permits |= dict(zip(nbytes, permits, strict=True))
 
-    async def admit_in_turn(self, index: int, nbytes: int) -> None:
-        """As `admit` for one item, but waits while this call itself holds what is missing. Raises Overloaded."""
+    async def admit_in_turn(self, index: int, nbytes: int, *, promised: bool = False) -> None:
+        """As `admit` for one item, but waits while this call itself holds what is missing. Raises Overloaded.
+
+        `promised` bytes are still to come, and count against the caller's share until the item is submitted.
+        """
         while True:
             try:
-                return self.admit({index: nbytes})
-            except Overloaded:
-                if not self._submitted:
+                if promised:
+                    self._permits[index] = self._shared.admission.promise(nbytes, self._caller)
+                    return
+                self.admit({index: nbytes})
+                return
+            except Overloaded as error:
+                if not self._submitted or error.reason == "uploads":
                     raise
             self._released.clear()
             await self._released.wait()
@@ -109,6 +118,8 @@ class Call:
         `digests` has each item's if `wants_digests`. Raises DeadlineExceeded for all of them together, and
         Unavailable when the server shuts down.
         """
+        for index in items:
+            self._permits[index].arrived()
         visits = {index: self._visit(index, item, digests[index]) for index, item in items.items() if digests}
         flights = self._shared.flights
         due = [item.footprint.tokens for i, item in items.items() if i not in visits or not flights.holds(visits[i])]
@@ -122,6 +133,8 @@ class Call:
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """The outcome of an item is known."""
+        if isinstance(outcome, InvalidTensors):
+            outcome = outcome.of_item(index)
         self._visits.pop(index, None)
         self._unsent.add(index)
         self._outcomes.put_nowait((index, outcome))
@@ -171,8 +184,7 @@ class Call:
         self._shared.scheduler.cancel(self._ticket)
         self._ticket.deliver = _nobody
         visits, self._visits = self._visits, {}
-        for visit in visits.values():
-            self._shared.flights.left(visit)
+        self._shared.flights.leave(visits.values())
         unsent = len(self._unsent)
         for index in list(self._permits):
             self.release(index)
@@ -185,7 +197,7 @@ class Call:
         return Visit(
             key_of(item, digest, self._principal, shared.fingerprint),
             name_of(item, self._principal, shared.fingerprint),
-            self._ticket.priority,
+            self._ticket,
             run=lambda: self._queue({index: item}),
             settle=partial(self.settle, index),
         )

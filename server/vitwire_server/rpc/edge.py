@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -39,8 +39,17 @@ class Edge:
                     self._idle.clear()
                     await self._idle.wait()
 
-    async def run(self, method: str, context: Context, serving: Coroutine[Any, Any, T]) -> T:
-        """What `serving` returns; its error ends the RPC with the status that it stands for."""
+    async def run(
+        self,
+        method: str,
+        context: Context,
+        serving: Coroutine[Any, Any, T],
+        counts_as: Callable[[T], grpc.StatusCode] = lambda _: grpc.StatusCode.OK,
+    ) -> T:
+        """What `serving` returns; its error ends the RPC with the status that it stands for.
+
+        `counts_as` is the code that an RPC with this answer is counted under, which gRPC ends with OK.
+        """
         start = time.perf_counter()
         self._metrics.inflight.inc()
         self._active += 1
@@ -50,6 +59,8 @@ class Edge:
             if ending:
                 code = ending[0]
                 await self._abort(context, ending)
+            elif answer is not None:
+                code = counts_as(answer)
         except asyncio.CancelledError:
             code = code if code is not grpc.StatusCode.OK else cancellation(context)
             raise

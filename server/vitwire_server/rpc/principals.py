@@ -1,7 +1,7 @@
 """Who calls: the gate that asks for a token, and the name that the rest of the service knows a caller by."""
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import grpc
 
@@ -27,6 +27,20 @@ def principal(context: Context) -> str:
         return name
     identities = context.peer_identities() or ()
     return "certificate:" + ",".join(each.decode(errors="replace") for each in identities) if identities else ""
+
+
+class Caller(NamedTuple):
+    """Whom shares of receive slots and permits are counted for."""
+
+    name: str
+    """The principal; the host where all callers are one principal."""
+    connection: str
+
+
+def caller_of(context: Context) -> Caller:
+    """Who calls, from which connection."""
+    peer = context.peer() or ""  # `ipv4:10.0.0.1:5000`, `ipv6:%5B::1%5D:5000` or `unix:`
+    return Caller(principal(context) or peer.rpartition(":")[0], peer)
 
 
 class Gate(grpc.aio.ServerInterceptor):

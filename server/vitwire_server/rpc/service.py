@@ -13,7 +13,7 @@ import grpc
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import DeadlineExceeded, EncoderError, Overloaded, Unavailable
+from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import Ask, Item
 from vitwire_server.core.models import ModelCard
@@ -26,8 +26,8 @@ from vitwire_server.rpc.calls import Call, Shared
 from vitwire_server.rpc.codec import Codec, raise_if_malformed
 from vitwire_server.rpc.contents import digest_of
 from vitwire_server.rpc.edge import Context, Edge
-from vitwire_server.rpc.principals import principal
-from vitwire_server.rpc.status import code_of
+from vitwire_server.rpc.principals import caller_of, principal
+from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
 
 _log = logging.getLogger(__name__)
@@ -69,11 +69,11 @@ class EncoderService:
 
     async def encode(self, _: object, context: Context) -> None:
         """`Encode`: every item in one message; each is answered as soon as its batch is done."""
-        await self._edge.run("Encode", context, self._encode(context))
+        await self._edge.run("Encode", context, self._encode(context), counts_as=lambda worst: worst)
 
     async def encode_stream(self, _: object, context: Context) -> None:
         """`EncodeStream`: items in chunks, many in flight, answered as each is done."""
-        await self._edge.run("EncodeStream", context, self._encode_stream(context))
+        await self._edge.run("EncodeStream", context, self._encode_stream(context), counts_as=lambda worst: worst)
 
     async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
         """`GetModel`: what is served, and within which limits."""
@@ -88,24 +88,24 @@ class EncoderService:
 
         return read_counted
 
-    async def _encode(self, context: Context) -> bool:
+    async def _encode(self, context: Context) -> grpc.StatusCode:
+        """Answers every item; returns the worst code among them."""
         serving = self._ready()
         await context.send_initial_metadata(())  # clients take a server that is silent longer for a frozen one
         with self._call(serving, context) as call:
             await self._submit(serving.codec, call, await self._bodies.read(context))
-            await self._answer_all(pb.EncodeResponse, call, context)
-        return True
+            return await self._answer_all(pb.EncodeResponse, call, context)
 
-    async def _encode_stream(self, context: Context) -> bool:
+    async def _encode_stream(self, context: Context) -> grpc.StatusCode:
+        """Answers every item; returns the worst code among them."""
         serving = self._ready()
         await context.send_initial_metadata(())  # as above
         with self._call(serving, context) as call:
             reading = asyncio.create_task(self._read(serving, call, context))
             try:
-                await self._answer_all(pb.EncodeStreamResponse, call, context)
+                return await self._answer_all(pb.EncodeStreamResponse, call, context)
             finally:
                 reading.cancel()
-        return True
 
     async def _get_model(self, request: object) -> pb.GetModelResponse:
         raise_if_malformed(request)
@@ -123,7 +123,7 @@ class EncoderService:
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
         """A call that is closed whatever happens, and counted."""
-        call = Call(serving.shared, principal(context), context.time_remaining())
+        call = Call(serving.shared, principal(context), caller_of(context).name, context.time_remaining())
         self._metrics.tickets_opened.inc()
         try:
             yield call
@@ -149,8 +149,12 @@ class EncoderService:
         call.submit(work, await _digests(work) if call.wants_digests else {})
         call.finish()
 
-    async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> None:
-        """Send each item's rows, or its error, as they come; until all items are answered."""
+    async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> grpc.StatusCode:
+        """Send each item's rows, or its error, as they come, until all are answered; returns the worst code.
+
+        A `content_id` that is not cached is an answer, as the client asked whether it is.
+        """
+        worst = grpc.StatusCode.OK
         while (answered := await call.next()) is not None:
             index, outcome = answered
             if isinstance(outcome, EncoderError):
@@ -165,6 +169,9 @@ class EncoderService:
             sending = time.perf_counter() - start
             self._metrics.sent(sending)
             trace_item(index, outcome, sending)
+            if isinstance(outcome, EncoderError) and not isinstance(outcome, NotCached):
+                worst = worst_of(worst, code_of(outcome))
+        return worst
 
     async def _read(self, serving: Serving, call: Call, context: Context) -> None:
         """Take the stream's messages; ends the call with whatever goes wrong on the way."""
@@ -181,14 +188,18 @@ class EncoderService:
             call.fail(error)
 
     async def _message(self, uploads: Uploads, call: Call, context: Context) -> Any:  # noqa: ANN401 - grpc's has no type
-        """The next message; an upload that stands still must not hold its permit for ever, nor a stream its place."""
+        """The next message; an upload that stalls must not hold its permit for ever, nor a stream its place."""
         seconds = uploads.time_left() if uploads.waiting else self._patience * _QUIET if call.is_idle else None
+        start = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
                 return await context.read()
         except TimeoutError:
-            slow = "an upload was open, and too slow" if uploads.waiting else "nothing was in flight"
-            raise DeadlineExceeded(f"no message came for {seconds:.3g} s while {slow}") from None
+            if uploads.waiting:
+                raise uploads.stalled() from None
+            raise DeadlineExceeded(f"no message came for {seconds:.3g} s while nothing was in flight") from None
+        finally:
+            uploads.waited += time.monotonic() - start
 
     async def _write(self, context: Context, frame: wire.Frame[Answer]) -> None:
         """Send a message. Raises CancelledError where the client is gone, DeadlineExceeded where it does not read."""

@@ -10,6 +10,7 @@ from vitwire_server.core import errors
 
 _CODES: tuple[tuple[type[errors.EncoderError], StatusCode], ...] = (
     (errors.InvalidRequest, StatusCode.INVALID_ARGUMENT),
+    (errors.InvalidTensors, StatusCode.INVALID_ARGUMENT),
     (errors.Overloaded, StatusCode.RESOURCE_EXHAUSTED),
     (errors.DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED),
     (errors.NotCached, StatusCode.NOT_FOUND),
@@ -18,6 +19,17 @@ _CODES: tuple[tuple[type[errors.EncoderError], StatusCode], ...] = (
     (errors.EncodeFailed, StatusCode.INTERNAL),
 )
 
+_WORST_FIRST = (
+    StatusCode.INTERNAL,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.UNAVAILABLE,
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.NOT_FOUND,
+    StatusCode.OK,
+)
+"""What an RPC that answered items with these codes counts as: the first of them."""
+
 _MOST_CHARACTERS = 300
 _MOST_VIOLATIONS = 8
 
@@ -25,6 +37,11 @@ _MOST_VIOLATIONS = 8
 def code_of(error: errors.EncoderError) -> StatusCode:
     """The status code of an error: the first row that it is an instance of."""
     return next(code for kind, code in _CODES if isinstance(error, kind))
+
+
+def worst_of(one: StatusCode, other: StatusCode) -> StatusCode:
+    """The code of two that says more about what went wrong."""
+    return min(one, other, key=_WORST_FIRST.index)
 
 
 def message_of(error: errors.EncoderError) -> str:

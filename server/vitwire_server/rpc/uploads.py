@@ -1,6 +1,5 @@
 """Items that arrive in chunks on one stream."""
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +14,7 @@ from vitwire_server.rpc.codec import Codec, Header
 from vitwire_server.rpc.contents import Digest
 
 _SLOWEST = 64 << 10
-"""Bytes a second that an upload has to reach on average, or it holds its permit for ever."""
+"""Bytes a second that an upload has to reach from its header on: it holds a permit for all of its bytes."""
 _REMEMBERED = 4096
 """Refused items of a stream that are known by number; with more, a chunk of no known item counts as one of theirs."""
 
@@ -27,7 +26,7 @@ class _Upload:
     digest: Digest | None
     """None where nobody wants to know."""
     due: float
-    """When it has to be whole, on the monotonic clock."""
+    """When it has stalled unless more bytes come, on the clock of `Uploads.waited`."""
     filled: int = 0
 
 
@@ -45,7 +44,9 @@ class Uploads:
     most: int
     """Unfinished uploads that may be open at once."""
     patience: float
-    """Seconds that an upload may stand still."""
+    """Seconds that an upload may lag behind the slowest rate."""
+    waited: float = 0.0
+    """Seconds spent waiting for messages of the stream: the time that counts as the client's."""
     _unfinished: dict[int, _Upload] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
     _forgot: bool = False
@@ -58,9 +59,14 @@ class Uploads:
         return bool(self._unfinished)
 
     def time_left(self) -> float:
-        """Seconds until the first of what is still to come is too late, at most `patience`."""
-        due = min((upload.due for upload in self._unfinished.values()), default=float("inf"))
-        return max(0.0, min(self.patience, due - time.monotonic()))
+        """Seconds until an upload has stalled, unless more bytes come."""
+        return max(0.0, min(upload.due for upload in self._unfinished.values()) - self.waited)
+
+    def stalled(self) -> DeadlineExceeded:
+        """Why the stream ends, once no time is left."""
+        number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
+        reason = f"items[{number}]: the upload stalled at {upload.filled} of {upload.header.nbytes} bytes"
+        return DeadlineExceeded(f"{reason}: it lags {self.patience:g} s behind {_SLOWEST >> 10} KiB/s")
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
         """Handle one message. Raises InvalidRequest where the stream cannot go on."""
@@ -99,13 +105,13 @@ class Uploads:
                 return
             if not self.call.wants_digests:  # else it may be cached, which its bytes will tell
                 self.call.check_deadline(header.footprint.tokens)
-            await self.call.admit_in_turn(number, self.codec.weight(header, self.output))
+            await self.call.admit_in_turn(number, self.codec.weight(header, self.output), promised=True)
         except EncoderError as error:
             self._refuse(number, error)
             return
         # Not zeroed first: every byte is written before anybody reads it.
         data = np.empty(header.nbytes, np.uint8).data
-        due = time.monotonic() + self.patience + header.nbytes / _SLOWEST
+        due = self.waited + self.patience
         self._unfinished[number] = _Upload(header, data, Digest() if self.call.wants_digests else None, due)
 
     async def _answer(self, number: int, ask: Ask) -> None:
@@ -129,6 +135,7 @@ class Uploads:
             return
         upload.data[upload.filled : end] = data
         upload.filled = end
+        upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self.patience)
         if upload.digest:
             upload.digest.add(data)
         if end == upload.header.nbytes:

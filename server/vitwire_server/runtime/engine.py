@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.errors import DeviceLost, EncodeFailed, NonFinite, OutOfMemory
-from vitwire_server.core.items import Embedding, Item
+from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors, NonFinite, OutOfMemory
+from vitwire_server.core.items import Embedding, Item, Pixels
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.lanes import TORCH_TYPES, Landing, Lanes, flat
@@ -27,6 +27,8 @@ class Launch:
     """Rows of each item in the type asked for; `(items,)`: whether all of them are finite; the tokens
     that pruning kept, of one item after the other."""
     stage_in: float
+    dtype: torch.dtype
+    """What the tower computes in."""
 
     def collect(self) -> Collected:
         """The rows, once they are on the host. Raises DeviceLost."""
@@ -38,7 +40,7 @@ class Launch:
         *rows, finite, kept = self.landing.tensors
         kept_of_each = torch.split(kept, [item.rows if item.keep_ratio else 0 for item in self.items])
         results = [
-            _embedding(item, own, tokens) if ok else _non_finite(item)
+            _embedding(item, own, tokens) if ok else _non_finite(item, self.dtype)
             for item, own, tokens, ok in zip(self.items, rows, kept_of_each, finite.tolist(), strict=True)
         ]
         return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start))
@@ -126,7 +128,7 @@ class Engine:
             geometry = self._tower.geometry
             rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
         landing = self._lanes.download([*rows, finite, kept])
-        return Launch(items, landing, stage_in)
+        return Launch(items, landing, stage_in, self._tower.dtype)
 
     def _replay(self, items: Sequence[Item], sources: Sequence[Tensor], budget: Budget) -> Tensor:
         graph = self._graphs[budget]
@@ -173,12 +175,23 @@ def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:
     return Embedding(held, item.output, (count, width), tuple(kept.tolist()))
 
 
-def _non_finite(item: Item) -> NonFinite:
-    """Says whose fault it is: what came in is looked at only here."""
+def _non_finite(item: Item, dtype: torch.dtype) -> NonFinite | InvalidTensors:
+    """Whose fault it is that an embedding is not finite: what came in is looked at only here."""
     views = {"pixels": item.pixels, "crops": item.crops}
-    wrong = [name for name, view in views.items() if view and not torch.stack(flat(view).aminmax()).isfinite().all()]
-    told = f"the embedding of this {item.modality} of grid {item.grid} is not finite"
-    return NonFinite(f"{', '.join(wrong)}: NaN or infinity came in, so {told}" if wrong else told)
+    wrong = {name: reason for name, view in views.items() if view and (reason := _unfit(view, dtype))}
+    if wrong:
+        return InvalidTensors(wrong)
+    return NonFinite(f"the embedding of this {item.modality} of grid {item.grid} is not finite, though its pixels are")
+
+
+def _unfit(view: Pixels, dtype: torch.dtype) -> str:
+    """Why a tower of `dtype` cannot take these values; empty if it can."""
+    extremes = torch.stack(flat(view).aminmax())
+    if not extremes.isfinite().all():
+        return "holds NaN or infinity"
+    if not extremes.to(dtype).isfinite().all():
+        return f"holds values beyond the range of {str(dtype).removeprefix('torch.')}, which the model computes in"
+    return ""
 
 
 def _first_line(error: Exception) -> str:

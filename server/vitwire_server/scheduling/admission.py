@@ -5,16 +5,29 @@ from threading import Lock
 
 from vitwire_server.core.errors import Overloaded
 
+SHARE = 0.75
+"""What one caller may hold of a bound with what it has not sent yet: a single caller, as behind a proxy, loses little,
+and every other one finds a quarter free."""
+
 
 class Permit:
     """The right to have one item of some bytes in the server; released once, by whoever holds it."""
 
-    def __init__(self, admission: "Admission", nbytes: int) -> None:
+    def __init__(self, admission: "Admission", nbytes: int, promised_by: str | None = None) -> None:
+        """`promised_by` is the caller that the bytes are still to come from; None if they are there."""
         self._admission = admission
         self._held = (1, nbytes)
+        self._promised_by = promised_by
+
+    def arrived(self) -> None:
+        """The bytes are there: the caller's share is free again; a second call does nothing."""
+        if self._promised_by is not None:
+            self._admission._keep_promise(self._promised_by, *self._held)  # noqa: SLF001 - the two are one
+            self._promised_by = None
 
     def release(self) -> None:
         """Give everything back; a second call does nothing."""
+        self.arrived()
         held, self._held = self._held, (0, 0)
         self._admission._give_back(*held)  # noqa: SLF001 - the two are one
 
@@ -34,23 +47,47 @@ class Admission:
         self._lock = Lock()
         self._items = 0
         self._nbytes = 0
+        self._promised: dict[str, tuple[int, int]] = {}
+        """Items and bytes that each caller has permits for and did not send yet."""
 
     def admit(self, nbytes: Sequence[int]) -> list[Permit]:
         """A permit for each of items of so many bytes, all or none. Raises Overloaded when full."""
-        items, together = len(nbytes), sum(nbytes)
         with self._lock:
-            if self._items and self._items + items > self._max_items:
-                raise self._full("items", self._items, self._max_items)
-            if self._nbytes and self._nbytes + together > self._max_bytes:
-                raise self._full("bytes", self._nbytes, self._max_bytes)
-            self._count(items, together)
+            self._take(len(nbytes), sum(nbytes))
         return [Permit(self, each) for each in nbytes]
+
+    def promise(self, nbytes: int, caller: str) -> Permit:
+        """A permit for an item whose bytes are still to come. Raises Overloaded when full.
+
+        A caller's promises take no more than a share of each bound, unless it has only one.
+        """
+        with self._lock:
+            items, held = self._promised.get(caller, (0, 0))
+            if items and (items + 1 > self._max_items * SHARE or held + nbytes > self._max_bytes * SHARE):
+                message = f"{items} uploads of {held} bytes are unfinished, as many as one caller may have open"
+                raise Overloaded(message, reason="uploads", retry_seconds=1.0)
+            self._take(1, nbytes)
+            self._promised[caller] = items + 1, held + nbytes
+        return Permit(self, nbytes, caller)
 
     @property
     def held(self) -> tuple[int, int]:
         """Items and bytes that are out on permits."""
         with self._lock:
             return self._items, self._nbytes
+
+    def _take(self, items: int, nbytes: int) -> None:
+        if self._items and self._items + items > self._max_items:
+            raise self._full("items", self._items, self._max_items)
+        if self._nbytes and self._nbytes + nbytes > self._max_bytes:
+            raise self._full("bytes", self._nbytes, self._max_bytes)
+        self._count(items, nbytes)
+
+    def _keep_promise(self, caller: str, items: int, nbytes: int) -> None:
+        with self._lock:
+            open_items, open_bytes = self._promised.pop(caller)
+            if open_items > items:
+                self._promised[caller] = open_items - items, open_bytes - nbytes
 
     def _give_back(self, items: int, nbytes: int) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from vitwire_server.core.errors import EncodeFailed
+from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Item
 from vitwire_server.core.plans import Batch
 from vitwire_server.core.runner import Runner
@@ -32,7 +32,7 @@ class Canary:
     def sing(self, runner: Runner) -> bool:
         """Encode the item; returns whether that worked. Raises DeviceLost."""
         (result,) = runner.launch([self.item], self.batch.budget).collect().results
-        if not isinstance(result, EncodeFailed):
+        if not isinstance(result, EncoderError):
             self._failures, self.ailment = 0, ""
             return True
         self._failures += 1

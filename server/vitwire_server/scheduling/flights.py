@@ -1,6 +1,6 @@
 """Items of one content that are in flight at the same time are encoded once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,10 +8,10 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached
 from vitwire_server.core.items import Ask, Embedding, Modality
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
 from vitwire_server.scheduling.cache import EmbeddingCache, Key, Name
-from vitwire_server.scheduling.tickets import Priority
+from vitwire_server.scheduling.tickets import Ticket
 
-_ITS_OWN = (DeadlineExceeded, Unavailable)
-"""Errors that say nothing of the content."""
+_OF_THE_REQUEST = (DeadlineExceeded, Unavailable)
+"""Errors of a request, which say nothing about the content of its items."""
 
 
 class Tally(Protocol):
@@ -28,7 +28,8 @@ class Visit:
 
     key: Key
     name: Name | None
-    priority: Priority
+    ticket: Ticket
+    """Of that RPC: its priority and its deadline decide who runs."""
     run: Callable[[], None]
     """Queues the item. Raises EncoderError."""
     settle: Callable[[Outcome], None]
@@ -37,17 +38,17 @@ class Visit:
 
 @dataclass(slots=True)
 class _Flight:
-    """Visits of one key: those whose items were queued, and those that wait for them."""
+    """Visits of one key in order: those whose items were queued, and those that wait for them."""
 
-    running: list[Visit] = field(default_factory=list)
-    waiting: list[Visit] = field(default_factory=list)
+    running: dict[Visit, None] = field(default_factory=dict)
+    waiting: dict[Visit, None] = field(default_factory=dict)
 
 
 class Flights:
     """Looks in the cache, and in what is in flight, before an item is queued. Used on the event loop only.
 
-    Every visit for which `enter` was true ends with `landed` or `left`, and a waiting one with `settle` or
-    `left`.
+    Every visit for which `enter` was true ends with `landed` or `leave`, and a waiting one with `settle` or
+    `leave`.
     """
 
     def __init__(self, cache: EmbeddingCache, tally: Tally) -> None:
@@ -83,58 +84,64 @@ class Flights:
             return False
         joins = self._joins(visit)
         flight = self._flights.setdefault(visit.key, _Flight())
-        (flight.waiting if joins else flight.running).append(visit)
+        (flight.waiting if joins else flight.running)[visit] = None
         if not joins:
             self._tally.cache_missed()
         return not joins
 
     def landed(self, visit: Visit, outcome: Outcome) -> None:
-        """The item of a visit was encoded, or was not: hold its rows, and answer who waits for them."""
+        """The item of a visit was encoded, or was not: hold its rows, and answer the visits that wait for them."""
         flight = self._flights[visit.key]
-        flight.running.remove(visit)
-        if isinstance(outcome, _ITS_OWN):
-            self._go_on(visit.key, flight)
-            return
-        waiting, flight.waiting = flight.waiting, []
+        del flight.running[visit]
+        own = isinstance(outcome, _OF_THE_REQUEST)
+        answered = [each for each in flight.waiting if not own or each.ticket is visit.ticket]
+        for each in answered:
+            del flight.waiting[each]
         if isinstance(outcome, Encoded):
-            names = {each.name for each in (visit, *waiting) if each.name}
+            names = {each.name for each in (visit, *answered) if each.name}
             self._cache.put(visit.key, outcome.embedding, names)
-        for each in waiting:
-            hit = isinstance(outcome, Encoded)
-            each.settle(self._hit(each.key, outcome.embedding) if hit else outcome)  # type: ignore[union-attr]
-        self._go_on(visit.key, flight)
+        for each in answered:
+            each.settle(self._hit(each.key, outcome.embedding) if isinstance(outcome, Encoded) else outcome)
+        self._promote(visit.key)
 
-    def left(self, visit: Visit) -> None:
-        """The RPC of a visit is over before its item was answered."""
-        flight = self._flights.get(visit.key)
-        if flight is None:
-            return
-        for visits in (flight.running, flight.waiting):
-            if visit in visits:
-                visits.remove(visit)
-        self._go_on(visit.key, flight)
+    def leave(self, visits: Collection[Visit]) -> None:
+        """The RPC of these visits is over: all of them leave before a visit of another RPC takes over."""
+        for visit in visits:
+            if flight := self._flights.get(visit.key):
+                flight.running.pop(visit, None)
+                flight.waiting.pop(visit, None)
+        for key in {visit.key for visit in visits}:
+            self._promote(key)
 
     def _joins(self, visit: Visit) -> bool:
         """A visit waits for nobody who may be overtaken by its own priority."""
         flight = self._flights.get(visit.key)
-        return flight is not None and any(each.priority <= visit.priority for each in flight.running)
+        return flight is not None and any(each.ticket.priority <= visit.ticket.priority for each in flight.running)
 
-    def _go_on(self, key: Key, flight: _Flight) -> None:
-        """If nobody is left whose item was queued, the next one who waits takes over."""
+    def _promote(self, key: Key) -> None:
+        """If no visit is left whose item was queued, the one of the highest priority and most time takes over."""
+        flight = self._flights.get(key)
+        if flight is None:
+            return
         while flight.waiting and not flight.running:
-            visit = min(flight.waiting, key=lambda each: each.priority)
-            flight.waiting.remove(visit)
+            visit = min(flight.waiting, key=_rank)
+            del flight.waiting[visit]
             try:
                 visit.run()
             except EncoderError as error:
                 visit.settle(error)
             else:
                 self._tally.cache_missed()
-                flight.running.append(visit)
+                flight.running[visit] = None
         if not flight.running:
-            self._flights.pop(key, None)
+            del self._flights[key]
 
     def _hit(self, key: Key, embedding: Embedding) -> Encoded:
         self._tally.cache_hit(key.content.modality)
         tokens = embedding.shape[0]
         return Encoded(embedding, ItemReport(Path.CACHE, None, 0, tokens, queued=0.0, encoded=0.0))
+
+
+def _rank(visit: Visit) -> tuple[int, float]:
+    deadline = visit.ticket.deadline
+    return visit.ticket.priority, -(float("inf") if deadline is None else deadline)

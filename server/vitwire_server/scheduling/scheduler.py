@@ -1,23 +1,22 @@
 """Decides when items run: decide, execute, commit, in one thread that owns the engine."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Condition
 
-from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, Unavailable
+from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, EncoderError, Unavailable
 from vitwire_server.core.plans import Batch, Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Monitor, Outcome, Path
 from vitwire_server.core.runner import Collected, Runner, Running, Timings
 from vitwire_server.scheduling.canary import Canary
+from vitwire_server.scheduling.failures import log_failures
 from vitwire_server.scheduling.forecast import Forecast
 from vitwire_server.scheduling.planner import Planner
 from vitwire_server.scheduling.queue import Queue
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 
-_log = logging.getLogger(__name__)
 _WINDOW = 64
 _HEARTBEAT_SECONDS = 0.5
 _LENIENCE = 10.0
@@ -254,12 +253,11 @@ class Scheduler:
         self._forecast.ran(done.predicted, done.started, now)
         outcomes: list[Outcome] = [
             result
-            if isinstance(result, EncodeFailed)
+            if isinstance(result, EncoderError)
             else Encoded(result, self._report(entry, done, encoded, collected.timings))
             for entry, result in zip(done.entries, collected.results, strict=True)
         ]
-        for error in {str(outcome) for outcome in outcomes if isinstance(outcome, EncodeFailed)}:
-            _log.error("a batch of %d items: %s", len(outcomes), error)
+        log_failures(done.entries, outcomes)
         self._monitor.batch_ran(self._batch_report(done, outcomes, collected))
         for entry, outcome in zip(done.entries, outcomes, strict=True):
             self._deliver(entry, outcome)

@@ -31,6 +31,8 @@ class Ticket:
     """In seconds of the scheduler's clock; None waits forever."""
     priority: Priority = Priority.INTERACTIVE
     cancelled: bool = False
+    request_id: str = ""
+    """What the request goes by in the log; empty outside of an RPC."""
     number: int = field(default_factory=lambda: next(_numbers))
 
 
