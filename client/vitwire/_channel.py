@@ -24,7 +24,7 @@ ChannelOptions = tuple[tuple[str, int | str], ...]
 
 SERVICE = "vitwire.v1.EncoderService"
 
-REASON_SECONDS = 0.5
+REASON_SECONDS = 1.0
 """How long to ask why no server is ready."""
 _BALANCED: dict[str, object] = {
     "loadBalancingConfig": [{"round_robin": {}}],

@@ -39,6 +39,8 @@ class Attempts:
         self._began = time.monotonic()
         self._count = 1
         self._refusal: Unavailable | None = None
+        self.reason: VitwireError | None = None
+        """Why no server is ready, as far as it was asked."""
         self._explained_at = float("-inf")
         self.progress()
 

@@ -104,13 +104,21 @@ class Transport:
     def _explained(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
         """The error; where gRPC only knows that no server is ready, with the reason that a server gives."""
         failure = from_rpc(error, part.indices if part else ())
-        if isinstance(failure, Unavailable) and not is_from_server(error) and attempts.needs_reason():
-            ask = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
-            try:
-                ask(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=_channel.metadata(self._token))
-            except grpc.RpcError as reason:
-                return from_rpc(reason) if reason.code() is grpc.StatusCode.UNAVAILABLE else failure
-        return failure
+        if not isinstance(failure, Unavailable) or is_from_server(error):
+            return failure
+        if attempts.needs_reason():
+            attempts.reason = self._reason(attempts.reason)
+        return attempts.reason or failure
+
+    def _reason(self, known: VitwireError | None) -> VitwireError | None:
+        """Why no server is ready: None if one is; what is known where none answers."""
+        ask = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
+        metadata = _channel.metadata(self._token)
+        try:
+            ask(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
+        except grpc.RpcError as error:
+            return from_rpc(error) if error.code() is grpc.StatusCode.UNAVAILABLE else known
+        return None
 
     def _start(self, exchange: Exchange, metadata: Metadata) -> Any:  # noqa: ANN401  # grpc's is private
         part, timeout = exchange.part, exchange.attempts.left()
