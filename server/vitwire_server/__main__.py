@@ -70,14 +70,24 @@ def _serve(words: list[str]) -> int:
     if heartbeat is None:  # or the supervisor said it
         for warning in warnings(settings):
             logging.getLogger(__name__).warning("%s", warning)
+    try:
+        _check_ports(settings)
+    except OSError as error:
+        return _fail(error, 1, settings.log_format)
     if not settings.device_list:
         return _serve_device(settings, heartbeat)
     from vitwire_server.supervisor import supervise  # noqa: PLC0415 - as above
 
-    try:
-        return asyncio.run(supervise(words, settings))
-    except OSError as error:
-        return _fail(error, 1, settings.log_format)
+    return asyncio.run(supervise(words, settings))
+
+
+def _check_ports(settings: "ServeSettings") -> None:
+    """Raises OSError over a port that another program listens on, before torch is imported or a child started."""
+    from vitwire_server.rpc.addresses import raise_if_ports_taken  # noqa: PLC0415 - as above
+
+    hosts = {"--port": settings.host, "--metrics-port": settings.metrics_host}
+    for flag, ports in settings.port_ranges.items():
+        raise_if_ports_taken(hosts[flag], flag, ports)
 
 
 def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:

@@ -16,7 +16,6 @@ from typing import BinaryIO
 
 from vitwire_server import heartbeat, host
 from vitwire_server.observe.logs import configure_logs, message_of, plain_line
-from vitwire_server.rpc.addresses import raise_if_port_taken
 from vitwire_server.settings import ServeSettings
 from vitwire_server.signals import on_signals
 
@@ -170,10 +169,9 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
     """Serve every device of `--devices` until SIGTERM or SIGINT; returns the exit code.
 
     `words` are the flags that `settings` came from. The first signal lets the children drain, a second
-    one kills them. Raises OSError if a port is taken, before any child is started.
+    one kills them.
     """
     configure_logs(settings.log_format, settings.log_level)
-    _raise_if_ports_taken(settings)
     children = _children(words, settings)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -216,17 +214,6 @@ def _children(words: Sequence[str], settings: ServeSettings) -> list[Child]:
         ports = (settings.port and settings.port + index, settings.metrics_port and settings.metrics_port + index)
         children.append(Child(label, flags, ports, threads if device == "cpu" else None, settings))
     return children
-
-
-def _raise_if_ports_taken(settings: ServeSettings) -> None:
-    """Raises OSError over a port that another program listens on."""
-    hosts = {"--port": settings.host, "--metrics-port": settings.metrics_host}
-    for flag, ports in settings.port_ranges.items():
-        for port in ports:
-            try:
-                raise_if_port_taken(hosts[flag], port)
-            except OSError as error:
-                raise OSError(f"{flag}: cannot listen on {hosts[flag]}:{port}: {error}") from error
 
 
 def _dying_with(supervisor: int) -> Callable[[], None] | None:

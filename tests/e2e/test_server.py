@@ -217,12 +217,16 @@ class TestExit:
         assert "model_type 'bert' is not supported; supported are qwen2_vl" in error
         assert "Traceback" not in error
 
-    def test_port_taken(self, server: ServerProcess, checkpoints: Checkpoints) -> None:
+    def test_port_taken(self, server: ServerProcess) -> None:
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):
-            flags = ["--host", host, "--port", str(server.port), "--metrics-port", "0"]
-            code, error = run("serve", "--model", str(checkpoints("qwen2_vl")), *flags)
+            code, error = run(
+                "serve", "--model", "m/m", "--host", host, "--port", str(server.port), "--metrics-port", "0"
+            )
             assert code == 1
-            assert f"cannot listen on {host}:{server.port}: [Errno 98] Address already in use" in error
+            assert f"--port: cannot listen on {host}:{server.port}: [Errno 98] Address already in use" in error
+        several = ("--devices", "cpu,cpu", "--port", str(server.port - 1), "--no-metrics")
+        code, error = run("serve", "--model", "m/m", *several)
+        assert (code, f"--port: cannot listen on 127.0.0.1:{server.port}: " in error) == (1, True)
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             held.listen()

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -131,14 +130,6 @@ def test_children_on_cpu_share_the_cores(
     monkeypatch.setenv(host.THREADS, "3")
     pretend(show, show, signals=1, after=6, words=words)
     assert capfd.readouterr().out.count("threads 3") == 3
-
-
-def test_a_taken_port_is_refused_before_anything_starts(pretend: Pretend) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        words = [*WORDS, "--port", str(port - 1), "--unix-socket", ""]
-        with pytest.raises(OSError, match=rf"^--port: cannot listen on 127\.0\.0\.1:{port}: .*in use"):
-            pretend(WAITING, words=words)
 
 
 def test_a_second_signal_kills(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,8 @@ def bench(
     sizes = [_size(text) for text in size or ["448x448"]]
     if rate is not None and not math.isfinite(rate):
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
-    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
+    # Retries would hide what an overloaded server refuses.
+    connection = Connection(target, token, tls, ca, cert, key, timeout, wait, max_retries=0)
     with connection.client() as client:
         if plot:
             _check_plot(plot)

@@ -11,6 +11,7 @@ import grpc
 import typer
 
 from vitwire import Client, Model, VitwireError
+from vitwire._retry import MAX_RETRIES
 
 Target = Annotated[
     str,
@@ -46,6 +47,7 @@ class Connection:
     key: Path | None
     timeout: float
     wait: bool = False
+    max_retries: int = MAX_RETRIES
 
     @contextmanager
     def client(self) -> Iterator[Client]:
@@ -53,7 +55,12 @@ class Connection:
         with reported():
             tls = self._credentials()
             with Client(
-                self.target, tls=tls, token=self.token, timeout=self.timeout, wait_for_ready=self.wait
+                self.target,
+                tls=tls,
+                token=self.token,
+                timeout=self.timeout,
+                wait_for_ready=self.wait,
+                max_retries=self.max_retries,
             ) as client:
                 yield client
 

@@ -2,6 +2,7 @@
 
 import errno
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -17,6 +18,15 @@ def raise_if_port_taken(host: str, port: int) -> None:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:  # an address that this machine has not is left to gRPC
                     raise
+
+
+def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
+    """Raises OSError over the first port that another program listens on; the message names the flag."""
+    for port in ports:
+        try:
+            raise_if_port_taken(host, port)
+        except OSError as error:
+            raise OSError(f"{flag}: cannot listen on {host}:{port}: {error}") from error
 
 
 def raise_if_socket_taken(path: Path) -> None:

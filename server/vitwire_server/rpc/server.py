@@ -27,6 +27,7 @@ _FOREVER_MS = (1 << 31) - 1
 _HANDSHAKE_MS = 20_000
 """A connection that has not exchanged TLS and HTTP/2 settings by then is closed."""
 _READINESS = ("", SERVICE)
+_PING_MS = 20_000
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -112,7 +113,8 @@ class RpcServer:
                 ("grpc.max_connection_age_grace_ms", _FOREVER_MS),
                 # A half-open connection gives its permits back within a minute and a half.
                 ("grpc.keepalive_time_ms", 60_000),
-                ("grpc.keepalive_timeout_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", _PING_MS),
+                ("grpc.http2.ping_timeout_ms", _PING_MS),  # without it gRPC 1.85 waits a minute for the answer
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ),
         )
