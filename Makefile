@@ -39,14 +39,14 @@ page-test: $(READY) ## the status page in headless Chromium, one on the PATH or 
 	$(BIN)/python -m pytest -c tests/page/pytest.ini tests/page $(FLAGS)
 
 bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a.jsonl --judge b.jsonl"
-	PYTHONPATH=tests $(BIN)/python tests/perf/bench.py $(FLAGS)
+	PYTHONPATH=tests/support:. $(BIN)/python bench/cpu.py $(FLAGS)
 
 fault-test: $(READY) ## servers under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 for a twentieth of it
 	$(BIN)/python -m pytest tests/fault $(FLAGS)
 
 # These take an installed torch and transformers as given, and set up nothing.
 GPU_PYTHON ?= python3
-GPU_PATH := client:server:tests$${PYTHONPATH:+:$$PYTHONPATH}
+GPU_PATH := client:server:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH}
 
 gpu-test: ## the engine's tests on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: on simulated graphs)
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(FLAGS)
@@ -57,10 +57,10 @@ kernel-test: $(READY) ## our Triton kernels on the CPU, in Triton's interpreter 
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_kernels.py tests/gpu/test_fusion.py $(FLAGS)
 
 gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png"
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) tests/gpu/bench.py $(FLAGS)
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/gpu.py $(FLAGS)
 
 service-bench: ## servers under the load of client processes; FLAGS="--devices cuda:0 cuda:0,cuda:1 --kill"
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) tests/perf/service.py $(FLAGS)
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/service.py $(FLAGS)
 
 full-test: $(READY) ## towers at their published size on the CPU, within memory
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)

@@ -15,7 +15,7 @@ from packaging.version import Version
 from reference import Reference
 from references import reference_of
 from rigs import Yardstick
-from vitwire_server.towers.demo import write_demo_checkpoint
+from vitwire_server.demo.checkpoint import write_demo_checkpoint
 from vitwire_server.towers.families import FAMILIES
 
 INSTALLED = Version(transformers.__version__)

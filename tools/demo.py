@@ -24,10 +24,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from vitwire import Client, Embedding
 from vitwire._images import clip_patches
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from reference import TOLERANCE, Array, Reference, error
 from servers import serving
-from vitwire_server.towers.demo import write_demo_checkpoint
+from vitwire_server.demo.checkpoint import write_demo_checkpoint
 
 Frames = NDArray[np.uint8]
 GridTuple = tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""`vitwire-server`: commands and their exit codes. With `serve.py` and `loading.py`, the composition root.
+"""`vitwire-server`: commands and their exit codes. With `process/`, the composition root.
 
 Nothing that takes time is imported before `main` has set its signal handlers: until then Ctrl-C would
 end in a traceback.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vitwire_server.settings import ServeSettings
+    from vitwire_server.config.settings import ServeSettings
 
 _USAGE = """\
 usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
@@ -56,10 +56,10 @@ def _serve(words: list[str]) -> int:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
     import logging  # noqa: PLC0415 - as above
 
-    from vitwire_server.heartbeat import inherited  # noqa: PLC0415 - as above
+    from vitwire_server.process.heartbeat import inherited  # noqa: PLC0415 - as above
     from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
-    from vitwire_server.resolving import log_format, resolve, warnings  # noqa: PLC0415 - as above
-    from vitwire_server.settings import UsageError  # noqa: PLC0415 - as above
+    from vitwire_server.config.resolving import log_format, resolve, warnings  # noqa: PLC0415 - as above
+    from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
 
     heartbeat = inherited()
     try:
@@ -76,7 +76,7 @@ def _serve(words: list[str]) -> int:
         return _fail(error, 1, settings.log_format)
     if not settings.device_list:
         return _serve_device(settings, heartbeat)
-    from vitwire_server.supervisor import supervise  # noqa: PLC0415 - as above
+    from vitwire_server.process.supervisor import supervise  # noqa: PLC0415 - as above
 
     return asyncio.run(supervise(words, settings))
 
@@ -94,13 +94,13 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
     from vitwire.allocator import tune  # noqa: PLC0415 - as above
-    from vitwire_server.heartbeat import with_heartbeat  # noqa: PLC0415 - as above
-    from vitwire_server.settings import UsageError  # noqa: PLC0415 - as above
+    from vitwire_server.process.heartbeat import with_heartbeat  # noqa: PLC0415 - as above
+    from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
 
     tune()
     sys.setswitchinterval(_SWITCH_SECONDS)
     _import_torch(settings.device)
-    from vitwire_server.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
+    from vitwire_server.process.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
     from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
 
     try:
@@ -119,7 +119,7 @@ def _import_torch(device: str) -> None:
     On CUDA that is one: torch copies into pinned memory on all of them, and the pools of several processes, each as
     wide as the machine, slow each other down.
     """
-    from vitwire_server.host import THREADS, cores  # noqa: PLC0415 - each command loads only what it needs
+    from vitwire_server.config.host import THREADS, cores  # noqa: PLC0415 - each command loads only what it needs
 
     explicit = THREADS in os.environ
     os.environ.setdefault(THREADS, str(cores() if device == "cpu" else 1))
@@ -149,7 +149,7 @@ def _demo_checkpoint(words: list[str]) -> int:
     parser.add_argument("--out", required=True, type=Path, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     options = parser.parse_args(words)
-    from vitwire_server.towers.demo import write_demo_checkpoint  # noqa: PLC0415 - loads torch
+    from vitwire_server.demo.checkpoint import write_demo_checkpoint  # noqa: PLC0415 - loads torch
 
     try:
         write_demo_checkpoint(options.model_type, options.out, seed=options.seed)
@@ -162,7 +162,7 @@ def _demo_checkpoint(words: list[str]) -> int:
 
 
 def _budgets(words: list[str]) -> int:
-    from vitwire_server.budgets import main as budgets  # noqa: PLC0415 - as above
+    from vitwire_server.fitting.command import main as budgets  # noqa: PLC0415 - as above
 
     return budgets(words)
 

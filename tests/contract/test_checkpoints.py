@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
 from conftest import Checkpoints
-from vitwire_server.towers.checkpoint import open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.files import CheckpointError
 

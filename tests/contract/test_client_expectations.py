@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from conftest import MODEL_TYPES, Checkpoints
-from told import told
+from client_models import told
 from vitwire import Item
 from vitwire._expected import Expected
 from vitwire._items import Modality
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 GRIDS: list[tuple[tuple[int, int, int], Modality]] = [((1, 12, 12), "image"), ((4, 12, 12), "video")]
 

@@ -205,8 +205,8 @@ def test_probes_ask_the_health_services(documents: list[Document]) -> None:
 
 def test_variables_are_settings(documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name is a field and every value is one that the server accepts, read as it reads them."""
-    from vitwire_server.resolving import resolve  # noqa: PLC0415  (only this test needs the server)
-    from vitwire_server.settings import ServeSettings  # noqa: PLC0415  (as above)
+    from vitwire_server.config.resolving import resolve  # noqa: PLC0415  (only this test needs the server)
+    from vitwire_server.config.settings import ServeSettings  # noqa: PLC0415  (as above)
 
     names = variables(documents)
     assert all(name.startswith("VITWIRE_") and name.isupper() for name in names)
@@ -221,7 +221,7 @@ def test_variables_are_settings(documents: list[Document], monkeypatch: pytest.M
 
 def test_bounds_fit_into_the_memory_limit(documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     """The server would warn at its start otherwise."""
-    from vitwire_server import resolving  # noqa: PLC0415  (as above)
+    from vitwire_server.config import resolving  # noqa: PLC0415  (as above)
 
     for name, value in variables(documents).items():
         monkeypatch.setenv(name, value)

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelF
 
 from conftest import MODEL_TYPES, Checkpoints
 from vitwire_server.towers.families import FAMILIES
-from vitwire_server.towers.packed import PackedFamily, sizes
+from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 
 WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
 """Those with a language model, in a layout that transformers reads."""

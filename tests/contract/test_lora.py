@@ -16,9 +16,9 @@ from reference import TOLERANCE, Reference, error
 from references import reference_of
 from rigs import Rig
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.files import CheckpointError
-from vitwire_server.towers.lora import Adapter
+from vitwire_server.towers.checkpoints.lora import Adapter
 
 CPU = torch.device("cpu")
 WEIGHTS = "adapter_model.safetensors"

@@ -10,11 +10,11 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from conftest import MODEL_TYPES, Checkpoints
-from told import told
+from client_models import told
 from vitwire._images import image_patches
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Resizing
-from vitwire_server.towers.checkpoint import open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.families import FAMILIES
 
 PACKED = [name for name in MODEL_TYPES if FAMILIES[name].layout == "packed patches"]

@@ -24,7 +24,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from conftest import Checkpoints
-from told import told
+from client_models import told
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
 

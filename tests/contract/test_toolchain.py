@@ -13,7 +13,7 @@ import pytest
 
 from conftest import Checkpoints
 from servers import serving
-from vitwire_server import loading
+from vitwire_server.process import loading
 from vitwire_server.runtime import toolchain
 
 ROOT = Path(__file__).parents[2]

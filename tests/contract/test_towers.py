@@ -16,8 +16,8 @@ from tile_reference import TileReference
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import TileGeometry
-from vitwire_server.runtime.attention import choose
-from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.families import FAMILIES
 
 Rigs = Callable[..., Rig]

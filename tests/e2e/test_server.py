@@ -104,7 +104,7 @@ def test_head_is_get_without_its_body(server: ServerProcess, path: str) -> None:
 def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -> None:
     """The port is open before the model is there, and health tells the two states apart."""
     slow = (
-        "import time, vitwire_server.towers.checkpoint as c\n"
+        "import time, vitwire_server.towers.checkpoints.checkpoint as c\n"
         "load = c.load_tower\n"
         "c.load_tower = lambda *a, **k: (time.sleep(60), load(*a, **k))[1]\n"
         "from vitwire_server.__main__ import main; main()"

@@ -21,7 +21,7 @@ import pytest
 from conftest import Checkpoints
 from servers import ServerProcess, serving, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
-from vitwire_server.host import THREADS, share_of_cores
+from vitwire_server.config.host import THREADS, share_of_cores
 
 LABELS = ("cpu.0", "cpu.1")
 ITEMS = [Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))] * 8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from perf.models import PUBLISHED, write
+from bench.models import PUBLISHED, write
 from reference import norm_error
 from servers import serving
 from vitwire import Client, Item

@@ -9,16 +9,16 @@ from torch import nn
 pytest.importorskip("triton")
 
 from gpu.test_kernels import distance, interpreted
-from perf.models import PUBLISHED, build, draw, items, preprocessing, shrunk
+from bench.models import PUBLISHED, build, draw, items, preprocessing, shrunk
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime.attention import Choice, Loaded, choose
+from vitwire_server.runtime.attention.choice import Choice, Loaded, choose
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.fusion import Block, Layout, fuse
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Simulated
 from vitwire_server.runtime.lanes import CudaLanes, HostLanes
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.towers.packed import PackedTower
+from vitwire_server.towers.layouts.packed import PackedTower
 
 GRIDS = [Grid(1, 8, 12), Grid(2, 6, 4), Grid(1, 2, 2), Grid(1, 14, 18)]
 DEPTH = 2

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from servers import ServerProcess, serving
 from vitwire import Client, Item
-from vitwire_server.towers.demo import write_demo_checkpoint
+from vitwire_server.demo.checkpoint import write_demo_checkpoint
 
 COLUMNS = 3 * 2 * 14 * 14
 NAME = "<img src=x onerror=alert(1)> & co"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime.attention import choose
+from vitwire_server.runtime.attention.choice import choose
 from vitwire_server.runtime.compiling import Forward, HotShapes, compiled_blocks
-from vitwire_server.towers.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Metadata, Tower
 
 CPU = torch.device("cpu")

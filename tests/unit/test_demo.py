@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitwire_server.towers.demo import write_demo_checkpoint
+from vitwire_server.demo.checkpoint import write_demo_checkpoint
 
 
 @pytest.mark.parametrize(("umask", "mode"), [("022", 0o644), ("077", 0o600)])

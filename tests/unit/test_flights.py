@@ -9,8 +9,8 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Ask, DType, Embedding, Modality
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
-from vitwire_server.scheduling.cache import Content, EmbeddingCache, Key, Name
-from vitwire_server.scheduling.flights import Flights, Visit
+from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
+from vitwire_server.caching.single_flight import Flights, Visit
 from vitwire_server.scheduling.tickets import Priority, Ticket
 
 KEY = Key("", "", DType.FLOAT32, 0.5, Content(Modality.VIDEO, Grid(2, 2, 2), (), b"x"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitwire_server import release
-from vitwire_server.host import THREADS, cores, memory_limit, share_of_cores
+from vitwire_server.config.host import THREADS, cores, memory_limit, share_of_cores
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
-from vitwire_server.scheduling.ladders import expected_seconds, loads, optimal_ladder, powers_of_two
-from vitwire_server.scheduling.traces import TraceError, queues, read_trace
+from vitwire_server.fitting.ladders import expected_seconds, loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.traces import TraceError, queues, read_trace
 
 NO_EAGER = Costs(replay_fixed=1.0, replay_token=0.01, eager_fixed=1e9, eager_token=1.0, eager_floor=1e9)
 

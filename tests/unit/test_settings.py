@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from vitwire_server import resolving
-from vitwire_server.resolving import resolve, warnings
-from vitwire_server.settings import ServeSettings, UsageError
+from vitwire_server.config import resolving
+from vitwire_server.config.resolving import resolve, warnings
+from vitwire_server.config.settings import ServeSettings, UsageError
 
 
 def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from threading import Thread
 
 import pytest
 
-from vitwire_server import heartbeat, host, supervisor
-from vitwire_server.resolving import resolve
-from vitwire_server.supervisor import supervise
+from vitwire_server.config import host
+from vitwire_server.process import heartbeat, supervisor
+from vitwire_server.config.resolving import resolve
+from vitwire_server.process.supervisor import supervise
 
 WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]
 LISTENING = 'echo "listening on 127.0.0.1:4001, metrics on 127.0.0.1:4002"\n'

@@ -10,8 +10,8 @@ from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback
 from vitwire_server.runtime.graphs import Slab
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.tiles import Encoder, TileTower, View, tile_steps
-from vitwire_server.towers.two_views import CropEncoder, CropTower
+from vitwire_server.towers.layouts.tiles import Encoder, TileTower, View, tile_steps
+from vitwire_server.towers.layouts.two_views import CropEncoder, CropTower
 
 VIEW, CROP = View(8, 8, 16), View(4, 4, 5)
 

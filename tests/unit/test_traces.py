@@ -8,7 +8,7 @@ import pytest
 
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
-from vitwire_server.scheduling.traces import TraceError, TraceWriter, read_trace
+from vitwire_server.fitting.traces import TraceError, TraceWriter, read_trace
 
 
 def item(modality: Modality, grid: Grid) -> Item:

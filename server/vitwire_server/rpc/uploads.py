@@ -11,7 +11,7 @@ from vitwire_server.core.items import Ask, DType
 from vitwire_server.core.reports import Encoded
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec, Header
-from vitwire_server.rpc.contents import Digest
+from vitwire_server.caching.keys import Digest
 
 _SLOWEST = 64 << 10
 """Bytes a second that an upload has to reach from its header on: it holds a permit for all of its bytes."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitwire_server.runtime.attention import Choice
+from vitwire_server.runtime.attention.choice import Choice
 from vitwire_server.runtime.kernels.activations import activate, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon

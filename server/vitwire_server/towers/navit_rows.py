@@ -9,8 +9,8 @@ from typing import Any
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.family import Family, Module, in_model, last_layer, stripped
-from vitwire_server.towers.navit import Gemma4Tower, NavitFamily, PixtralTower, Siglip2Tower
-from vitwire_server.towers.processors import BICUBIC, BILINEAR, CLIP, HALF, Normalisation, Processor, bounded, square
+from vitwire_server.towers.layouts.raster import Gemma4Tower, NavitFamily, PixtralTower, Siglip2Tower
+from vitwire_server.towers.processors.settings import BICUBIC, BILINEAR, CLIP, HALF, Normalisation, Processor, bounded, square
 from vitwire_server.towers.served import Served
 
 _IDENTITY = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -131,7 +131,7 @@ _GEMMA4 = Gemma4Family(
     tower=Module(source="gemma4.modeling_gemma4:Gemma4VisionModel", prefixes=_TOWER),
     beside={
         "projector": Module(
-            source="vitwire_server.towers.gemma4:Embedder",
+            source="vitwire_server.towers.models.gemma_projector:Embedder",
             prefixes=in_model("embed_vision."),
             config="",
         )

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from vitwire_server.core.models import Resizing
 from vitwire_server.towers.family import Module, in_model, stripped
-from vitwire_server.towers.kimi import KIMI_ROWS
-from vitwire_server.towers.packed import PackedFamily
-from vitwire_server.towers.projected import ErnieTower, PaddleTower, ProjectedTower
-from vitwire_server.towers.qwen_rows import QWEN_ROWS
+from vitwire_server.towers.models.kimi import KIMI_ROWS
+from vitwire_server.towers.layouts.packed import PackedFamily
+from vitwire_server.towers.layouts.projected import ErnieTower, PaddleTower, ProjectedTower
+from vitwire_server.towers.models.qwen import QWEN_ROWS
 from vitwire_server.towers.served import Served
 
 _VISUAL = in_model("visual.")

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from vitwire_server.towers.family import Module, Parts, in_model, last_layer
-from vitwire_server.towers.tiles import Encoder, View, module_heads, side
+from vitwire_server.towers.layouts.tiles import Encoder, View, module_heads, side
 
 SHUFFLED = "1 divided by a whole number"
 """What `shuffles` asks for, in words."""

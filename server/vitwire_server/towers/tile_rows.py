@@ -7,8 +7,8 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.family import Family, Module, in_model
-from vitwire_server.towers.internvl import INTERNVL, INTERNVL_CHAT
-from vitwire_server.towers.processors import BILINEAR, CLIP, HALF, Processor, per_channel
+from vitwire_server.towers.models.internvl import INTERNVL, INTERNVL_CHAT
+from vitwire_server.towers.processors.settings import BILINEAR, CLIP, HALF, Processor, per_channel
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.tile_encoders import (
     SHUFFLED,
@@ -19,8 +19,8 @@ from vitwire_server.towers.tile_encoders import (
     shuffles,
     siglip,
 )
-from vitwire_server.towers.tile_settings import shade, stretched, tiled
-from vitwire_server.towers.tiles import TileFamily
+from vitwire_server.towers.processors.tiles import shade, stretched, tiled
+from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.two_view_rows import TWO_VIEW_ROWS
 
 _PROJECTOR = in_model("multi_modal_projector.")

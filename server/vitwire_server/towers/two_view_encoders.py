@@ -10,8 +10,8 @@ from transformers.vision_utils import get_vision_position_ids
 
 from vitwire_server.towers.family import Parts
 from vitwire_server.towers.relative import gather_relative_positions
-from vitwire_server.towers.tiles import View, module_heads
-from vitwire_server.towers.two_views import CropEncoder, PairEncoder
+from vitwire_server.towers.layouts.tiles import View, module_heads
+from vitwire_server.towers.layouts.two_views import CropEncoder, PairEncoder
 
 
 class Lone(nn.Module):

@@ -9,11 +9,11 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.family import Family, Module, in_model, stripped
-from vitwire_server.towers.processors import BILINEAR, CLIP, HALF, Processor, per_channel, square
+from vitwire_server.towers.processors.settings import BILINEAR, CLIP, HALF, Processor, per_channel, square
 from vitwire_server.towers.tile_encoders import siglip
-from vitwire_server.towers.tile_settings import shade, tiled
+from vitwire_server.towers.processors.tiles import shade, tiled
 from vitwire_server.towers.two_view_encoders import DeepseekHybrid, DeepseekOcr2, Step3
-from vitwire_server.towers.two_views import CropFamily, PairFamily
+from vitwire_server.towers.layouts.two_views import CropFamily, PairFamily
 
 _OURS = "vitwire_server.towers.two_view_encoders"
 

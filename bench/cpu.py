@@ -1,0 +1,273 @@
+"""`make bench`: what can be measured without a GPU. Ratios, since absolute times are the machine's.
+
+Planner and ladder against the packing of others, our eager forward against plain transformers, our
+framing of messages against plain protobuf. The last line of stdout is one JSON document.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import google.protobuf
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square
+from bench.sizes import MERGE, footprints
+from vitwire import wire
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.fitting.command import Score
+from vitwire_server.core.budgets import Ladder, budget
+from vitwire_server.core.costs import ASSUMED
+from vitwire_server.core.grids import Footprint
+from vitwire_server.core.items import Item
+from vitwire_server.core.plans import Fallback
+from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.compiling import HotShapes
+from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.graphs import GraphSet, Simulated
+from vitwire_server.runtime.lanes import HostLanes
+from vitwire_server.runtime.staging import Stager
+from vitwire_server.fitting.ascending import plan_ascending
+from vitwire_server.fitting.ladders import loads, optimal_ladder, powers_of_two
+from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.fitting.traces import queues, read_trace
+from vitwire_server.towers.layouts.packed import PackedTower
+
+LARGEST, RUNGS, ITEMS, FRAMES = 4096, 24, 64, 512
+DEPTHS = (1, 4, 16, 64)
+HOT = ("224^2", "448^2")
+"""Loads that a server is taken to see again and again, so that it compiles them."""
+COMPILE_SECONDS = 240
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Row = dict[str, Any]
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    console = Console(width=110)
+    document: Row = {"bench": "cpu", **_environment(), "quick": options.quick}
+    if "planner" in options.parts:
+        document["planner"] = planner(options)
+        _show(console, "planner: our ladder and packing, against ascending on powers of two", document["planner"])
+    if "towers" in options.parts:
+        document["towers"] = towers(quick=options.quick, repeats=options.repeats)
+        _show(console, "eager forward: ours over plain transformers (below 1 is faster)", document["towers"])
+    if "codec" in options.parts:
+        document["codec"] = codec(options)
+        _show(console, "framing of an item's message: plain protobuf over ours (above 1 is faster)", document["codec"])
+    print(json.dumps(document))
+
+
+# -- planner -----------------------------------------------------------------------------------------------
+
+
+def planner(options: argparse.Namespace) -> list[Row]:
+    """A ladder fitted on one window and judged on another one, for each source of windows."""
+    requests = 500 if options.quick else 5000
+    rows = _judged("shipped sizes", footprints(requests, 1), footprints(requests, 2))
+    if options.trace:
+        judged = read_trace(options.judge or options.trace, MERGE)
+        rows += _judged(options.trace.name, read_trace(options.trace, MERGE), judged)
+    return rows
+
+
+def _judged(name: str, fitted: Sequence[Footprint], judged: Sequence[Footprint]) -> list[Row]:
+    sizes = optimal_ladder(loads([each.tokens for each in fitted], LARGEST), RUNGS, LARGEST, ASSUMED)
+    ours, doubling = _ladder(sizes), _ladder(powers_of_two(LARGEST))
+    plan = Planner(ours, Bounds(LARGEST, ITEMS, FRAMES), without_graph=Fallback.GRAPHS_OFF).plan
+    return [_depth(name, depth, judged, plan, lambda queue: plan_ascending(queue, doubling, ITEMS)) for depth in DEPTHS]
+
+
+def _depth(
+    name: str, depth: int, judged: Sequence[Footprint], ours: Callable[..., Any], theirs: Callable[..., Any]
+) -> Row:
+    """Both packings over the same queues."""
+    row: Row = {"sizes": name, "depth": depth}
+    for who, plan in (("ours", ours), ("theirs", theirs)):
+        score, taken = Score(), []
+        for queue in queues(judged, depth):
+            start = time.perf_counter()
+            made = plan(queue)
+            taken.append(time.perf_counter() - start)
+            score.add(made, queue)
+        row |= {
+            f"padding_{who}": round(score.padding, 4),
+            f"launches_{who}": score.launches,
+            f"seconds_{who}": round(score.seconds, 3),
+            f"us_per_plan_{who}": round(1e6 * median(taken), 1),
+        }
+    return row
+
+
+def _ladder(sizes: Sequence[int]) -> Ladder:
+    return Ladder(tuple(budget(size, merge=MERGE, max_items=ITEMS, max_frames=FRAMES) for size in sizes))
+
+
+# -- towers ------------------------------------------------------------------------------------------------
+
+
+def towers(*, quick: bool, repeats: int) -> list[Row]:
+    """Our engine without graphs beside plain transformers with sdpa, on the same weights and pixels."""
+    depth, hidden = (2, 128) if quick else (6, 512)
+    rows = []
+    for name in ("Qwen3-VL-8B", "Qwen2.5-VL-7B"):
+        model_type, fields = PUBLISHED[name]
+        for label, dtype in DTYPES.items():
+            theirs = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
+            ours = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
+            ours.rewrite()
+            ours.use_attention(choose("sdpa", CPU, dtype, *ours.heads, captured=False).implementation)
+            hot = HotShapes(ours, hits=1) if dtype is torch.bfloat16 and not quick else None
+            for load in _loads(ours, quick=quick):
+                compared = _compared(ours, theirs, load, hot if load.name in HOT else None, 1 if quick else repeats)
+                rows.append({"tower": model_type, "dtype": label, **compared})
+    return rows
+
+
+def _loads(tower: PackedTower, *, quick: bool) -> list[Load]:
+    small, middle, large = (square(tower, side) for side in (224, 448, 672))
+    clip = square(tower, 224, frames=8)
+    loads_ = [Load("224^2", [small]), Load("448^2", [middle]), Load("8x224^2 clip", [clip])]
+    packed = Load("packed 6x224^2 + 2x448^2", [small] * 6 + [middle] * 2)
+    return [*loads_[:1], packed] if quick else [*loads_, Load("672^2", [large]), packed]
+
+
+def _stager(tower: PackedTower) -> Stager:
+    return Stager(tower.geometry, preprocessing(), tower.device)
+
+
+def _engine(tower: PackedTower, hot: HotShapes | None = None) -> Engine:
+    graphs = GraphSet(tower, Ladder(), Simulated())
+    return Engine(tower, graphs, _stager(tower), HostLanes(), hot.forward if hot else None)
+
+
+def _compared(ours: PackedTower, theirs: PackedTower, load: Load, hot: HotShapes | None, repeats: int) -> Row:
+    """All paths in turns, so that a machine that slows down slows all of them."""
+    pixels = draw(theirs, load.grids)
+    batch = items(ours, load.grids, pixels)
+    runs: list[Callable[[], Any]] = [
+        lambda: plain(theirs, pixels, load.grids),
+        partial(_encode, _engine(ours), batch),
+    ]
+    if hot and _compiled(hot, _engine(ours, hot), batch):
+        runs.append(partial(_encode, _engine(ours, hot), batch))
+    stock, eager, *compiled = _in_turns(runs, repeats)
+    return {
+        "load": load.name,
+        "patches": len(pixels),
+        "ours_over_plain_median": round(median(eager) / median(stock), 3),
+        "ours_over_plain_fastest": round(min(eager) / min(stock), 3),
+        "compiled_over_plain_median": round(median(compiled[0]) / median(stock), 3) if compiled else None,
+        "spread_plain": round(max(stock) / min(stock), 3),
+    }
+
+
+def _encode(engine: Engine, batch: Sequence[Item]) -> None:
+    engine.launch(batch, None).collect()
+
+
+def _compiled(hot: HotShapes, engine: Engine, batch: Sequence[Item]) -> bool:
+    """Whether the shape of this batch is compiled and in use, once its compilation is done."""
+    before, until = len(hot.ready), time.monotonic() + COMPILE_SECONDS
+    while len(hot.ready) == before and time.monotonic() < until:
+        _encode(engine, batch)
+        time.sleep(0.5)
+    return len(hot.ready) > before
+
+
+def _in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
+    """Seconds of each run, after one to warm up; short ones are repeated more often, for two seconds."""
+    taken: list[list[float]] = [[] for _ in runs]
+    until = time.monotonic() + 2
+    turn = 0
+    while turn <= repeats or (turn <= 5 * repeats and time.monotonic() < until):
+        for run, times in zip(runs, taken, strict=True):
+            start = time.perf_counter()
+            run()
+            if turn:
+                times.append(time.perf_counter() - start)
+        turn += 1
+    return taken
+
+
+# -- codec -------------------------------------------------------------------------------------------------
+
+
+def codec(options: argparse.Namespace) -> list[Row]:
+    """An item of many bytes written and read, its pixels as a view or bytes in either case."""
+    columns = 1536
+    patches = (1 << 20 if options.quick else 12 << 20) // columns
+    pixels = bytes(patches * columns)
+    item = pb.Item(modality=pb.MODALITY_IMAGE, grid=pb.Grid(t=1, h=2, w=patches // 2))
+    item.pixels.data_type = pb.DATA_TYPE_UINT8
+    item.pixels.shape.extend((patches, columns))
+    request = wire.Request(pb.EncodeRequest(items=[item]), [wire.ItemTensors(pixels)])
+    raw = wire.write_request(request)
+    assert raw == _protobuf_write(request.message, pixels)
+    repeats = 3 if options.quick else 50
+    rows = []
+    for verb, runs in (
+        ("write", (partial(wire.write_request, request), partial(_protobuf_write, request.message, pixels))),
+        ("read", (partial(wire.read_request, raw), partial(_protobuf_read, raw))),
+    ):
+        ours, theirs = (median(times) for times in _in_turns(runs, repeats))
+        rows.append({"verb": verb, "bytes": len(raw), "protobuf_over_ours": round(theirs / ours, 1)})
+    return rows
+
+
+def _protobuf_write(message: pb.EncodeRequest, pixels: bytes) -> bytes:
+    whole = pb.EncodeRequest()
+    whole.CopyFrom(message)
+    whole.items[0].pixels.data = pixels
+    return whole.SerializeToString()
+
+
+def _protobuf_read(raw: bytes) -> bytes:
+    return pb.EncodeRequest.FromString(raw).items[0].pixels.data
+
+
+# -- output ------------------------------------------------------------------------------------------------
+
+
+def _environment() -> Mapping[str, Any]:
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "protobuf": google.protobuf.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _show(console: Console, title: str, rows: Sequence[Row]) -> None:
+    table = Table(*(name.replace("_", "\n") for name in rows[0]), title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("bench", description=__doc__)
+    parts = ["planner", "towers", "codec"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--trace", type=Path, help="recorded sizes to fit a ladder to, beside the shipped ones")
+    parser.add_argument("--judge", type=Path, help="another recording that is packed with it; default: the same")
+    parser.add_argument("--repeats", type=int, default=5, help="timed forwards of each kind per row, at least")
+    parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs, measures nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

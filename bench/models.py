@@ -1,0 +1,149 @@
+"""Vision towers of published and of bench sizes, with random weights, built on a device without a checkpoint."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.layouts.packed import PackedTower
+from vitwire_server.demo.tiny import CLIP, STEPS, write_json
+
+_QWEN3 = {"patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
+PUBLISHED: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "Qwen3-VL-8B": (
+            "qwen3_vl",
+            {**_QWEN3, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+            | {"out_hidden_size": 4096},
+        ),
+        "Qwen2.5-VL-7B": (
+            "qwen2_5_vl",
+            {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+            | {"fullatt_block_indexes": [7, 15, 23, 31], "window_size": 112, "patch_size": 14},
+        ),
+        "Qwen2-VL-7B": (
+            "qwen2_vl",
+            {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14},
+        ),
+    }
+)
+"""Vision towers as published: model type and the fields of its vision config."""
+
+
+def shrunk(fields: Mapping[str, Any], depth: int, hidden: int) -> dict[str, Any]:
+    """A tower of the same shape, but of so many layers and columns; heads of 64."""
+    small = {**fields, "depth": depth, "num_heads": hidden // 64}
+    factor = hidden / fields.get("embed_dim", fields["hidden_size"])
+    if "embed_dim" in fields:
+        return small | {"embed_dim": hidden, "hidden_size": 2 * hidden}
+    small |= {"hidden_size": hidden, "out_hidden_size": 2 * hidden}
+    small["intermediate_size"] = int(fields["intermediate_size"] * factor) // 8 * 8
+    for key in ("deepstack_visual_indexes", "fullatt_block_indexes"):
+        if key in fields:
+            small[key] = sorted({index * depth // fields["depth"] for index in fields[key]})
+    return small
+
+
+def build(model_type: str, fields: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> PackedTower:
+    """The tower with random weights. Built in `dtype`, never cast to it, so rotary frequencies stay float32."""
+    family = FAMILIES[model_type]
+    tower_class: Any = family.tower.resolve()
+    config_class: Any = type(CONFIG_MAPPING[model_type]().vision_config)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = tower_class._from_config(config_class(**fields), dtype=dtype, attn_implementation="sdpa")
+    model = model.eval().requires_grad_(requires_grad=False).to(device)
+    assert all(buffer.dtype is torch.float32 for _, buffer in model.named_buffers()), "rotary frequencies"
+    tower: PackedTower = family.build({"tower": model}, SimpleNamespace(vision_config=model.config))
+    return tower
+
+
+def write(model_type: str, fields: Mapping[str, Any], out: Path) -> Any:
+    """A checkpoint of the tower alone with random weights, in bfloat16, in shards; returns transformers' tower."""
+    family = FAMILIES[model_type]
+    config_class: Any = CONFIG_MAPPING[model_type]
+    config = config_class(vision_config=dict(fields), dtype="bfloat16")
+    torch.manual_seed(0)
+    source: Any = family.tower.resolve()
+    tower = source._from_config(family.tower.configuration(config), dtype=torch.bfloat16).eval()
+    prefix = next(iter(family.tower.prefixes))
+    weights = {f"{prefix}{name}": tensor for name, tensor in tower.state_dict().items()}
+    save_torch_state_dict(weights, out, max_shard_size="500MB")
+    config.save_pretrained(out)
+    sizes = {"shortest_edge": 56**2, "longest_edge": 3584**2}
+    write_json(out / "preprocessor_config.json", {**STEPS, **CLIP, "size": sizes})
+    return tower
+
+
+def preprocessing() -> dict[Modality, Preprocessing]:
+    """Settings of processors that scale pixels to [-1, 1]; bounds play no part here."""
+    settings = Preprocessing(1, 1 << 30, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3, bounds_span_frames=False)
+    return {Modality.IMAGE: settings, Modality.VIDEO: settings}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One forward to time: its name and the grids that share it."""
+
+    name: str
+    grids: Sequence[Grid]
+
+
+def square(tower: PackedTower, side: int, frames: int = 1) -> Grid:
+    """The grid of an image, or of a clip of so many frames, of `side` pixels, rounded down to whole tokens."""
+    geometry = tower.geometry
+    patches = side // (geometry.patch * geometry.merge) * geometry.merge
+    return Grid(-(-frames // geometry.temporal), patches, patches)
+
+
+def draw(tower: PackedTower, grids: Sequence[Grid]) -> Tensor:
+    """Random pixels of all grids in the tower's dtype, on its device, as the processor lays them out."""
+    rows = sum(grid.patches for grid in grids)
+    columns = tower.geometry.columns(frames=tower.geometry.temporal)
+    return torch.randn(rows, columns, dtype=tower.dtype, device=tower.device)
+
+
+def items(tower: PackedTower, grids: Sequence[Grid], pixels: Tensor) -> list[Item]:
+    """The same pixels as items that a server would get."""
+    dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
+    parts = torch.split(pixels.cpu(), [grid.patches for grid in grids])
+    return [
+        Item(
+            Modality.IMAGE if grid.t == 1 else Modality.VIDEO,
+            grid,
+            Pixels(bytes(part.contiguous().view(torch.uint8).numpy().data), dtype, tuple(part.shape)),
+            tower.footprint(grid),
+            dtype,
+        )
+        for grid, part in zip(grids, parts, strict=True)
+    ]
+
+
+@contextmanager
+def stock(tower: PackedTower, implementation: str) -> Iterator[None]:
+    """The tower's model attends as transformers does by itself, for as long as this lasts."""
+    before = tower.model.config._attn_implementation
+    tower.use_attention(implementation)
+    try:
+        yield
+    finally:
+        tower.use_attention(before)
+
+
+@torch.inference_mode()
+def plain(tower: PackedTower, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+    """What plain transformers computes: grids as a tensor, everything else found out within the forward."""
+    output = tower.model(pixels, grid_thw=torch.tensor(grids, device=tower.device))
+    deepstack = output.deepstack_features if tower.family.deepstack else []
+    return torch.cat([output.pooler_output, *deepstack], dim=-1)

@@ -1,0 +1,1 @@
+"""Embeddings by content: the cache, its keys, and single flight."""

@@ -1,0 +1,48 @@
+"""What items show, as keys of the embedding cache."""
+
+from secrets import randbits
+
+from xxhash import xxh3_128
+
+from vitwire_server.core.items import Ask, Item
+from vitwire_server.caching.cache import Content, Key, Name
+
+_SEED = randbits(64)
+"""Of this process alone, so that nobody can prepare two contents of one digest."""
+
+
+class Digest:
+    """The digest of bytes that come in chunks."""
+
+    def __init__(self) -> None:
+        self._hash = xxh3_128(seed=_SEED)
+
+    def add(self, data: memoryview | bytes | bytearray) -> None:
+        """The next bytes."""
+        self._hash.update(data)
+
+    def value(self) -> bytes:
+        """16 bytes."""
+        return self._hash.digest()
+
+
+def digest_of(item: Item) -> bytes:
+    """The digest of all bytes of an item: its pixels, then its crops."""
+    digest = Digest()
+    digest.add(item.pixels.data)
+    if item.crops:
+        digest.add(item.crops.data)
+    return digest.value()
+
+
+def key_of(item: Item, digest: bytes, principal: str, fingerprint: str) -> Key:
+    """Under what the embedding of an item is cached."""
+    forms = tuple((tensor.dtype, tensor.shape) for tensor in (item.pixels, item.crops) if tensor)
+    return Key(principal, fingerprint, item.output, item.keep_ratio, Content(item.modality, item.grid, forms, digest))
+
+
+def name_of(item: Item | Ask, principal: str, fingerprint: str) -> Name | None:
+    """The name that the client gave the item; None if none."""
+    if not item.content_id:
+        return None
+    return Name(principal, fingerprint, item.output, item.keep_ratio, item.content_id)

@@ -1,0 +1,1 @@
+"""Settings, and how flags, environment variables and TOML become them."""

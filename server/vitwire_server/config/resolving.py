@@ -1,0 +1,105 @@
+"""From flags, environment variables and a TOML file to settings, and the errors about wrong ones."""
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp, SettingsError
+
+from vitwire_server.config.host import memory_limit
+from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.config.variables import PREFIX, ignored_settings, unknown_variables
+
+
+def resolve(arguments: Sequence[str]) -> ServeSettings:
+    """Settings from flags, environment and TOML. Raises UsageError; `--help` exits."""
+    flags, config = _config(list(arguments))
+    _refuse_negations()
+    try:
+        source = type("ServeSettings", (ServeSettings,), {"toml": config}) if config else ServeSettings
+        settings: ServeSettings = CliApp.run(source, cli_args=flags)
+    except ValidationError as error:
+        raise UsageError("; ".join(_told(each, config) for each in error.errors())) from error
+    except (SettingsError, ValueError, RecursionError) as error:
+        raise UsageError(f"{config or 'settings'}: {error}") from error
+    if settings.strict_config and (unknown := unknown_variables(ServeSettings.model_fields)):
+        raise UsageError("; ".join(unknown))
+    return settings
+
+
+def warnings(settings: ServeSettings) -> list[str]:
+    """Sentences about variables without effect, and about bounds that are more than a container may use."""
+    fields = ServeSettings.model_fields
+    unknown = [f"ignored: {each}" for each in unknown_variables(fields)]
+    limit = memory_limit()
+    return [*ignored_settings(fields), *unknown, *(_memory(settings, limit) if limit else ())]
+
+
+def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:
+    """Graphs count where their buffers are in this machine's memory."""
+    bounds = {"--max-queued-bytes": settings.max_queued_bytes, "--cache-bytes": settings.cache_bytes}
+    if settings.graphs == "simulated":
+        bounds["--graph-memory"] = settings.graph_memory
+    processes = max(1, len(settings.device_list))
+    if processes * sum(bounds.values()) > limit:
+        flags = " + ".join(f"{flag} {_size(value)}" for flag, value in bounds.items() if value)
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        yield (
+            f"the memory limit of this cgroup is {_size(limit)}, less than {flags}{each}: under load the kernel would "
+            "kill the server; lower these settings, or raise the limit"
+        )
+
+
+def _size(value: int) -> str:
+    return f"{value / (1 << 30):.1f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.1f} MiB"
+
+
+def log_format(arguments: Sequence[str]) -> str:
+    """The log format of arguments that may be wrong otherwise, for the line that says so; not read from TOML."""
+    named = [value for flag, value in pairwise(arguments) if flag == "--log-format"]
+    joined = [word.partition("=")[2] for word in arguments if word.startswith("--log-format=")]
+    return (*named, *joined, os.environ.get(f"{PREFIX}LOG_FORMAT", "text"))[0]
+
+
+def _config(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """Flags without `--config FILE`, and the file. Raises UsageError."""
+    named = os.environ.get(f"{PREFIX}CONFIG")
+    rest: list[str] = []
+    flags = iter(arguments)
+    for flag in flags:
+        if flag == "--config" or flag.startswith("--config="):
+            named = flag.partition("=")[2] or next(flags, "")
+        else:
+            rest.append(flag)
+    if not named:
+        return rest, None
+    if not Path(named).is_file():
+        raise UsageError(f"--config {named}: no such file")
+    return rest, Path(named)
+
+
+def _refuse_negations() -> None:
+    """`--no-metrics` has no variable of its own. Raises UsageError if one is set."""
+    for variable, value in os.environ.items():
+        name = variable.upper().removeprefix(f"{PREFIX}NO_")
+        field = ServeSettings.model_fields.get(name.lower())
+        if value and name != variable.upper() and field and field.annotation is bool:
+            raise UsageError(f"{variable}: no such variable; set {PREFIX}{name}=off instead")
+
+
+def _told(error: Any, config: Path | None) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, of another package
+    if error["type"] == "extra_forbidden":  # flags are argparse's, other variables nobody's
+        return _unknown_key(str(error["loc"][0]), config)
+    field = "-".join(map(str, error["loc"])).replace("_", "-")
+    given = "" if error["type"] == "missing" else f" (got {error['input']!r})" if field else ""
+    told = str(error["msg"]).removeprefix("Value error, ")
+    return f"--{field}: {told}{given}" if field else told
+
+
+def _unknown_key(key: str, config: Path | None) -> str:
+    name = key.replace("-", "_")
+    meant = f"; keys have underscores: {name}" if name != key and name in ServeSettings.model_fields else ""
+    return f"{config}: no such key: {key}{meant}"

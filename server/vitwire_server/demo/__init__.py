@@ -1,0 +1,1 @@
+"""Tiny whole models with random weights, and the `demo-checkpoint` command."""

@@ -1,0 +1,27 @@
+"""Tiny whole VLMs in hub layout: random weights of a fixed seed, for demos and tests."""
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from vitwire_server.demo.tiny import Tiny, write
+from vitwire_server.demo.raster import NAVIT
+from vitwire_server.demo.packed import PACKED
+from vitwire_server.demo.tiles import TILES
+
+_MODELS: Mapping[str, Tiny] = MappingProxyType({**PACKED, **TILES, **NAVIT})
+
+
+def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
+    """Write a tiny VLM of this type: sharded safetensors in bfloat16, index, processor settings.
+
+    It has the layout that its authors publish. The same arguments write the same bytes. Files have the mode that
+    the umask gives. Raises ValueError if there is no tiny model of this type.
+    """
+    if model_type not in _MODELS:
+        raise ValueError(f"no demo checkpoint of model_type {model_type!r}; there are: {', '.join(_MODELS)}")
+    write(model_type, _MODELS[model_type], out, seed)
+    mode = (out / "config.json").stat().st_mode
+    for path in out.glob("*.safetensors"):  # which safetensors makes readable by their owner alone
+        path.chmod(stat.S_IMODE(mode))

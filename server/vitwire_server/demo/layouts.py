@@ -1,0 +1,161 @@
+"""Tiny models in the layouts that their authors publish, where those are not transformers' own."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vitwire_server.demo.tiny import SHARD, TEXT, VISION, Json, save_plain, write_json
+
+_INDEX = "model.safetensors.index.json"
+_KIMI_NAMES = {
+    "model.mm_projector.": "mm_projector.",
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+}
+_KIMI_VL_NAMES = {
+    **_KIMI_NAMES,
+    "mm_projector.proj.0.": "multi_modal_projector.linear_1.",
+    "mm_projector.proj.2.": "multi_modal_projector.linear_2.",
+    "mm_projector.": "multi_modal_projector.",
+}
+_ORIGINAL_NAMES = (
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.multi_modal_projector\.layer_norm\.", "mlp1.0."),
+    (r"^model\.multi_modal_projector\.linear_1\.", "mlp1.1."),
+    (r"^model\.multi_modal_projector\.linear_2\.", "mlp1.3."),
+    (r"^model\.vision_tower\.", "vision_model."),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"\.lambda_([12])$", r".ls\1"),
+    (r"\.attention\.projection_layer\.", ".attn.proj."),
+    (r"\.attention\.([qk]_norm)\.", r".attn.\1."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.cls_token$", ".class_embedding"),
+    (r"\.position_embeddings$", ".position_embedding"),
+    (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
+)
+
+
+def save_internvl(model: Any, out: Path) -> None:  # noqa: ANN401 - an InternVL model
+    """Names, fused projections and config.json as OpenGVLab writes them."""
+    weights = _fused(model.state_dict())
+    ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
+    save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
+    content = {
+        "architectures": ["InternVLChatModel"],
+        "model_type": "internvl_chat",
+        "downsample_ratio": 0.5,
+        "dynamic_image_size": True,
+        "force_image_size": model.config.vision_config.image_size[0],
+        "max_dynamic_patch": 6,
+        "min_dynamic_patch": 1,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "torch_dtype": "bfloat16",
+        "use_thumbnail": True,
+        "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
+        "vision_config": _intern_vit(model.config.vision_config),
+    }
+    write_json(out / "config.json", content)
+
+
+def _fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The original's names; of each attention module one projection for query, key and value."""
+    weights: dict[str, Tensor] = {}
+    fused: dict[str, list[Tensor]] = {}
+    for name, tensor in state.items():
+        for pattern, replacement in _ORIGINAL_NAMES:
+            name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
+        if found := re.search(r"\.attention\.[qkv]_proj\.", name):
+            fused.setdefault(name.replace(found[0], ".attn.qkv."), []).append(tensor)
+        else:
+            weights[name] = tensor
+    # The state dict of an attention module lists its projections in the order of its fields: q, k, v.
+    return weights | {name: torch.cat(parts) for name, parts in fused.items()}
+
+
+def _intern_vit(vision: Any) -> Json:  # noqa: ANN401 - a configuration of transformers
+    """The tower's part of config.json."""
+    return {
+        "architectures": ["InternVisionModel"],
+        "model_type": "intern_vit_6b",
+        **VISION,
+        "hidden_act": "gelu",
+        "image_size": vision.image_size[0],
+        "layer_norm_eps": vision.layer_norm_eps,
+        "norm_type": vision.norm_type,
+        "patch_size": vision.patch_size[0],
+        "qk_normalization": vision.use_qk_norm,
+        "qkv_bias": vision.attention_bias,
+    }
+
+
+_STEP3_FIELDS = {"hidden_size": "width", "num_attention_heads": "heads", "num_hidden_layers": "layers"}
+
+
+def save_step3(model_type: str) -> Callable[[Any, Path], None]:
+    """Step-3.7's weights, whose names are those of the hub anyway, and config.json in the words of an earlier model."""
+
+    def save(model: Any, out: Path) -> None:  # noqa: ANN401 - a Step-3.7 model
+        save_plain(model, out)
+        settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        vision = {_STEP3_FIELDS.get(name, name): value for name, value in settings["vision_config"].items()}
+        vision["ls_init_value"] = vision.pop("layer_scale_init_value")
+        vision["model_type"] = "perception_encoder"
+        write_json(out / "config.json", {**settings, "model_type": model_type, "vision_config": vision})
+
+    return save
+
+
+def save_kimi(model: Any, out: Path) -> None:  # noqa: ANN401 - a Kimi K2.5 model
+    """Names as Moonshot AI publishes them, which transformers reads and does not write."""
+    save_plain(model, out)
+    _rename(out, _KIMI_NAMES)
+
+
+def save_kimi_vl(model: Any, out: Path) -> None:  # noqa: ANN401 - a Kimi K2.5 model
+    """transformers has no classes for Kimi-VL: those of Kimi K2.5 write its weights."""
+    save_plain(model, out)
+    _rename(out, _KIMI_VL_NAMES)
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    vision = written["vision_config"]
+    height, width = vision.pop("pos_emb_height"), vision.pop("pos_emb_width")
+    del vision["pos_emb_time"]
+    vision |= {"model_type": "moonvit", "init_pos_emb_height": height, "init_pos_emb_width": width}
+    content = {
+        "architectures": ["KimiVLForConditionalGeneration"],
+        "model_type": "kimi_vl",
+        "text_config": written["text_config"],
+        "torch_dtype": "bfloat16",
+        "vision_config": vision,
+    }
+    write_json(out / "config.json", content)
+
+
+def _rename(out: Path, names: Mapping[str, str]) -> None:
+    """Replace, one after the other, parts of the names of all weights."""
+
+    def name(key: str) -> str:
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
+        return key
+
+    for shard in out.glob("*.safetensors"):
+        weights = {name(key): tensor for key, tensor in load_file(shard).items()}
+        save_file(weights, shard, metadata={"format": "pt"})
+    index = json.loads((out / _INDEX).read_text(encoding="utf-8"))
+    write_json(out / _INDEX, {**index, "weight_map": {name(key): shard for key, shard in index["weight_map"].items()}})
+
+
+def save_qwen2_5_omni(model: Any, out: Path) -> None:  # noqa: ANN401 - a Qwen2.5-Omni model
+    """With the talker's voices, a file that the published checkpoints have: there are none."""
+    save_plain(model, out)
+    torch.save({}, out / "spk_dict.pt")

@@ -1,0 +1,195 @@
+"""Tiny whole VLMs of the packed `grid_thw` family, in the layouts that their authors publish."""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+from vitwire_server.towers.layouts.packed import PackedFamily, sizes
+from vitwire_server.towers.packed_rows import PACKED_ROWS
+from vitwire_server.demo.tiny import CLIP, HALF, STEPS, TEXT, Json, Tiny, save_plain
+from vitwire_server.demo.layouts import save_kimi, save_kimi_vl, save_qwen2_5_omni
+
+_IMAGE_TOKENS = (16, 1280)
+"""Bounds of an image's tokens, as the published processors have them."""
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_TEXT = {**TEXT, "pad_token_id": 0, "rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_QWEN3_TEXT = {**_TEXT, "head_dim": 16}
+_HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 64,
+}
+_GLM_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_DEEPSEEK_TEXT = {
+    **_TEXT,
+    **_ROUTED,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "rope_parameters": _ROPE,
+}
+_MINIMAX_TEXT = {
+    **_QWEN3_TEXT,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "dense_intermediate_size": 128,
+    "shared_intermediate_size": 64,
+    "rotary_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+}
+_ERNIE_TEXT = {
+    **_TEXT,
+    "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+    "moe_intermediate_size": [64, 64],
+    "moe_k": 2,
+    "moe_num_experts": 4,
+    "moe_num_shared_experts": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+
+_TOWER = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+_QWEN2_5_TOWER = {**_TOWER, "fullatt_block_indexes": [1, 3]}
+_QWEN3_TOWER = {**_TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2]}
+_QWEN3_5_TOWER = {**_TOWER, "num_position_embeddings": 256}
+_GLM_TOWER = {**_TOWER, "image_size": 112}
+_LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_KIMI_TOWER = {**_LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
+
+_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+_MARKED = {
+    "image_token_id": 500,
+    "video_token_id": 501,
+    "image_start_token_id": 502,
+    "image_end_token_id": 503,
+    "video_start_token_id": 504,
+    "video_end_token_id": 505,
+}
+_INDEXED = {"image_token_index": 500, "video_token_index": 501, "audio_token_index": 506}
+_STARTS = {"vision_start_token_id": 502, "vision_end_token_id": 503, "audio_start_token_id": 507}
+_AUDIO = {
+    "num_mel_bins": 8,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "d_model": 32,
+    "n_window": 4,
+    "output_dim": 64,
+    "downsample_hidden_size": 8,
+}
+
+
+def _whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str, Any] = _TOKENS) -> Json:
+    return {"text_config": dict(text), "vision_config": dict(vision), **more}
+
+
+_THINKER_2_5 = _whole(_TEXT, _QWEN2_5_TOWER, {**_INDEXED, **_STARTS, "audio_config": _AUDIO})
+_THINKER_3 = _whole({**_QWEN3_TEXT, **_EXPERTS}, _QWEN3_TOWER, {**_TOKENS, "audio_config": _AUDIO})
+
+_CONFIGS: Mapping[str, Json] = {
+    "qwen2_vl": _whole(_TEXT, {"depth": 4, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}),
+    "qwen2_5_vl": _whole(_TEXT, _QWEN2_5_TOWER),
+    "qwen3_vl": _whole(_QWEN3_TEXT, _QWEN3_TOWER),
+    "qwen3_vl_moe": _whole({**_QWEN3_TEXT, **_EXPERTS}, _QWEN3_TOWER),
+    "qwen3_5": _whole({**_QWEN3_TEXT, **_HYBRID}, _QWEN3_5_TOWER),
+    "qwen3_5_moe": _whole({**_QWEN3_TEXT, **_HYBRID, **_EXPERTS}, _QWEN3_5_TOWER),
+    "qwen2_5_omni": {"thinker_config": _THINKER_2_5, "enable_audio_output": False},
+    "qwen2_5_omni_thinker": _THINKER_2_5,
+    "qwen3_omni_moe": {"thinker_config": _THINKER_3, "enable_audio_output": False},
+    "qwen3_omni_moe_thinker": _THINKER_3,
+    "glm4v": _whole(_GLM_TEXT, _GLM_TOWER, _MARKED),
+    "glm46v": _whole(_GLM_TEXT, {"model_type": "glm4v_vision", **_GLM_TOWER}, _MARKED),
+    "glm4v_moe": _whole({**_GLM_TEXT, **_ROUTED}, _GLM_TOWER, _MARKED),
+    "glm_ocr": _whole(_GLM_TEXT, _GLM_TOWER, _MARKED),
+    "kimi_k25": _whole(_DEEPSEEK_TEXT, _KIMI_TOWER, {**_TOKENS, "projection_hidden_size": 64}),
+    "kimi_vl": _whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**_TOKENS, "projection_hidden_size": 64}),
+    "paddleocr_vl": _whole(_QWEN3_TEXT, {**_LAYERS, "image_size": 112}),
+    "minimax_m3_vl": _whole(_MINIMAX_TEXT, _LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
+    "ernie4_5_vl_moe": _whole(_ERNIE_TEXT, {**_TOWER, "rms_norm_eps": 1e-6}, _MARKED),
+}
+_QWEN = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
+_GLM = ("Glm4vImageProcessor", "Glm4vVideoProcessor")
+_PROCESSORS: Mapping[str, tuple[str, str | None]] = {
+    "qwen3_vl": (_QWEN[0], "Qwen3VLVideoProcessor"),
+    "qwen3_vl_moe": (_QWEN[0], "Qwen3VLVideoProcessor"),
+    "qwen3_5": (_QWEN[0], "Qwen3VLVideoProcessor"),
+    "qwen3_5_moe": (_QWEN[0], "Qwen3VLVideoProcessor"),
+    "glm4v": _GLM,
+    "glm46v": ("Glm46VImageProcessor", "Glm46VVideoProcessor"),
+    "glm4v_moe": _GLM,
+    "glm_ocr": ("Glm46VImageProcessor", "Glm46VVideoProcessor"),
+    "kimi_k25": ("Kimi_K25ImageProcessor", "Kimi_K25VideoProcessor"),
+    "paddleocr_vl": ("PaddleOCRVLImageProcessor", None),
+    "minimax_m3_vl": ("MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor"),
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoeImageProcessor", "Ernie4_5_VLMoeVideoProcessor"),
+}
+
+
+def _files(family: PackedFamily, config: Any) -> dict[str, Json]:  # noqa: ANN401 - of many classes
+    size = sizes(family.tower.configuration(config))
+    shared = {
+        **STEPS,
+        **(HALF if size.patch == 16 or not family.prepared else CLIP),
+        "merge_size": size.merge,
+        "patch_size": size.patch,
+        "resample": 3,
+        "temporal_patch_size": size.temporal,
+    }
+    image_type, video_type = _PROCESSORS.get(family.model_type, _QWEN)
+    area = (size.patch * size.merge) ** 2
+    bounds = (
+        {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384}
+        if not family.prepared
+        else _size(*(tokens * area for tokens in _IMAGE_TOKENS))
+    )
+    files = {"preprocessor_config.json": {**shared, "image_processor_type": image_type, **bounds}}
+    if video_type and family.videos:
+        video = {"video_processor_type": video_type, **_size(*family.video_pixels)}
+        files["video_preprocessor_config.json"] = {**shared, **video}
+    return files
+
+
+def _size(smallest: int, largest: int) -> Json:
+    return {"size": {"shortest_edge": smallest, "longest_edge": largest}}
+
+
+_SAVE = {"kimi_k25": save_kimi, "kimi_vl": save_kimi_vl, "qwen2_5_omni": save_qwen2_5_omni}
+_BASE = {"kimi_vl": "kimi_k25"}
+_AUTO = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), AutoModelForMultimodalLM)
+"""Omni models are whole only with their talkers, even if those are switched off."""
+
+PACKED: Mapping[str, Tiny] = MappingProxyType(
+    {
+        row.model_type: Tiny(
+            config=_CONFIGS[row.model_type],
+            files=partial(_files, row),
+            base=_BASE.get(row.model_type),
+            auto=_AUTO.get(row.model_type, AutoModelForImageTextToText),
+            save=_SAVE.get(row.model_type, save_plain),
+        )
+        for row in PACKED_ROWS
+    }
+)

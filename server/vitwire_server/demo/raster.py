@@ -1,0 +1,105 @@
+"""Tiny whole VLMs that take packed patches without `grid_thw`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transformers import AutoModel
+
+from vitwire_server.demo.tiny import CLIP, HALF, TEXT, VISION, Tiny, save_plain, tiny_vlm
+
+_PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
+_LONGEST = {
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": 14,
+    "resample": 3,
+    "size": {"longest_edge": 448},
+}
+
+
+def _save_gemma4(model: Any, out: Path) -> None:  # noqa: ANN401 - a Gemma 4 model
+    """With other numbers in the buffers that it standardises by than those that change nothing."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("std_bias"):
+            buffer.fill_(0.25)
+        elif name.endswith("std_scale"):
+            buffer.fill_(0.5)
+    save_plain(model, out)
+
+
+NAVIT: Mapping[str, Tiny] = MappingProxyType(
+    {
+        "llava": tiny_vlm(
+            text={"model_type": "mistral", **TEXT, "head_dim": 16},
+            vision=_PIXTRAL,
+            image={**CLIP, **_LONGEST},
+            fields={
+                "image_token_index": 500,
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "full",
+            },
+        ),
+        "mistral3": tiny_vlm(
+            text={"model_type": "mistral", **TEXT, "head_dim": 16},
+            vision=_PIXTRAL,
+            image={**CLIP, **_LONGEST},
+            fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        ),
+        "gemma4": tiny_vlm(
+            text={
+                "model_type": "gemma4_text",
+                **TEXT,
+                "head_dim": 16,
+                "global_head_dim": 16,
+                "hidden_size_per_layer_input": 0,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+                "num_kv_shared_layers": 0,
+                "vocab_size_per_layer_input": 512,
+            },
+            vision={
+                "model_type": "gemma4_vision",
+                **VISION,
+                "head_dim": 16,
+                "num_key_value_heads": 4,
+                "patch_size": 14,
+                "position_embedding_size": 128,
+                "standardize": True,
+            },
+            image={
+                "do_convert_rgb": True,
+                "do_normalize": False,
+                "do_rescale": True,
+                "do_resize": True,
+                "image_processor_type": "Gemma4ImageProcessor",
+                "max_soft_tokens": 70,
+                "patch_size": 14,
+                "pooling_kernel_size": 3,
+                "resample": 3,
+                "rescale_factor": 1 / 255,
+            },
+            fields={"audio_config": None, "image_token_id": 500, "video_token_id": 501, "boi_token_id": 498},
+            save=_save_gemma4,
+        ),
+        "siglip2": tiny_vlm(
+            text={"model_type": "siglip2_text_model", **TEXT, "projection_size": 64},
+            vision={
+                "model_type": "siglip2_vision_model",
+                **VISION,
+                "num_patches": 64,
+                "patch_size": 14,
+                "vision_use_head": True,
+            },
+            image={
+                **HALF,
+                "image_processor_type": "Siglip2ImageProcessor",
+                "max_num_patches": 256,
+                "patch_size": 14,
+                "resample": 2,
+            },
+            fields={},
+            auto=AutoModel,
+        ),
+    }
+)
+"""By `model_type`. Pixtral's is that of LLaVA, which its checkpoints are written as."""

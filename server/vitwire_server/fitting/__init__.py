@@ -1,0 +1,1 @@
+"""Ladders fitted to traces, and the `budgets` command."""

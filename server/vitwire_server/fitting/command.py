@@ -1,0 +1,243 @@
+"""`vitwire-server budgets`: a ladder fitted to a trace, and a judgement of one on another trace."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.capacities import Capacities
+from vitwire_server.core.costs import ASSUMED, EAGER_HOST_SECONDS
+from vitwire_server.core.grids import Footprint
+from vitwire_server.core.plans import Fallback, Plan
+from vitwire_server.fitting.ascending import plan_ascending
+from vitwire_server.fitting.capacities import capacities_of
+from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
+from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.fitting.traces import TraceError, queues, read_trace
+
+_FRAMES = 512
+
+
+@dataclass(slots=True)
+class Eager:
+    """Eager launches for one reason."""
+
+    launches: int = 0
+    items: int = 0
+    tokens: int = 0
+
+    @property
+    def host_seconds(self) -> float:
+        """How long they hold the host, which serves nobody meanwhile."""
+        return self.launches * EAGER_HOST_SECONDS
+
+
+@dataclass(slots=True)
+class Score:
+    """What a way of packing did over a trace."""
+
+    real: int = 0
+    computed: int = 0
+    launches: int = 0
+    seconds: float = 0.0
+    per_budget: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Items and padded tokens by budget."""
+    fallbacks: dict[Fallback, Eager] = field(default_factory=dict)
+    """Eager launches by the reason for them."""
+
+    @property
+    def padding(self) -> float:
+        """Share of computed tokens that no item asked for."""
+        return 1 - self.real / self.computed if self.computed else 0.0
+
+    @property
+    def eager(self) -> int:
+        """Eager launches."""
+        return sum(eager.launches for eager in self.fallbacks.values())
+
+    @property
+    def host_seconds(self) -> float:
+        """How long eager launches hold the host."""
+        return sum(eager.host_seconds for eager in self.fallbacks.values())
+
+    def document(self) -> dict[str, Any]:
+        """For the JSON document."""
+        eager = {
+            str(reason): {
+                "launches": own.launches,
+                "items": own.items,
+                "tokens": own.tokens,
+                "host_seconds": round(own.host_seconds, 6),
+            }
+            for reason, own in self.fallbacks.items()
+        }
+        return {
+            "padding": round(self.padding, 6),
+            "launches": self.launches,
+            "eager": self.eager,
+            "eager_host_seconds": round(self.host_seconds, 6),
+            "eager_launches": eager,
+        }
+
+    def add(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
+        """Count the batches of one queue."""
+        for batch in plan.batches:
+            tokens = sum(footprints[item].tokens for item in batch.items)
+            size = batch.budget.tokens if batch.budget else tokens
+            self.real += tokens
+            self.computed += size
+            self.launches += 1
+            self.seconds += ASSUMED.replay(size) if batch.budget else ASSUMED.eager(size)
+            if batch.budget:
+                items, padded = self.per_budget.get(size, (0, 0))
+                self.per_budget[size] = (items + len(batch.items), padded + size - tokens)
+            elif batch.fallback:
+                eager = self.fallbacks.setdefault(batch.fallback, Eager())
+                eager.launches += 1
+                eager.items += len(batch.items)
+                eager.tokens += tokens
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code. The last line of stdout is one JSON document."""
+    options = _parser().parse_args(words)
+    try:
+        return _run(options)
+    except (TraceError, ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"vitwire-server budgets: {error}\n")
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    trace = read_trace(options.trace, options.merge_size)
+    judged = trace if options.judge is None else read_trace(options.judge, options.merge_size)
+    capacities = capacities_of([*trace, *judged])
+    largest = _budget(capacities, options.max_budget_tokens, options).tokens
+    weights = held_loads(trace, capacities, largest)
+    sizes = optimal_ladder(weights, options.count, largest, ASSUMED)
+    doubling = _ladder(powers_of_two(options.max_budget_tokens), capacities, options)
+    score, reference = _judge(judged, _ladder(sizes, capacities, options), doubling, options)
+    _show(sizes, score, reference, options.queue_depth)
+    gain = 1 - expected_seconds(weights, sizes, ASSUMED) / expected_seconds(
+        weights, [budget.tokens for budget in doubling], ASSUMED
+    )
+    print(f"predicted gain over powers of two at depths 1 and 4: {gain:.1%}")
+    if options.out:
+        options.out.write_text(json.dumps({"budgets": sizes}) + "\n", encoding="utf-8")
+    if options.plot:
+        _plot(options.plot, [footprint.tokens for footprint in trace], sizes)
+    document = {
+        "budgets": sizes,
+        **score.document(),
+        "reference": reference.document(),
+        "gain": round(gain, 4),
+    }
+    print(json.dumps(document))
+    return 0
+
+
+def _judge(
+    trace: Sequence[Footprint], ladder: Ladder, doubling: Ladder, options: argparse.Namespace
+) -> tuple[Score, Score]:
+    """Our planner on `ladder` and the reference on budgets that double, over queues of the depth asked for."""
+    limits = Bounds(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
+    planner = Planner(ladder, limits, without_graph=Fallback.GRAPHS_OFF)
+    ours, theirs = Score(), Score()
+    plans = options.plans.open("w", encoding="utf-8") if options.plans else None
+    try:
+        for number, queue in enumerate(queues(trace, options.queue_depth)):
+            plan = planner.plan(queue)
+            ours.add(plan, queue)
+            theirs.add(plan_ascending(queue, doubling, options.max_items_per_batch), queue)
+            if plans:
+                _write(plans, number, plan)
+    finally:
+        if plans:
+            plans.close()
+    return ours, theirs
+
+
+def _ladder(sizes: Iterable[int], capacities: Capacities, options: argparse.Namespace) -> Ladder:
+    """Budgets as a server makes them of these sizes."""
+    return Ladder(tuple(sorted({_budget(capacities, size, options) for size in sizes})))
+
+
+def _budget(capacities: Capacities, tokens: int, options: argparse.Namespace) -> Budget:
+    return capacities.budget(tokens, max_items=options.max_items_per_batch, max_frames=_FRAMES)
+
+
+def _write(plans: TextIO, number: int, plan: Plan) -> None:
+    for batch in plan.batches:
+        line = {"queue": number, "items": list(batch.items), "budget": batch.budget.tokens if batch.budget else None}
+        plans.write(json.dumps(line) + "\n")
+
+
+def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> None:
+    from rich.console import Console  # noqa: PLC0415 - the judgement itself needs no table
+    from rich.table import Table  # noqa: PLC0415 - as above
+
+    items = sum(count for count, _ in score.per_budget.values())
+    table = Table("budget", "share of items", "padding", title=f"{len(sizes)} budgets, queues of {depth}")
+    for size in sizes:
+        count, padded = score.per_budget.get(size, (0, 0))
+        table.add_row(str(size), f"{count / max(1, items):.1%}", f"{padded / score.computed:.2%}")
+    console = Console(width=100)
+    console.print(table)
+    verdict = Table("packing", "padding", "launches", "eager", "host seconds of eager", "predicted seconds")
+    eager = Table("packing", "eager because", "launches", "items", "tokens", "host seconds")
+    for name, each in (("this ladder and planner", score), ("ascending on powers of two", reference)):
+        counts = (str(each.launches), str(each.eager), f"{each.host_seconds:.2f}")
+        verdict.add_row(name, f"{each.padding:.2%}", *counts, f"{each.seconds:.2f}")
+        for reason, own in each.fallbacks.items():
+            numbers = (str(own.launches), str(own.items), str(own.tokens), f"{own.host_seconds:.2f}")
+            eager.add_row(name, reason, *numbers)
+    console.print(verdict)
+    if eager.row_count:
+        console.print(eager)
+
+
+def _plot(path: Path, tokens: Sequence[int], sizes: Sequence[int]) -> None:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
+    except ImportError:
+        raise ImportError("--plot needs matplotlib: pip install 'vitwire[plots]'") from None
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.hist(tokens, bins=120, color="#8fb4d8", label="items")
+    for position, size in enumerate(sizes):
+        axes.axvline(size, color="#c0392b", linewidth=0.8, label=None if position else "budgets")
+    axes.set(xlabel="tokens", ylabel="items", title=f"{len(tokens)} items, {len(sizes)} budgets")
+    axes.legend()
+    figure.savefig(path, dpi=140)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("vitwire-server budgets", description=__doc__)
+    add = parser.add_argument
+    add("--trace", type=Path, required=True, help="recorded sizes to fit the ladder to (JSON lines)")
+    add(
+        "--merge-size",
+        type=_positive,
+        default=2,
+        help="side of the squares of patches that make a token, for lines without footprint",
+    )
+    add("--count", type=_positive, default=24, help="budgets at most")
+    add("--max-budget-tokens", type=_positive, default=4096, help="tokens of the largest budget")
+    add("--max-items-per-batch", type=_positive, default=64, help="items that share one forward")
+    add("--out", type=Path, help="write the ladder here, for serve --budgets FILE")
+    add("--plot", type=Path, help="write a plot of sizes and budgets here (PNG)")
+    add("--judge", type=Path, help="run the planner over this trace instead of the fitted one")
+    add("--queue-depth", type=_positive, default=1, help="items that wait together, in order of arrival")
+    add("--plans", type=Path, help="write one JSON line per batch here")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value

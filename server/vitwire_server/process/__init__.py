@@ -1,0 +1,1 @@
+"""The life of a server process: loading, serving, health, signals, and the supervisor."""

@@ -1,0 +1,250 @@
+"""From settings to a tower with its graphs, ready to run."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.costs import ASSUMED, Costs
+from vitwire_server.core.errors import EncoderError
+from vitwire_server.core.items import DType, Item
+from vitwire_server.core.models import Limits, ModelCard
+from vitwire_server.core.plans import Fallback
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.progress import progress
+from vitwire_server.release import release
+from vitwire_server.runtime.attention.choice import Choice, choose
+from vitwire_server.runtime.calibration import measure_costs, sample_items
+from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
+from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
+from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
+from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
+from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.config.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
+from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, load_tower, open_checkpoint
+from vitwire_server.towers.files import CheckpointError
+from vitwire_server.towers.checkpoints.lora import Adapter
+from vitwire_server.towers.tower import Tower
+
+_log = logging.getLogger(__name__)
+_MIB = 1 << 20
+_FLOAT32_BYTES = 4
+_POOL_BYTES_PER_VALUE = 20
+"""Bytes of a graph's intermediates per patch and hidden column: 20-25 KB a patch at 1152 columns."""
+_WARM_UP_TOKENS = 16
+_DENSE = "sdpa"
+"""What attention of towers without segments is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A model that can encode: the engine, how to pack for it, and what to tell of it."""
+
+    engine: Engine
+    planner: Planner
+    card: ModelCard
+    tower: Tower
+    canary: Item
+    """Small, and known to encode."""
+
+
+def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[], None] = lambda: None) -> Assembly:
+    """Load the tower, capture its graphs and time them. Raises CheckpointError or UsageError.
+
+    `loaded_all` is called between the two.
+    """
+    device = _device(settings.device)
+    mode = _mode(settings.graphs, device)
+    checkpoint = open_checkpoint(settings.model)
+    preprocessing = checkpoint.preprocessing()
+    dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
+    adapter = Adapter.read(*settings.adapter) if settings.adapter else None
+    loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
+    tower = loaded.tower
+    loaded_all()
+    attention = _attention(settings, tower, captured=mode == "cuda")
+    lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
+    with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
+        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, lanes), metrics)
+    hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
+    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes, hot)
+    canary = _warm_up(engine, tower)
+    costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else ASSUMED
+    card = ModelCard(
+        model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
+        model_type=checkpoint.family.model_type,
+        fingerprint=loaded.fingerprint,
+        dtype=DType.of(str(dtype).removeprefix("torch.")),
+        geometry=tower.geometry,
+        preprocessing=preprocessing,
+        ladder=graphs.ladder,
+        dropped={budget.tokens: reason for budget, reason in graphs.dropped.items()},
+        limits=_limits(settings, tower),
+        graphs=mode,
+        attention=attention,
+        device=str(device),
+        version=release(),
+    )
+    _announce(checkpoint, card, metrics)
+    bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
+    reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
+    dropped = Ladder(tuple(sorted(graphs.dropped)))
+    planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
+    return Assembly(engine, planner, card, tower, canary)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _mode(graphs: str, device: torch.device) -> str:
+    """cuda, simulated or off."""
+    if graphs == "cuda" and device.type != "cuda":
+        raise UsageError(f"--graphs cuda: {device} has no CUDA graphs; simulated ones run anywhere")
+    if graphs == "auto":
+        return "cuda" if device.type == "cuda" else "off"
+    return graphs
+
+
+def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
+    """Choose what attends within segments, and fuse the blocks around it; tiles attend densely, as torch does."""
+    if not tower.segmented:
+        if settings.attention_backend not in ("auto", _DENSE):
+            raise UsageError(f"--attention-backend: tiles attend through {_DENSE}, {settings.attention_backend} cannot")
+        return _DENSE
+    try:
+        choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
+    except ValueError as error:
+        raise UsageError(f"--attention-backend: {error}") from error
+    tower.use_attention(choice.implementation)
+    if settings.compile == "auto" and tower.device.type == "cuda":
+        _fuse(tower, choice)
+    return choice.name
+
+
+def _fuse(tower: Tower, attention: Choice) -> None:
+    if fault := triton_fault():
+        _log.warning("blocks are not fused, which costs speed: %s", fault)
+        return
+    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
+
+    _log.info("%d of %d blocks fused", fuse(tower.blocks, attention), len(tower.blocks))
+
+
+def _compiles(setting: str, tower: Tower) -> bool:
+    """Whether hot shapes are compiled: on CPU, by default where it pays, which is in bfloat16."""
+    wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
+    if not wanted or tower.device.type != "cpu":
+        return False
+    if fault := cxx_fault():
+        _log.warning("hot shapes are not compiled, which costs speed: %s", fault)
+    return not fault
+
+
+def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
+    """The budgets asked for, or inferred ones as far as `--graph-memory` goes."""
+    if mode == "off":
+        if settings.budgets != "auto":
+            _log.warning("--budgets %s is not used: there are no graphs on %s", settings.budgets, tower.device)
+        return Ladder()
+    sizes = settings.budget_sizes
+    if sizes is None:
+        most = min(settings.max_budget_tokens, settings.graph_memory // _bytes_per_token(tower))
+        sizes = tower.sizes(most)
+    bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
+    budgets = {tower.budget(size, **bounds) for size in sizes}
+    return Ladder(tuple(sorted(budgets)))
+
+
+def _bytes_per_token(tower: Tower) -> int:
+    """Estimated memory of the largest budget per token: static buffers, and the shared pool."""
+    geometry = tower.geometry
+    heads, head_dim = tower.heads
+    columns = geometry.columns(frames=geometry.temporal)
+    patch = columns * tower.dtype.itemsize + heads * head_dim * _POOL_BYTES_PER_VALUE
+    return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
+
+
+def _recorder(mode: str, lanes: Lanes) -> Recorder:
+    return CudaRecorder(lanes.compute) if mode == "cuda" and isinstance(lanes, CudaLanes) else Simulated()
+
+
+def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
+    if len(ladder):
+        _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
+    start = time.perf_counter()
+    before = torch.cuda.memory_reserved(tower.device) if tower.device.type == "cuda" else 0
+    graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
+    reserved = torch.cuda.memory_reserved(tower.device) - before if tower.device.type == "cuda" else graphs.nbytes
+    metrics.graphs_captured(graphs.ladder, len(graphs.dropped), time.perf_counter() - start, reserved)
+    return graphs
+
+
+def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:
+    start = time.perf_counter()
+    costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
+    _log.info(
+        "timed %d budgets in %.1f s; eager costs %.2f ms + %.2f us a token, at least %.2f ms",
+        len(costs.measured),
+        time.perf_counter() - start,
+        1e3 * costs.eager_fixed,
+        1e6 * costs.eager_token,
+        1e3 * costs.eager_floor,
+    )
+    return costs
+
+
+def _limits(settings: ServeSettings, tower: Tower) -> Limits:
+    """The largest message is, unless set, the largest item there may be, in float32."""
+    columns = tower.geometry.columns(frames=tower.geometry.temporal)
+    largest = settings.max_patches_per_item * columns * _FLOAT32_BYTES + _MIB
+    return Limits(
+        request_bytes=settings.max_request_bytes or min(largest, MAX_MESSAGE_BYTES),
+        items_per_request=settings.max_items_per_request,
+        patches_per_item=settings.max_patches_per_item,
+        queued_items=settings.max_queued_items,
+        queued_bytes=settings.max_queued_bytes,
+    )
+
+
+def _warm_up(engine: Engine, tower: Tower) -> Item:
+    """One eager forward, so that no request pays for lazy set-up; and a check of what it returns. Its item.
+
+    Raises CheckpointError if the rows are not what the configuration promises.
+    """
+    (item,) = sample_items(tower, tower.samples(_WARM_UP_TOKENS, 1))
+    (result,) = engine.launch([item], None).collect().results
+    if isinstance(result, EncoderError):
+        raise CheckpointError(f"the warm-up forward failed: {result}")
+    expected = (item.footprint.rows, tower.geometry.width)
+    if result.shape != expected:
+        raise CheckpointError(f"the tower returns rows {result.shape}, its configuration promises {expected}")
+    return item
+
+
+def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None:
+    metrics.model_loaded(
+        model=card.model_id,
+        model_type=card.model_type,
+        dtype=card.dtype.label,
+        device=card.device,
+        graphs=card.graphs,
+        attention=card.attention,
+    )
+    loaded = (checkpoint.folder, card.model_type, card.dtype.label, card.device, len(card.ladder))
+    _log.info("loaded %s (%s) in %s on %s, %d graphs", *loaded)

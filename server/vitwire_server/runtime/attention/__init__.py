@@ -1,0 +1,1 @@
+"""Attention within segments: the backends, and how one is chosen by measurement."""

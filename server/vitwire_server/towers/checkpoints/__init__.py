@@ -1,0 +1,1 @@
+"""Reading checkpoints in hub layout: the tower's weights, adapters, JSON files."""

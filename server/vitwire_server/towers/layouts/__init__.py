@@ -1,0 +1,1 @@
+"""How pixels become one forward: packed patches, raster patches, tiles, two views."""

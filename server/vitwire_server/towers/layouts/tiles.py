@@ -1,0 +1,177 @@
+"""Towers that take tiles of one size: attention within each tile, a budget is a number of tiles."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.capacities import Capacities, TileCapacities
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import Modality, total
+from vitwire_server.core.models import Preprocessing, TileGeometry
+from vitwire_server.towers.family import Family, Parts
+from vitwire_server.towers.metadata import Capacity
+from vitwire_server.towers.processors.settings import Processor, read_settings
+from vitwire_server.towers.tower import Metadata, Tower
+
+
+class View(NamedTuple):
+    """What one tile is."""
+
+    height: int
+    width: int
+    tokens: int
+    """Rows of an embedding that it becomes."""
+
+
+class Encoder(ABC):
+    """From tiles to rows, on stock modules. No forward of it looks at the host."""
+
+    view: View
+    patch: int
+    merge: int
+    """Root of the patches that become one token."""
+    channels: int = 3
+    width: int
+    heads: tuple[int, int]
+    """Attention heads and the size of one."""
+    blocks: Sequence[nn.Module]
+
+    @abstractmethod
+    def encode(self, tiles: Tensor) -> Tensor:
+        """`(tiles, C, H, W)` to `(tiles, tokens, width)`."""
+
+    @property
+    def geometry(self) -> TileGeometry:
+        """Sizes that clients and codec need to know."""
+        return TileGeometry(
+            patch=self.patch,
+            merge=self.merge,
+            temporal=1,
+            channels=self.channels,
+            width=self.width,
+            levels=0,
+            tile=(self.view.height, self.view.width),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileFamily(Family):
+    """What differs between towers of tiles: how rows come of a tile, and how tiles of an image."""
+
+    encoder: Callable[[Parts, Any], Encoder]
+    """From the loaded modules and the checkpoint's configuration. Raises ValueError over what it cannot compute."""
+    processor: Callable[[Processor, Any], dict[Modality, Preprocessing]]
+    """From the processor's files and the checkpoint's configuration; raises what `read_settings` tells of."""
+    attention: str = "within each tile"
+    layout = "tiles"
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """See Family. SigLIP's pooling head, which no rows pass through, is left out."""
+        config = super().read_config(folder, settings)
+        if hasattr(config.vision_config, "vision_use_head"):
+            config.vision_config.vision_use_head = False
+        return config
+
+    def build(self, parts: Parts, config: Any) -> Tower:  # noqa: ANN401
+        """See Family."""
+        return TileTower(self.encoder(parts, config), parts)
+
+    def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+        """See Family."""
+        return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
+
+
+class TileTower(Tower):
+    """An encoder of tiles; padding is whole tiles, so that a forward needs nothing but pixels."""
+
+    segmented = False
+
+    def __init__(self, encoder: Encoder, parts: Parts) -> None:
+        self.model = nn.ModuleDict(parts)
+        self.encoder = encoder
+        self.geometry: TileGeometry = encoder.geometry
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.encoder.heads
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return self.encoder.blocks
+
+    def use_attention(self, implementation: str) -> None:
+        """Nothing: tiles attend densely, through torch's own kernels."""
+
+    @property
+    def _longest(self) -> int:
+        return self.geometry.patches(Grid(1, 1, 1))
+
+    def footprint(self, grid: Grid) -> Footprint:
+        return Footprint(grid.t, grid.t * self.encoder.view.tokens, grid.t, self._longest)
+
+    def sizes(self, most: int) -> list[int]:
+        return [tiles * self.encoder.view.tokens for tiles in tile_steps(most // self.encoder.view.tokens)]
+
+    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
+
+    @property
+    def capacities(self) -> Capacities:
+        """The budgets there can be."""
+        return TileCapacities(self.encoder.view.tokens, self._longest)
+
+    def samples(self, tokens: int, items: int) -> list[Grid]:
+        """At most `items` images that together have as many tiles as go into `tokens`, one at least."""
+        tiles = max(1, tokens // self.encoder.view.tokens)
+        alone = min(tiles, items) - 1
+        return [Grid(1, 1, 1)] * alone + [Grid(tiles - alone, 1, tiles - alone)]
+
+    def capacity(self, budget: Budget) -> Capacity:
+        tiles = budget.tokens // self.encoder.view.tokens
+        return Capacity(tiles, budget.tokens, tiles, budget.max_segment_patches)
+
+    def exact(self, grids: Sequence[Grid]) -> Capacity:
+        load = total([self.footprint(grid) for grid in grids])
+        return Capacity(load.patches, load.tokens, load.segments, load.longest, crops=load.crops)
+
+    def reserve(self, capacity: Capacity) -> Metadata:
+        return Metadata(capacity, {}, {})
+
+    def prepare(self, grids: Sequence[Grid], metadata: Metadata) -> None:
+        load = total([self.footprint(grid) for grid in grids])
+        if load.patches > metadata.capacity.patches or load.crops > metadata.capacity.crops:
+            raise ValueError(f"{load.patches} tiles and {load.crops} crops do not fit {metadata.capacity}")
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        del metadata
+        tiles = pixels.view(-1, self.geometry.channels, *self.geometry.tile)
+        return self.encoder.encode(tiles).flatten(0, 1)
+
+
+def tile_steps(most: int) -> list[int]:
+    """Numbers of tiles up to `most`, in steps of about 1.4: 1, 2, 3, 4, 6, 8, 12, ..."""
+    steps: list[int] = []
+    tiles = 1
+    while tiles < most:
+        steps.append(tiles)
+        tiles = max(tiles + 1, tiles * 3 // 2 if tiles & (tiles - 1) == 0 else ceil(tiles * 4 / 3))
+    return [*steps, most] if most > 0 else []
+
+
+def module_heads(config: Any) -> tuple[int, int]:  # noqa: ANN401 - configurations are of many classes
+    """Attention heads of a vision configuration, and the size of one."""
+    return config.num_attention_heads, config.hidden_size // config.num_attention_heads
+
+
+def side(value: Any) -> int:  # noqa: ANN401 - one number or two
+    """One side of a square that a configuration gives as one number or two. Raises ValueError unless square."""
+    sides = set(value) if isinstance(value, list | tuple) else {value}
+    if len(sides) != 1:
+        raise ValueError(f"{value} is no square")
+    return int(sides.pop())

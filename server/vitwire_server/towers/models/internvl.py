@@ -1,0 +1,158 @@
+"""InternVL in transformers' layout and in OpenGVLab's own: two rows, and what the latter's checkpoints need."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.models.internvl.configuration_internvl import InternVLConfig
+
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.towers.family import Module, Weights, in_model, stripped
+from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, Processor
+from vitwire_server.towers.served import Served
+from vitwire_server.towers.tile_encoders import SHUFFLED, InternVL, shuffles
+from vitwire_server.towers.processors.tiles import stretched, tiled
+from vitwire_server.towers.layouts.tiles import TileFamily, side
+
+_SAME = (
+    "hidden_size",
+    "hidden_act",
+    "image_size",
+    "intermediate_size",
+    "layer_norm_eps",
+    "norm_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "patch_size",
+)
+_PROJECTION = (
+    Served("downsample_ratio", shuffles, SHUFFLED),
+    Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
+)
+_DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
+
+
+def _internvl_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+    image = files.image
+    tile = (side(config.vision_config.image_size),) * 2
+    tiling = Tiling(
+        TilingRule.CLOSEST_RATIO,
+        tile,
+        overview=Overview.LAST,
+        min_tiles=int(image.get("min_patches", 1)),
+        max_tiles=int(image.get("max_patches", 12)),
+    )
+    frames = tiled(files.video, tiling, IMAGENET)
+    return {Modality.IMAGE: tiled(image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tile)}
+
+
+def _original_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+    """The original's processor is code beside the weights; its numbers are in config.json."""
+    tile = (side(config.vision_config.image_size),) * 2
+    cut = config.dynamic_image_size
+    tiling = Tiling(
+        TilingRule.CLOSEST_RATIO if cut else TilingRule.STRETCH,
+        tile,
+        overview=Overview.LAST if cut and config.use_thumbnail else Overview.NONE,
+        min_tiles=config.min_dynamic_patch if cut else 1,
+        max_tiles=config.max_dynamic_patch if cut else 1,
+    )
+    settings = tiled({**files.image, "resample": BICUBIC}, tiling, IMAGENET)
+    return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, tile)}
+
+
+def _unfused(weights: Weights, config: Any) -> Weights:  # noqa: ANN401
+    """Query, key and value apart, as transformers holds them."""
+    del config
+    apart: Weights = {}
+    for name, tensor in weights.items():
+        if ".attn.qkv." in name:
+            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
+                apart[name.replace("attn.qkv", f"attention.{part}")] = own
+        else:
+            apart[name] = tensor
+    return apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalInternVL(TileFamily):
+    """Checkpoints whose config.json names the language model `llm_config` and the tower's fields in OpenGVLab's way."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """See Family. Raises ValueError over a generation that computes rows in another way."""
+        del folder
+        vision = dict(settings["vision_config"])
+        if settings.get("ps_version", "v2") != "v2":
+            raise ValueError(f"ps_version {settings['ps_version']!r} is not served, only 'v2' is")
+        if settings.get("force_image_size", vision["image_size"]) != vision["image_size"]:
+            raise ValueError(
+                f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
+            )
+        config = InternVLConfig(
+            vision_config={
+                **{name: vision[name] for name in _SAME if name in vision},
+                "attention_bias": vision.get("qkv_bias", True),
+                "use_qk_norm": vision.get("qk_normalization", False),
+            },
+            text_config={"model_type": "qwen2", "hidden_size": settings["llm_config"]["hidden_size"]},
+            downsample_ratio=settings.get("downsample_ratio", 0.5),
+            vision_feature_layer=settings.get("select_layer", -1),
+            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+        )
+        for name, default in _DYNAMIC.items():
+            setattr(config, name, settings.get(name, default))
+        return config
+
+
+INTERNVL = TileFamily(
+    model_type="internvl",
+    title="InternVL",
+    architecture="24 x 1024 or 45 x 3200, patch 14",
+    tower=Module(source="internvl.modeling_internvl:InternVLVisionModel", prefixes=in_model("vision_tower.")),
+    beside={
+        "projector": Module(
+            source="internvl.modeling_internvl:InternVLMultiModalProjector",
+            prefixes=in_model("multi_modal_projector."),
+            config="",
+            served=_PROJECTION,
+        )
+    },
+    encoder=InternVL,
+    processor=_internvl_settings,
+    special="transformers' own layout (`-hf`)",
+)
+INTERNVL_CHAT = OriginalInternVL(
+    model_type="internvl_chat",
+    title="InternVL 2, 2.5, 3 and 3.5",
+    architecture="24 x 1024 or 45 x 3200, patch 14",
+    tower=Module(
+        source="internvl.modeling_internvl:InternVLVisionModel",
+        prefixes=stripped("vision_model."),
+        renames=(
+            (r"^encoder\.layers\.", "encoder.layer."),
+            (r"\.ls([12])$", r".lambda_\1"),
+            (r"\.attn\.proj\.", ".attention.projection_layer."),
+            (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
+            (r"\.norm1\.", ".layernorm_before."),
+            (r"\.norm2\.", ".layernorm_after."),
+            (r"^embeddings\.class_embedding$", "embeddings.cls_token"),
+            (r"^embeddings\.position_embedding$", "embeddings.position_embeddings"),
+            (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
+        ),
+        convert=_unfused,
+    ),
+    beside={
+        "projector": Module(
+            source="internvl.modeling_internvl:InternVLMultiModalProjector",
+            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+            config="",
+            served=_PROJECTION,
+        )
+    },
+    encoder=InternVL,
+    processor=_original_settings,
+    special="OpenGVLab's layout",
+)

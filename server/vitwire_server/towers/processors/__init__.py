@@ -1,0 +1,1 @@
+"""The settings of Hugging Face processors, read from a checkpoint's files."""

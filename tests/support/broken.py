@@ -1,0 +1,40 @@
+"""Ways to break a checkpoint's files, and to load what came of it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitwire_server.towers.checkpoints.checkpoint import Loaded, load_tower, open_checkpoint
+
+Break = Callable[[Path], Any]
+
+
+def edit(name: str, **changes: Any) -> Break:
+    """Set keys of a JSON file; those of an inner object after two underscores."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        for path, value in changes.items():
+            *owners, key = path.split("__")
+            target = content
+            for owner in owners:
+                target = target[owner]
+            target[key] = value
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
+def write(name: str, content: str) -> Break:
+    """Put a file of this content there."""
+    return lambda folder: (folder / name).write_text(content)
+
+
+def load(folder: Path) -> Loaded:
+    """Everything that a server reads of a checkpoint."""
+    checkpoint = open_checkpoint(str(folder))
+    checkpoint.preprocessing()
+    return load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)

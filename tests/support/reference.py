@@ -1,0 +1,125 @@
+"""Plain transformers, which every embedding is compared with."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitwire_server.demo.tiny import save_plain, write
+from vitwire_server.demo.packed import PACKED
+
+Array = NDArray[np.float32]
+TOLERANCE = 1e-5
+"""Relative to the largest value: float32 rounds at 6e-8, and a few hundred roundings add up."""
+
+
+class Reference:
+    """The whole model of a checkpoint, stock, and what it hands its LLM of an image or a clip."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        settings = json.loads((checkpoint / "config.json").read_text())
+        model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
+        self.model = model.eval().to(device)
+        thinker = getattr(model, "thinker", model)
+        # Before 5.18, the thinkers had their vision tower beside the language model rather than within `model`.
+        self.core: Any = thinker.model if hasattr(thinker.model.config, "vision_config") else thinker
+        self.vision_config: Any = self.core.config.vision_config
+        self.dtype = dtype
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor | NDArray[Any], grids: Sequence[tuple[int, int, int]]) -> list[Array]:
+        """Embeddings `[main | deepstack ...]` of items whose patches lie one after the other, each alone."""
+        packed = torch.as_tensor(pixels).to(self.model.device, self.dtype)
+        items = torch.split(packed, [prod(grid) for grid in grids])
+        rows = (
+            self.rows(own, torch.tensor([grid], device=packed.device)) for own, grid in zip(items, grids, strict=True)
+        )
+        return [own.float().cpu().numpy() for own in rows]
+
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item; models of patches take no crops."""
+        assert crops is None
+        return self.encode(pixels, [grid])[0]
+
+    def rows(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        """Rows of one item, from what the model hands its LLM."""
+        features = self.core.get_image_features if grid[0, 0] == 1 else self.core.get_video_features
+        output = features(self.shaped(pixels), grid)
+        deepstack = getattr(output, "deepstack_features", None) or []
+        return torch.cat([_joined(part) for part in (output.pooler_output, *deepstack)], dim=-1)
+
+    def shaped(self, pixels: Tensor) -> Tensor:
+        """Rows of patches as the model's own processor emits them."""
+        return pixels
+
+
+class SquarePatches(Reference):
+    """A model whose processor emits `(patches, C, p, p)`."""
+
+    def shaped(self, pixels: Tensor) -> Tensor:
+        side = self.vision_config.patch_size
+        return pixels.view(len(pixels), -1, side, side)
+
+
+class Kimi(SquarePatches):
+    """transformers' own get_video_features counts the tokens of all frames, which were averaged."""
+
+    def rows(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        pooled = self.core.vision_tower(self.shaped(pixels), grid_thw=grid).pooler_output
+        rows: Tensor = self.core.mm_projector(pooled).squeeze(1)
+        return rows
+
+
+class KimiVL(Kimi):
+    """transformers has no classes for Kimi-VL: Kimi K2.5 with the same weights, under its own names."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        with TemporaryDirectory() as folder:
+            write("kimi_vl", replace(PACKED["kimi_vl"], save=save_plain), Path(folder), 0)
+            super().__init__(Path(folder), dtype, device)
+
+
+def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    return parts if isinstance(parts, Tensor) else torch.cat(tuple(parts))
+
+
+def error(rows: Array, expected: Array) -> float:
+    """Largest difference over the largest expected value; infinite where shapes differ or NaN shows."""
+    if rows.shape != expected.shape or not np.isfinite(rows).all():
+        return float("inf")
+    return float(np.abs(rows - expected).max() / np.abs(expected).max())
+
+
+def kept_tokens(rows: NDArray[Any], frames: int, ratio: float) -> tuple[list[int], float]:
+    """What Efficient Video Sampling (arXiv 2510.14624) keeps of main rows, and how clear the choice is.
+
+    Written down from the description: 1 - cosine with the token at the same place one frame before,
+    the first frame above all, the best of them in their own order. The second value is the distance
+    between the last token that was kept and the first that was not.
+    """
+    frame = len(rows) // frames
+    clip = rows.astype(np.float64).reshape(frames, frame, -1)
+    norms = np.linalg.norm(clip, axis=-1)
+    products = (clip[1:] * clip[:-1]).sum(-1)
+    lengths = norms[1:] * norms[:-1]
+    cosine = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    dissimilarity = np.concatenate([np.full((1, frame), 255.0), 1 - cosine]).ravel()
+    retained = max(frame, int(len(rows) * ratio))
+    order = np.argsort(-dissimilarity, kind="stable")
+    ranked = dissimilarity[order]
+    clear = float(ranked[retained - 1] - ranked[retained]) if retained < len(rows) else float("inf")
+    return sorted(order[:retained].tolist()), clear
+
+
+def norm_error(rows: Array, expected: Array) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    return float(np.linalg.norm(rows - expected) / np.linalg.norm(expected))

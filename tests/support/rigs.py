@@ -1,0 +1,223 @@
+"""A tower with its engine on any device, put together as a server does it, and what its rows are judged by.
+
+It imports nothing but core, scheduling, towers and runtime, so that it runs where only torch and
+transformers are installed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reference import Array, norm_error
+from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import DType, Item, Modality, Pixels, total
+from vitwire_server.core.models import Preprocessing, TileGeometry
+from vitwire_server.core.plans import Fallback
+from vitwire_server.core.runner import Collected
+from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
+from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
+from vitwire_server.runtime.staging import Stager
+from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.towers.checkpoints.checkpoint import Track, load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.lora import Adapter
+from vitwire_server.towers.tower import Tower
+
+BUDGETS = (16, 48, 160, 320)
+_MOST = 1200
+"""Tokens of a budget at most: tiles of some towers are large."""
+RIGHT = 0.1
+"""Norm error of rows that are the right ones: two items' rows are about 1.4 apart, bfloat16 loses about 0.01."""
+
+_TILED = [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 1, 2), (5, 2, 2), (4, 2, 2), (7, 3, 2), (3, 1, 1), (2, 2, 1)]
+"""Grids of tiles, in counts that every tower of tiles takes one or another of."""
+
+Wrap = Callable[[Recorder], Recorder]
+
+
+@dataclass
+class Rig:
+    """A tower with graphs on a device."""
+
+    tower: Tower
+    engine: Engine
+    graphs: GraphSet
+    planner: Planner
+    modalities: Mapping[Modality, Preprocessing]
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sizes: Sequence[int] = BUDGETS,
+        wrap: Wrap = lambda recorder: recorder,
+        adapter: Adapter | None = None,
+    ) -> "Rig":
+        """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder."""
+        checkpoint = open_checkpoint(str(folder))
+        track: Track = lambda shards, *_: shards  # noqa: E731 - a parameter's value, with a name for its type
+        tower = load_tower(checkpoint, dtype=dtype, device=device, track=track, adapter=adapter).tower
+        choice = choose("auto", device, dtype, *tower.heads, captured=bool(sizes))
+        tower.use_attention(choice.implementation)
+        if device.type == "cuda":
+            from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA
+
+            fuse(tower.blocks, choice)
+        lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
+        recorder: Recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
+        ladder = Ladder(tuple(_budgets(tower, sizes)))
+        graphs = GraphSet(tower, ladder, wrap(recorder))
+        modalities = checkpoint.preprocessing()
+        stager = Stager(tower.geometry, modalities, device)
+        most = max([320, *(budget.tokens for budget in graphs.ladder)])
+        planner = Planner(graphs.ladder, Bounds(most, 8, 24), without_graph=Fallback.GRAPHS_OFF)
+        return cls(tower, Engine(tower, graphs, stager, lanes), graphs, planner, modalities)
+
+    def pixels(self, grid: Grid, seed: int) -> Tensor:
+        """Random pixels as the processor emits them, in the tower's dtype, on the host."""
+        return self._drawn(self.tower.geometry.shapes(grid, self.modality(grid))[0], seed)
+
+    def crops(self, grid: Grid, seed: int) -> Tensor | None:
+        """Random pixels of the second view; None if an item of this grid has none."""
+        shape = self.tower.geometry.crops(grid)
+        return self._drawn(shape, seed + 1000) if shape else None
+
+    def modality(self, grid: Grid) -> Modality:
+        """A clip, if it can be no image."""
+        return Modality.VIDEO if list(self.tower.geometry.wrong(grid, Modality.IMAGE)) else Modality.IMAGE
+
+    def item(self, grid: Grid, pixels: Tensor, crops: Tensor | None = None) -> Item:
+        """An item whose rows are to come back in float32."""
+        view, second = _view(pixels), _view(crops) if crops is not None else None
+        footprint = self.tower.footprint(grid)
+        return Item(self.modality(grid), grid, view, footprint, DType.FLOAT32, crops=second)
+
+    def items(self, grids: Sequence[Grid], seed: int = 0) -> list[Item]:
+        """Items of these grids, each with pixels of its own: item i has those of seed + i."""
+        return [
+            self.item(grid, self.pixels(grid, seed + i), self.crops(grid, seed + i)) for i, grid in enumerate(grids)
+        ]
+
+    def _drawn(self, shape: Sequence[int], seed: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.tower.dtype)
+
+    def holding(self, items: Sequence[Item]) -> Budget:
+        """The smallest captured budget that holds all of them."""
+        load = total([item.footprint for item in items])
+        found = self.graphs.ladder.smallest_fitting(load, len(items))
+        assert found, f"no budget holds {load}"
+        return found
+
+    def run(self, items: Sequence[Item]) -> list[Array]:
+        """Rows of each item, packed by the planner."""
+        rows: dict[int, Array] = {}
+        for batch in self.planner.plan([item.footprint for item in items]).batches:
+            collected = self.engine.launch([items[i] for i in batch.items], batch.budget).collect()
+            rows |= dict(zip(batch.items, rows_of(collected), strict=True))
+        return [rows[i] for i in range(len(items))]
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        """NaN in the static buffers, padding included, and nonsense in whatever is always laid out anew."""
+        assert self.graphs.arena is not None
+        self.graphs.arena.pixels.fill_(torch.nan)
+        self.graphs.arena.rows.fill_(torch.nan)
+        for size in self.graphs.ladder:
+            tensors = self.graphs[size].metadata.tensors
+            for key in tensors.keys() & {"cu_seqlens", "cu_window_seqlens", "window_index"}:
+                tensors[key].fill_(-1)
+        if self.tower.device.type == "cuda":
+            torch.cuda.synchronize(self.tower.device)  # the engine's stream does not wait for this one
+
+
+def draw_grids(rig: Rig, seed: int, count: int) -> list[Grid]:
+    """Images and clips that the tower takes, the smallest and one larger than every budget included."""
+    rng = np.random.default_rng(seed)
+    if isinstance(rig.tower.geometry, TileGeometry):
+        drawn = [Grid(*_TILED[i]) for i in rng.permutation(len(_TILED))]
+    else:
+        sides = rng.integers(1, 12, size=(3 * count, 2)) * 2
+        frames = rng.choice([1, 1, 2, 3, 4, 5], size=3 * count)
+        drawn = [Grid(int(t), int(h), int(w)) for t, (h, w) in zip(frames, sides, strict=True)]
+        drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn]
+    taken = [grid for grid in drawn if takes(rig, grid)]
+    return taken[:count]
+
+
+def takes(rig: Rig, grid: Grid) -> bool:
+    modality = rig.modality(grid)
+    return not list(rig.tower.geometry.wrong(grid, modality)) and modality in rig.modalities
+
+
+class Whole(Protocol):
+    """A whole model, stock."""
+
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item."""
+        ...
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Plain transformers in float32 on the host, and in another dtype on the device under test."""
+
+    exact: Whole
+    rounded: Whole
+
+    def expected(self, rig: Rig, grids: Sequence[Grid], seed: int = 0) -> list[Array]:
+        """Rows of `rig.items(grids, seed)`, each encoded alone."""
+        return self._alone(self.exact, rig, grids, seed)
+
+    def lost(self, rig: Rig, grids: Sequence[Grid], seed: int = 0) -> list[float]:
+        """Norm errors of transformers' own rounded rows."""
+        exact = self.expected(rig, grids, seed)
+        own = self._alone(self.rounded, rig, grids, seed)
+        return [norm_error(rows, expected) for rows, expected in zip(own, exact, strict=True)]
+
+    def errors(self, rig: Rig, rows: Sequence[Array], grids: Sequence[Grid], seed: int = 0) -> list[float]:
+        """Norm errors of rows of `rig.items(grids, seed)`; infinite where shapes differ or NaN shows."""
+        exact = self.expected(rig, grids, seed)
+        return [_error(own, expected) for own, expected in zip(rows, exact, strict=True)]
+
+    @staticmethod
+    def _alone(reference: Whole, rig: Rig, grids: Sequence[Grid], seed: int) -> list[Array]:
+        return [
+            reference.item(grid, rig.pixels(grid, seed + i), rig.crops(grid, seed + i)) for i, grid in enumerate(grids)
+        ]
+
+
+def rows_of(collected: Collected) -> list[Array]:
+    """The rows of a batch none of whose items failed."""
+    for result in collected.results:
+        assert not isinstance(result, Exception), result
+    return [np.frombuffer(result.data, np.float32).reshape(result.shape) for result in collected.results]
+
+
+def _budgets(tower: Tower, sizes: Sequence[int]) -> list[Budget]:
+    """Of these sizes; where tokens come in tiles, every other one of the tower's own, up to 20 tiles."""
+    if tower.segmented or not sizes:
+        area = tower.geometry.merge**2
+        return [Budget(size, min(size, 8), max(8, min(24, size // 4)), size * area) for size in sizes]
+    own = tower.sizes(min(20 * tower.footprint(Grid(1, 1, 1)).tokens, _MOST))
+    return [tower.budget(size, max_items=8, max_frames=24) for size in own[::2]]
+
+
+def _view(pixels: Tensor) -> Pixels:
+    dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
+    return Pixels(pixels.contiguous().view(torch.uint8).numpy().tobytes(), dtype, tuple(pixels.shape))
+
+
+def _error(rows: Array, expected: Array) -> float:
+    if rows.shape != expected.shape or not np.isfinite(rows).all():
+        return float("inf")
+    return norm_error(rows, expected)
