@@ -18,29 +18,29 @@ from typing import Any
 import google.protobuf
 import torch
 import transformers
+from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square
+from bench.sizes import MERGE, footprints
 from rich.console import Console
 from rich.table import Table
 
-from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square
-from bench.sizes import MERGE, footprints
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.fitting.command import Score
 from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import Item
 from vitwire_server.core.plans import Fallback
+from vitwire_server.fitting.ascending import plan_ascending
+from vitwire_server.fitting.command import Score
+from vitwire_server.fitting.ladders import loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.traces import queues, read_trace
 from vitwire_server.runtime.attention.choice import choose
 from vitwire_server.runtime.compiling import HotShapes
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, Simulated
 from vitwire_server.runtime.lanes import HostLanes
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.fitting.ascending import plan_ascending
-from vitwire_server.fitting.ladders import loads, optimal_ladder, powers_of_two
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.fitting.traces import queues, read_trace
 from vitwire_server.towers.layouts.packed import PackedTower
 
 LARGEST, RUNGS, ITEMS, FRAMES = 4096, 24, 64, 512

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 import transformers
+from bench.floor import Ceilings, floor_seconds
+from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import is_flash_attn_2_available
 
-from bench.floor import Ceilings, floor_seconds
-from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
 from vitwire_server.core.budgets import Budget, Ladder, budget
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.items import Item, total

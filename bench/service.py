@@ -25,10 +25,10 @@ from typing import Any
 import grpc
 import torch
 import transformers
+from bench.models import PUBLISHED, shrunk, write
 from rich.console import Console
 from rich.table import Table
 
-from bench.models import PUBLISHED, shrunk, write
 from servers import ServerProcess, supervising
 
 CLIENT = (sys.executable, "-c", "from vitwire.cli import main; main()", "bench")

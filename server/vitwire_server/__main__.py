@@ -56,10 +56,10 @@ def _serve(words: list[str]) -> int:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
     import logging  # noqa: PLC0415 - as above
 
-    from vitwire_server.process.heartbeat import inherited  # noqa: PLC0415 - as above
-    from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
     from vitwire_server.config.resolving import log_format, resolve, warnings  # noqa: PLC0415 - as above
     from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
+    from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
+    from vitwire_server.process.heartbeat import inherited  # noqa: PLC0415 - as above
 
     heartbeat = inherited()
     try:
@@ -94,8 +94,8 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
     from vitwire.allocator import tune  # noqa: PLC0415 - as above
-    from vitwire_server.process.heartbeat import with_heartbeat  # noqa: PLC0415 - as above
     from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
+    from vitwire_server.process.heartbeat import with_heartbeat  # noqa: PLC0415 - as above
 
     tune()
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-
 from bench.sizes import trace
-from vitwire_server.fitting.command import main
+
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.fitting.command import main
 from vitwire_server.fitting.traces import TraceWriter
 
 PADDING = {1: 0.05, 4: 0.04, 16: 0.025, 64: 0.008}

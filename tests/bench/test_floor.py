@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from bench.floor import floor_seconds
 from bench.models import PUBLISHED, build, square
 

@@ -1,7 +1,6 @@
 """The shipped distribution has the shape that it says it has."""
 
 import numpy as np
-
 from bench.sizes import footprints, trace
 
 

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import Checkpoints
 
 from broken import load
-from conftest import Checkpoints
-from vitwire_server.fitting.command import main
 from vitwire_server.core.costs import EAGER_HOST_SECONDS
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.fitting.capacities import capacities_of
+from vitwire_server.fitting.command import main
 from vitwire_server.fitting.traces import TraceError, TraceWriter, read_trace
 from vitwire_server.towers.tower import Tower
 

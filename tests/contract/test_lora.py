@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import MODEL_TYPES, Checkpoints
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from conftest import MODEL_TYPES, Checkpoints
 from reference import TOLERANCE, Reference, error
 from references import reference_of
 from rigs import Rig
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
-from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.checkpoints.lora import Adapter
+from vitwire_server.towers.files import CheckpointError
 
 CPU = torch.device("cpu")
 WEIGHTS = "adapter_model.safetensors"

@@ -9,6 +9,7 @@ from urllib.request import Request, urlopen
 import grpc
 import numpy as np
 import pytest
+from conftest import Checkpoints
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
@@ -17,7 +18,6 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from collectors import Collector, attributes, collecting
-from conftest import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import Client, Item, NotCached
 from vitwire.v1 import encoder_pb2 as pb

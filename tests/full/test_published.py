@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from bench.models import PUBLISHED, write
+
 from reference import norm_error
 from servers import serving
 from vitwire import Client, Item

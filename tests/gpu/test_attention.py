@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitwire_server.runtime.attention.choice import Choice, Loaded
 from vitwire_server.runtime.attention.backends import BACKENDS, Attend, segment_sdpa
+from vitwire_server.runtime.attention.choice import Choice, Loaded
 
 HEADS, HEAD_DIM = 16, 72
 LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 356, 0, 0, 0, 0], [502, 0, 0, 0, 0, 0, 0])

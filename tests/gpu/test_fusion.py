@@ -8,8 +8,9 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from gpu.test_kernels import distance, interpreted
 from bench.models import PUBLISHED, build, draw, items, preprocessing, shrunk
+from gpu.test_kernels import distance, interpreted
+
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.runtime.attention.choice import Choice, Loaded, choose

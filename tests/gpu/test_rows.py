@@ -9,10 +9,14 @@ from rigs import Rig, Yardstick, rows_of
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.towers.families import FAMILIES
-from vitwire_server.towers.packed_rows import PACKED_ROWS
+from vitwire_server.towers.layouts.packed import PackedFamily
 
 BF16 = torch.bfloat16
-OTHERS = [name for name in FAMILIES if name not in {row.model_type for row in PACKED_ROWS}]
+OTHERS = [
+    name
+    for name in FAMILIES
+    if name not in {row.model_type for row in [row for row in FAMILIES.values() if isinstance(row, PackedFamily)]}
+]
 TILED = [Grid(1, 1, 1), Grid(3, 1, 2), Grid(2, 1, 1), Grid(2, 1, 2), Grid(1, 1, 1)]
 LOSS = 1.1
 

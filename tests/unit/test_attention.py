@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vitwire_server.runtime.attention.choice import Choice, Loaded, _fastest, choose
 from vitwire_server.runtime.attention.backends import segment_sdpa
+from vitwire_server.runtime.attention.choice import Choice, Loaded, _fastest, choose
 
 HEADS, DIM = 2, 8
 

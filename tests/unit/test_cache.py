@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Embedding, Modality
-from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
 
 GRID = Grid(1, 2, 2)
 

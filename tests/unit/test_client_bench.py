@@ -16,8 +16,8 @@ import pytest
 from click.testing import Result
 from PIL import Image
 from typer.testing import CliRunner
-
 from unit.test_client_fakes import Fake, Running, abort, running, serving
+
 from vitwire.cli._app import app
 from vitwire.cli._load import Sample, Summary
 

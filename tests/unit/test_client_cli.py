@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2
 from PIL import Image
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
-
 from unit.test_client_fakes import Fake, Running, abort, running, serving
+
 from vitwire.cli._app import app
 from vitwire.cli._output import unique_names
 from vitwire.v1 import encoder_pb2 as pb

@@ -12,7 +12,6 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
-
 from unit.test_client_fakes import (
     SERVICE,
     Fake,
@@ -25,6 +24,7 @@ from unit.test_client_fakes import (
     running,
     serving,
 )
+
 from vitwire import (
     AsyncClient,
     Client,

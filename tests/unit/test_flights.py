@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
+from vitwire_server.caching.single_flight import Flights, Visit
 from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, NotCached, Unavailable
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Ask, DType, Embedding, Modality
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
-from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
-from vitwire_server.caching.single_flight import Flights, Visit
 from vitwire_server.scheduling.tickets import Priority, Ticket
 
 KEY = Key("", "", DType.FLOAT32, 0.5, Content(Modality.VIDEO, Grid(2, 2, 2), (), b"x"))

@@ -13,8 +13,8 @@ from threading import Thread
 import pytest
 
 from vitwire_server.config import host
-from vitwire_server.process import heartbeat, supervisor
 from vitwire_server.config.resolving import resolve
+from vitwire_server.process import heartbeat, supervisor
 from vitwire_server.process.supervisor import supervise
 
 WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]

@@ -4,8 +4,8 @@ from secrets import randbits
 
 from xxhash import xxh3_128
 
-from vitwire_server.core.items import Ask, Item
 from vitwire_server.caching.cache import Content, Key, Name
+from vitwire_server.core.items import Ask, Item
 
 _SEED = randbits(64)
 """Of this process alone, so that nobody can prepare two contents of one digest."""

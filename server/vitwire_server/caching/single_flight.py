@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from vitwire_server.caching.cache import EmbeddingCache, Key, Name
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Unavailable
 from vitwire_server.core.items import Ask, Embedding, Modality
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
-from vitwire_server.caching.cache import EmbeddingCache, Key, Name
 from vitwire_server.scheduling.tickets import Ticket
 
 _OF_THE_REQUEST = (DeadlineExceeded, Unavailable)

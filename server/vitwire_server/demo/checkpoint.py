@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from vitwire_server.demo.tiny import Tiny, write
-from vitwire_server.demo.raster import NAVIT
 from vitwire_server.demo.packed import PACKED
+from vitwire_server.demo.raster import NAVIT
 from vitwire_server.demo.tiles import TILES
+from vitwire_server.demo.tiny import Tiny, write
 
 _MODELS: Mapping[str, Tiny] = MappingProxyType({**PACKED, **TILES, **NAVIT})
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-from vitwire_server.towers.layouts.packed import PackedFamily, sizes
-from vitwire_server.towers.packed_rows import PACKED_ROWS
-from vitwire_server.demo.tiny import CLIP, HALF, STEPS, TEXT, Json, Tiny, save_plain
 from vitwire_server.demo.layouts import save_kimi, save_kimi_vl, save_qwen2_5_omni
+from vitwire_server.demo.tiny import CLIP, HALF, STEPS, TEXT, Json, Tiny, save_plain
+from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 
 _IMAGE_TOKENS = (16, 1280)
 """Bounds of an image's tokens, as the published processors have them."""
@@ -190,6 +190,6 @@ PACKED: Mapping[str, Tiny] = MappingProxyType(
             auto=_AUTO.get(row.model_type, AutoModelForImageTextToText),
             save=_SAVE.get(row.model_type, save_plain),
         )
-        for row in PACKED_ROWS
+        for row in [row for row in FAMILIES.values() if isinstance(row, PackedFamily)]
     }
 )

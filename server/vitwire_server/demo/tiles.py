@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vitwire_server.demo.tiny import CLIP, HALF, IMAGENET, TEXT, VISION, Tiny, tiny_vlm
 from vitwire_server.demo.layouts import save_internvl, save_step3
+from vitwire_server.demo.tiny import CLIP, HALF, IMAGENET, TEXT, VISION, Tiny, tiny_vlm
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}

@@ -16,8 +16,8 @@ from vitwire_server.core.plans import Fallback, Plan
 from vitwire_server.fitting.ascending import plan_ascending
 from vitwire_server.fitting.capacities import capacities_of
 from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
-from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.fitting.traces import TraceError, queues, read_trace
+from vitwire_server.scheduling.planner import Bounds, Planner
 
 _FRAMES = 512
 

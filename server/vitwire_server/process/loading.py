@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vitwire_server.config.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.errors import EncoderError
@@ -26,10 +27,9 @@ from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.config.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, load_tower, open_checkpoint
-from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.checkpoints.lora import Adapter
+from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)

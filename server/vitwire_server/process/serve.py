@@ -10,13 +10,18 @@ from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
+from vitwire_server.caching.cache import EmbeddingCache
+from vitwire_server.caching.single_flight import Flights
+from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.health import Health, State
-from vitwire_server.process.descriptors import metrics_connections, raise_limit, rpc_connections
-from vitwire_server.process.life import EngineThread, Life
-from vitwire_server.process.loading import Assembly, assemble
+from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
+from vitwire_server.process.descriptors import metrics_connections, raise_limit, rpc_connections
+from vitwire_server.process.life import EngineThread, Life
+from vitwire_server.process.loading import Assembly, assemble
+from vitwire_server.process.signals import on_signals
 from vitwire_server.rpc.bodies import Bodies
 from vitwire_server.rpc.calls import Shared
 from vitwire_server.rpc.certificates import Certificates
@@ -25,13 +30,8 @@ from vitwire_server.rpc.server import Extras, Listen, RpcServer, bracketed
 from vitwire_server.rpc.service import EncoderService, Serving
 from vitwire_server.rpc.tokens import Tokens
 from vitwire_server.scheduling.admission import Admission
-from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.scheduling.canary import Canary
-from vitwire_server.caching.single_flight import Flights
 from vitwire_server.scheduling.scheduler import Scheduler
-from vitwire_server.fitting.traces import TraceWriter
-from vitwire_server.config.settings import ServeSettings, UsageError
-from vitwire_server.process.signals import on_signals
 from vitwire_server.towers.files import CheckpointError
 
 if TYPE_CHECKING:

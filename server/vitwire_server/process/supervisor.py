@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from vitwire_server.config import host
-from vitwire_server.process import heartbeat
-from vitwire_server.observe.logs import configure_logs, message_of, plain_line
 from vitwire_server.config.settings import ServeSettings
+from vitwire_server.observe.logs import configure_logs, message_of, plain_line
+from vitwire_server.process import heartbeat
 from vitwire_server.process.signals import on_signals
 
 _log = logging.getLogger(__name__)

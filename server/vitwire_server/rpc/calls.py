@@ -6,16 +6,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from vitwire_server.caching.keys import key_of, name_of
+from vitwire_server.caching.single_flight import Flights, Visit
 from vitwire_server.core.errors import InvalidTensors, NotCached, Overloaded
 from vitwire_server.core.items import Ask, Item
 from vitwire_server.core.reports import Encoded, Outcome
+from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.caching.keys import key_of, name_of
 from vitwire_server.scheduling.admission import Admission, Permit
-from vitwire_server.caching.single_flight import Flights, Visit
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
-from vitwire_server.fitting.traces import TraceWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import grpc
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.caching.keys import digest_of
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import Ask, Item
@@ -24,7 +25,6 @@ from vitwire_server.rpc.answers import Answer, frames, model_message
 from vitwire_server.rpc.bodies import Bodies
 from vitwire_server.rpc.calls import Call, Shared
 from vitwire_server.rpc.codec import Codec, raise_if_malformed
-from vitwire_server.caching.keys import digest_of
 from vitwire_server.rpc.edge import Context, Edge
 from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.status import code_of, worst_of

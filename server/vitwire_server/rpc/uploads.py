@@ -6,12 +6,12 @@ import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import Ask, DType
 from vitwire_server.core.reports import Encoded
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec, Header
-from vitwire_server.caching.keys import Digest
 
 _SLOWEST = 64 << 10
 """Bytes a second that an upload has to reach from its header on: it holds a permit for all of its bytes."""

@@ -4,10 +4,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from vitwire_server.towers.family import Family
-from vitwire_server.towers.navit_rows import NAVIT_ROWS
-from vitwire_server.towers.packed_rows import PACKED_ROWS
-from vitwire_server.towers.tile_rows import TILE_ROWS
+from vitwire_server.towers.models import (
+    deepseek,
+    ernie,
+    gemma,
+    glm,
+    internvl,
+    kimi,
+    llama,
+    llava,
+    minimax,
+    mistral,
+    paddleocr,
+    qwen,
+    siglip,
+    step,
+)
 
-_ROWS: tuple[Family, ...] = (*PACKED_ROWS, *TILE_ROWS, *NAVIT_ROWS)
+_MAKERS = (qwen, glm, kimi, paddleocr, minimax, ernie, internvl, llava, gemma, deepseek, llama, step, mistral, siglip)
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({row.model_type: row for row in _ROWS})
+FAMILIES: Mapping[str, Family] = MappingProxyType({row.model_type: row for maker in _MAKERS for row in maker.ROWS})

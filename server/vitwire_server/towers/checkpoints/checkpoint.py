@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.checkpoints.building import BROKEN, build_module
+from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
-from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.served import absurd_layers, surplus_layers
 from vitwire_server.towers.tower import Tower
 

@@ -15,8 +15,8 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.towers.family import Parts, at
-from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
 from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
+from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
 from vitwire_server.towers.processors.areas import Rule, read_preprocessing
 from vitwire_server.towers.tower import Metadata
 

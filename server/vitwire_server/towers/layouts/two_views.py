@@ -17,8 +17,8 @@ from vitwire_server.core.capacities import CropCapacities, TileCapacities
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.towers.family import Parts
-from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileTower, View
+from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tower import Metadata, Tower
 
 

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers.models.internvl.configuration_internvl import InternVLConfig
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.family import Module, Weights, in_model, stripped
+from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, last_layer, stripped
+from vitwire_server.towers.layouts.shuffling import SHUFFLED, shuffles
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, View, module_heads, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, Processor
-from vitwire_server.towers.served import Served
-from vitwire_server.towers.tile_encoders import SHUFFLED, InternVL, shuffles
 from vitwire_server.towers.processors.tiles import stretched, tiled
-from vitwire_server.towers.layouts.tiles import TileFamily, side
+from vitwire_server.towers.served import Served
 
 _SAME = (
     "hidden_size",
@@ -28,11 +29,46 @@ _SAME = (
     "num_hidden_layers",
     "patch_size",
 )
+
+
 _PROJECTION = (
     Served("downsample_ratio", shuffles, SHUFFLED),
     Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
 )
+
+
 _DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
+
+
+class InternVL(Encoder):
+    """A ViT with a class token, pixel shuffle, then the projector."""
+
+    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        last_layer(config)
+        vision = config.vision_config
+        size = side(vision.image_size)
+        self.patch = side(vision.patch_size)
+        self.merge = round(1 / config.downsample_ratio)
+        self._side = size // self.patch
+        if self._side % self.merge:
+            raise ValueError(f"{self._side} patches a side cannot be merged by {self.merge}")
+        self.view = View(size, size, (self._side // self.merge) ** 2)
+        self.channels = vision.num_channels
+        self.width = config.text_config.hidden_size
+        self.heads = module_heads(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self.blocks = list(self._tower.encoder.layer)
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        patches: Tensor = self._tower(pixel_values=tiles).last_hidden_state[:, 1:]
+        return self._projector(self._shuffled(patches))  # type: ignore[no-any-return]
+
+    def _shuffled(self, patches: Tensor) -> Tensor:
+        """`(tiles, side * side, C)` to `(tiles, tokens, C * merge * merge)`, patches of a token one after the other."""
+        merge, short = self.merge, self._side // self.merge
+        tokens: Tensor = patches.unflatten(1, (short, merge, short, merge)).permute(0, 1, 3, 2, 4, 5)
+        return tokens.flatten(3).flatten(1, 2)
 
 
 def _internvl_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
@@ -124,6 +160,8 @@ INTERNVL = TileFamily(
     processor=_internvl_settings,
     special="transformers' own layout (`-hf`)",
 )
+
+
 INTERNVL_CHAT = OriginalInternVL(
     model_type="internvl_chat",
     title="InternVL 2, 2.5, 3 and 3.5",
@@ -156,3 +194,6 @@ INTERNVL_CHAT = OriginalInternVL(
     processor=_original_settings,
     special="OpenGVLab's layout",
 )
+
+
+ROWS: tuple[Family, ...] = (INTERNVL, INTERNVL_CHAT)

@@ -5,15 +5,69 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from vitwire_server.towers.family import Module, Weights, in_model, stripped
-from vitwire_server.towers.layouts.packed import PackedFamily
-from vitwire_server.towers.layouts.projected import KimiTower
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.layouts.packed import PackedFamily, frame_of
+from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.projected import ProjectedTower, of_clips
+from vitwire_server.towers.metadata import Rows, Sources
 from vitwire_server.towers.served import Served
 
 _FUSED = ".attn.wqkv."
+
+
+class KimiTower(ProjectedTower):
+    """Attention over a whole chunk of a clip, whose frames are averaged; then the projector."""
+
+    after = frozenset({"patches", "shares"})
+
+    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        super().__init__(family, parts, config)
+        self._chunk: int = self.model.config.pos_emb_time
+        """Frames at most."""
+        self.geometry = of_clips(self.geometry, most_frames=self._chunk, pooled=0)
+        self._kinds |= {
+            "frame_index": Rows((), torch.int64),
+            "patches": Sources(self._chunk * self.geometry.merge**2),
+            "shares": Rows((self._chunk,), torch.float32, per_token=True),
+        }
+
+    def footprint(self, grid: Grid) -> Footprint:
+        """See Tower."""
+        frame = grid.frame_patches // self.geometry.merge**2
+        return super().footprint(grid)._replace(pooled=frame * (grid.t - 1))
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        """Chunks of fewer frames name their first one for those that they lack, with a share of 0."""
+        patches = neighbours(grid, self.geometry.merge).unflatten(0, (grid.t, -1)).transpose(0, 1)
+        lacking = patches[:, :1].expand(-1, self._chunk - grid.t, -1)
+        shares = torch.zeros(len(patches), self._chunk)
+        shares[:, : grid.t] = 1 / grid.t
+        return super()._compute(grid) | {
+            "frame_index": frame_of(grid) + int(grid.t > 1),
+            "patches": torch.cat([patches, lacking], dim=1).flatten(1),
+            "shares": shares,
+        }
+
+    def _shaped(self, pixels: Tensor) -> Tensor:
+        side = self.geometry.patch
+        return pixels.view(len(pixels), -1, side, side)
+
+    def _given(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower's own pooling takes clips of one length only: it gets a single token, which nobody uses."""
+        return super()._given(tensors) | {"temporal_merge_index": tensors["patches"][:1, :, None]}
+
+    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+        hidden = output.last_hidden_state
+        frames = tensors["patches"].unflatten(1, (self._chunk, -1)).unbind(1)
+        shares = tensors["shares"].unbind(1)
+        mean = sum(hidden[frame] * share[:, None, None] for frame, share in zip(frames, shares, strict=True))
+        rows: Tensor = self.projector(mean.to(hidden.dtype)).squeeze(1)
+        return rows
 
 
 def _unfused(weights: Weights, config: Any) -> Weights:  # noqa: ANN401 - a configuration of transformers
@@ -95,6 +149,8 @@ _KIMI_TOWER = Module(
         ),
     ),
 )
+
+
 _KIMI_K25 = PackedFamily(
     model_type="kimi_k25",
     title="Kimi K2.5, K2.6",
@@ -120,6 +176,8 @@ _KIMI_K25 = PackedFamily(
     attention="over a chunk of up to 4 frames",
     special="frames of a chunk are averaged, so a chunk has the tokens of one frame; projector",
 )
+
+
 _KIMI_VL = KimiVLFamily(
     model_type="kimi_vl",
     title="Kimi-VL",
@@ -145,4 +203,5 @@ _KIMI_VL = KimiVLFamily(
     special="MoonViT, through the classes of Kimi K2.5; projector",
 )
 
-KIMI_ROWS: tuple[PackedFamily, ...] = (_KIMI_K25, _KIMI_VL)
+
+ROWS: tuple[Family, ...] = (_KIMI_K25, _KIMI_VL)

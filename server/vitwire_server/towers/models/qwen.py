@@ -2,18 +2,25 @@
 
 from dataclasses import replace
 
-from vitwire_server.towers.family import Module, in_model, stripped
+from vitwire_server.towers.family import Family, Module, in_model, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily
 from vitwire_server.towers.served import Served
 
-_VISUAL = in_model("visual.")
-_THINKER = stripped("thinker.visual.", "thinker.model.visual.", "model.visual.", "visual.")
 _OUT = "vision_config.out_hidden_size"
+
+
+_VISUAL = in_model("visual.")
+
+
+_THINKER = stripped("thinker.visual.", "thinker.model.visual.", "model.visual.", "visual.")
+
+
 _WINDOWS = Served(
     "window_size",
     lambda pixels, vision: pixels >= vision.patch_size * vision.spatial_merge_size,
     "at least the pixels of one token's side, patch_size * spatial_merge_size",
 )
+
 
 _QWEN2_VL = PackedFamily(
     model_type="qwen2_vl",
@@ -23,6 +30,8 @@ _QWEN2_VL = PackedFamily(
     architecture="32 x 1280, patch 14",
     attention="per frame",
 )
+
+
 _QWEN2_5_VL = PackedFamily(
     model_type="qwen2_5_vl",
     title="Qwen2.5-VL",
@@ -36,6 +45,8 @@ _QWEN2_5_VL = PackedFamily(
     architecture="32 x 1280, patch 14, SwiGLU",
     attention="within windows, full in some layers",
 )
+
+
 _QWEN3_VL = PackedFamily(
     model_type="qwen3_vl",
     title="Qwen3-VL",
@@ -49,12 +60,16 @@ _QWEN3_VL = PackedFamily(
     attention="per frame",
     special="deepstack: rows are `[main, 0, 1, 2]`",
 )
+
+
 _QWEN3_VL_MOE = replace(
     _QWEN3_VL,
     model_type="qwen3_vl_moe",
     title="Qwen3-VL MoE",
     tower=Module(source="qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen3VLMoeVisionModel", prefixes=_VISUAL),
 )
+
+
 _QWEN3_5 = replace(
     _QWEN3_VL,
     model_type="qwen3_5",
@@ -63,12 +78,15 @@ _QWEN3_5 = replace(
     deepstack=False,
     special="Qwen3-VL without deepstack",
 )
+
+
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     model_type="qwen3_5_moe",
     title="Qwen3.5 MoE, Qwen3.6 MoE",
     tower=Module(source="qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel", prefixes=_VISUAL),
 )
+
 
 _QWEN2_5_OMNI = replace(
     _QWEN2_5_VL,
@@ -83,6 +101,8 @@ _QWEN2_5_OMNI = replace(
     width="thinker_config.vision_config.out_hidden_size",
     special="the thinker's tower; audio stays with the LLM",
 )
+
+
 _QWEN2_5_OMNI_THINKER = replace(
     _QWEN2_5_OMNI,
     model_type="qwen2_5_omni_thinker",
@@ -90,6 +110,8 @@ _QWEN2_5_OMNI_THINKER = replace(
     tower=replace(_QWEN2_5_OMNI.tower, config="vision_config"),
     width=_OUT,
 )
+
+
 _QWEN3_OMNI = replace(
     _QWEN3_VL,
     model_type="qwen3_omni_moe",
@@ -104,6 +126,8 @@ _QWEN3_OMNI = replace(
     videos_span_frames=False,
     special="the thinker's tower, with deepstack; audio stays with the LLM",
 )
+
+
 _QWEN3_OMNI_THINKER = replace(
     _QWEN3_OMNI,
     model_type="qwen3_omni_moe_thinker",
@@ -112,7 +136,8 @@ _QWEN3_OMNI_THINKER = replace(
     width=_OUT,
 )
 
-QWEN_ROWS: tuple[PackedFamily, ...] = (
+
+ROWS: tuple[Family, ...] = (
     _QWEN2_VL,
     _QWEN2_5_VL,
     _QWEN3_VL,

@@ -1,0 +1,50 @@
+"""GLM's vision towers (Z.ai)."""
+
+from dataclasses import replace
+
+from vitwire_server.towers.family import Family, Module, in_model
+from vitwire_server.towers.layouts.packed import PackedFamily
+
+_OUT = "vision_config.out_hidden_size"
+
+
+_VISUAL = in_model("visual.")
+
+
+_GLM4V = PackedFamily(
+    model_type="glm4v",
+    title="GLM-4.1V",
+    tower=Module(source="glm4v.modeling_glm4v:Glm4vVisionModel", prefixes=_VISUAL),
+    width=_OUT,
+    reads_grids=True,
+    images_span_frames=True,
+    videos_span_frames=True,
+    architecture="24 x 1536, patch 14",
+    attention="per frame",
+    special="learned positions, resampled on the device",
+)
+
+
+_GLM46V = replace(_GLM4V, model_type="glm46v", title="GLM-4.6V")
+
+
+_GLM4V_MOE = replace(
+    _GLM4V,
+    model_type="glm4v_moe",
+    title="GLM-4.5V, GLM-4.6V MoE",
+    tower=Module(source="glm4v_moe.modeling_glm4v_moe:Glm4vMoeVisionModel", prefixes=_VISUAL),
+)
+
+
+_GLM_OCR = replace(
+    _GLM4V,
+    model_type="glm_ocr",
+    title="GLM-OCR",
+    tower=Module(source="glm_ocr.modeling_glm_ocr:GlmOcrVisionModel", prefixes=_VISUAL),
+    reads_grids=False,
+    architecture="24 x 1024, patch 14",
+    special="no learned positions",
+)
+
+
+ROWS: tuple[Family, ...] = (_GLM4V, _GLM46V, _GLM4V_MOE, _GLM_OCR)

@@ -1,0 +1,42 @@
+"""MiniMax's vision towers."""
+
+from vitwire_server.towers.family import Family, Module, in_model
+from vitwire_server.towers.layouts.packed import PackedFamily
+from vitwire_server.towers.layouts.projected import ProjectedTower
+
+_TEXT = "text_config.hidden_size"
+
+
+_MINIMAX = PackedFamily(
+    model_type="minimax_m3_vl",
+    title="MiniMax M3-VL",
+    tower=Module(
+        source="minimax_m3_vl.modeling_minimax_m3_vl:MiniMaxM3VLVisionModel",
+        prefixes=in_model("vision_tower."),
+        renames=(
+            (r"^vision_model\.embeddings\.patch_embedding\.", "embeddings.proj."),
+            (r"^vision_model\.(encoder\.)?", ""),
+        ),
+    ),
+    beside={
+        "projector": Module(
+            source="minimax_m3_vl.modeling_minimax_m3_vl:MiniMaxM3VLMultiModalProjector",
+            prefixes=in_model("multi_modal_projector.") | {"patch_merge_mlp.": "merge_"},
+            config="",
+        )
+    },
+    adapter=ProjectedTower,
+    width=_TEXT,
+    layers="layers",
+    whole_clips=True,
+    counts_frames=True,
+    prepared_videos=False,
+    image_pixels=(4 * 28 * 28, 451584),
+    architecture="32 x 1280, patch 14",
+    attention="over whole clips",
+    special="positions in time, height and width; clips come in chunks of 4 groups of frames; projector",
+    transformers="5.23.0",
+)
+
+
+ROWS: tuple[Family, ...] = (_MINIMAX,)

@@ -1,0 +1,145 @@
+"""Step3's vision towers (StepFun)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.vision_utils import get_vision_position_ids
+
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.tilings import Tiling, TilingRule
+from vitwire_server.towers.family import Family, Module, Parts, in_model, stripped
+from vitwire_server.towers.layouts.positions import resampled
+from vitwire_server.towers.layouts.tiles import View, module_heads
+from vitwire_server.towers.layouts.two_views import CropEncoder, CropFamily
+from vitwire_server.towers.processors.settings import (
+    BILINEAR,
+    CLIP,
+    Processor,
+    square,
+)
+from vitwire_server.towers.processors.tiles import tiled
+
+
+def _step3_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+    view, crop = config.vision_config.image_size, config.crop_size
+    most = int(files.image.get("max_image_size", 3024))
+    tiling = Tiling(
+        TilingRule.WINDOWS,
+        (view, view),
+        max_tiles=max(1, -(-most // crop)) ** 2,
+        max_side=most,
+        crop=(crop, crop),
+    )
+    return {Modality.IMAGE: tiled(files.image, tiling, CLIP, BILINEAR)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step3Family(CropFamily):
+    """Checkpoints of the hub's own code and of transformers, whose configurations differ in their names."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """See Family."""
+        # not in the oldest transformers that other rows are served with
+        from transformers.models.step3p7.configuration_step3p7 import Step3p7Config  # noqa: PLC0415
+
+        text = settings.get("text_config") or {}
+        config = Step3p7Config(
+            vision_config=dict(settings["vision_config"]),
+            text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
+            projector_bias=settings.get("projector_bias", False),
+            dtype=settings.get("dtype") or settings.get("torch_dtype"),
+        )
+        config.crop_size = square(Processor.read(folder).image, "patch_size", 504)
+        return config
+
+
+class Projection(nn.Linear):
+    """Step3-VL's projector, which transformers keeps as a bare layer of the whole model."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401
+        super().__init__(config.vision_config.hidden_size * 4, config.text_config.hidden_size, config.projector_bias)
+
+
+class Constants(nn.Module):
+    """Buffers that follow from the size of a view, in the types that they were computed in."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+
+class Step3(CropEncoder):
+    """A ViT with rotary positions and two strided convolutions; positions of both sizes are constants."""
+
+    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+        vision = config.vision_config
+        self.patch, self.merge = vision.patch_size, 4
+        self.view = self._view(vision.image_size)
+        self.crop = self._view(config.crop_size)
+        self.width = config.text_config.hidden_size
+        self.heads = module_heads(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self.blocks = list(self._tower.layers)
+        sides = {view.height // self.patch for view in (self.view, self.crop)}
+        self._constants = nn.ModuleDict({str(side): self._fixed(side) for side in sides})
+        self._tower.constants = self._constants  # so that they move with it
+
+    def _view(self, size: int) -> View:
+        side = size // self.patch
+        for _ in range(2):
+            side = (side - 1) // 2 + 1
+        return View(size, size, side * side)
+
+    @torch.no_grad()
+    def _fixed(self, side: int) -> Constants:
+        """Positions of a grid of so many patches a side, learned and rotary."""
+        weight = self._tower.embeddings.position_embedding.weight
+        ids = get_vision_position_ids(torch.tensor([[1, side, side]]), 1)
+        cosines, sines = self._tower.rotary_emb(weight, ids.to(weight.device))
+        return Constants(learned=resampled(weight.float(), side).clone(), cosines=cosines, sines=sines)
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        tower, side = self._tower, tiles.shape[-1] // self.patch
+        constants: Any = self._constants[str(side)]
+        patches = tower.embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
+        states = tower.pre_layernorm(patches + constants.learned.to(patches.dtype))
+        for layer in tower.layers:
+            states = layer(states, position_embeddings=(constants.cosines, constants.sines))
+        grid = states.transpose(1, 2).unflatten(2, (side, side))
+        merged: Tensor = tower.downsampler2(tower.downsampler1(grid))
+        return self._projector(merged.flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
+
+    def encode_crops(self, crops: Tensor) -> Tensor:
+        return self.encode(crops)
+
+
+_STEP3P7 = Step3Family(
+    model_type="step3p7",
+    title="Step-3.7",
+    architecture="47 x 1536, patch 14",
+    tower=Module(source="step3p7.modeling_step3p7:Step3p7VisionModel", prefixes=in_model("vision_model.")),
+    beside={
+        "projector": Module(
+            source=f"{__name__}:Projection",
+            prefixes=stripped("model.multi_modal_projector.", "vit_large_projector.", "model.vit_large_projector."),
+            config="",
+        )
+    },
+    encoder=Step3,
+    processor=_step3_settings,
+    videos=False,
+    special="one view of each image as pixels, windows of large ones as crops; rows of the crops come first",
+)
+
+
+_STEP3 = [replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")]
+
+
+ROWS: tuple[Family, ...] = (_STEP3P7, *_STEP3)
