@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from filelock import FileLock
-from packaging.version import Version
 
+from checkpoints import Checkpoints
 from reference import Reference
 from references import reference_of
 from rigs import Yardstick
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
-from vitwire_server.towers.families import FAMILIES
-
-INSTALLED = Version(transformers.__version__)
-MODEL_TYPES = [name for name, row in FAMILIES.items() if Version(row.transformers) <= INSTALLED]
-"""Rows of the table that the installed transformers can compute."""
-Checkpoints = Callable[[str], Path]
 
 
 def pytest_configure() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import Checkpoints
 from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
+from checkpoints import Checkpoints
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.files import CheckpointError

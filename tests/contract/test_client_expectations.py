@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import MODEL_TYPES, Checkpoints
 
+from checkpoints import MODEL_TYPES, Checkpoints
 from client_models import told
 from vitwire import Item
 from vitwire._expected import Expected

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Checkpoints
 
 from broken import load
+from checkpoints import Checkpoints
 from vitwire_server.core.costs import EAGER_HOST_SECONDS
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL_TYPES, Checkpoints
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
+from checkpoints import MODEL_TYPES, Checkpoints
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 

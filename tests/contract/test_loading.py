@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import MODEL_TYPES, Checkpoints
 from safetensors.torch import load_file, save_file
 
 from broken import load
+from checkpoints import MODEL_TYPES, Checkpoints
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.files import CheckpointError
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL_TYPES, Checkpoints
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from checkpoints import MODEL_TYPES, Checkpoints
 from reference import TOLERANCE, Reference, error
 from references import reference_of
 from rigs import Rig

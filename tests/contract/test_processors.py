@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MODEL_TYPES, Checkpoints
 from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from checkpoints import MODEL_TYPES, Checkpoints
 from client_models import told
 from vitwire._images import image_patches
 from vitwire_server.core.items import Modality

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Checkpoints
 from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
+from checkpoints import Checkpoints
 from reference import TOLERANCE, error
 from rigs import Rig
 from tile_reference import TileReference

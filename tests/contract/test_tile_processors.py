@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Checkpoints
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_utils import load_image
@@ -24,6 +23,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
+from checkpoints import Checkpoints
 from client_models import told
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items

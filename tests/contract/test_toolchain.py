@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Checkpoints
 
+from checkpoints import Checkpoints
 from servers import serving
 from vitwire_server.process import loading
 from vitwire_server.runtime import toolchain

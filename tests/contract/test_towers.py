@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_TYPES, Checkpoints
 from torch import Tensor
 
+from checkpoints import MODEL_TYPES, Checkpoints
 from reference import TOLERANCE, Array, Reference, error, norm_error
 from rigs import BUDGETS, Rig, draw_grids, takes
 from tile_reference import TileReference

@@ -7,10 +7,10 @@ from threading import Event
 import grpc
 import numpy as np
 import pytest
-from conftest import Checkpoints
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, Item, Overloaded
 from vitwire.v1 import encoder_pb2 as pb

@@ -9,9 +9,9 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoints
 
 import faulty
+from checkpoints import Checkpoints
 from reference import Array, Reference
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item, NotCached

@@ -14,9 +14,9 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import skimage
-from conftest import Checkpoints
 from safetensors.numpy import load_file
 
+from checkpoints import Checkpoints
 from reference import TOLERANCE, error
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, InvalidItem, Item

@@ -10,10 +10,10 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_TYPES, Checkpoints
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from checkpoints import MODEL_TYPES, Checkpoints
 from reference import TOLERANCE, Array, Reference, error
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, Item

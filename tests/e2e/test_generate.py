@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoints
 
+from checkpoints import Checkpoints
 from reference import Reference
 from servers import serving
 from vitwire import Client

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from conftest import Checkpoints
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import faulty
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import Client, InvalidItem, Item
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoints
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from checkpoints import Checkpoints
 from reference import TOLERANCE, Reference, error
 from servers import serving
 from vitwire import Client, Item

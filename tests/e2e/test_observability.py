@@ -9,7 +9,6 @@ from urllib.request import Request, urlopen
 import grpc
 import numpy as np
 import pytest
-from conftest import Checkpoints
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
@@ -17,6 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from checkpoints import Checkpoints
 from collectors import Collector, attributes, collecting
 from servers import ServerProcess, serving
 from vitwire import Client, Item, NotCached

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Checkpoints
 
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, Item, Unavailable
 

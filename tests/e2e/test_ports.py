@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from conftest import Checkpoints
 from prometheus_client import CollectorRegistry
 
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire_server.core.health import Health
 from vitwire_server.observe import http as pages

@@ -7,10 +7,10 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoints
 from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 
+from checkpoints import Checkpoints
 from reference import TOLERANCE, Array, Reference, error, kept_tokens
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, InvalidItem, Item

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from conftest import Checkpoints
 from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, EncodeFailed, InvalidItem, Item, NotCached, Overloaded, Unavailable
 from vitwire.v1 import encoder_pb2 as pb

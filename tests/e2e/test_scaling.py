@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pytest
-from conftest import Checkpoints
 
 import load
+from checkpoints import Checkpoints
 from nameserver import answering
 from servers import ServerProcess, serving
 from vitwire import Client, Item

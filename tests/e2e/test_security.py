@@ -12,11 +12,11 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from conftest import Checkpoints
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from certificates import YESTERDAY, Authority
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item, Unauthenticated, Unavailable
 from vitwire.cli._app import app

@@ -16,9 +16,9 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from conftest import Checkpoints
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import Client, EncodeFailed, Item, Unavailable
 

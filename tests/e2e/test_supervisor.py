@@ -17,8 +17,8 @@ from threading import Event
 import numpy as np
 import psutil
 import pytest
-from conftest import Checkpoints
 
+from checkpoints import Checkpoints
 from servers import ServerProcess, serving, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 from vitwire_server.config.host import THREADS, share_of_cores

@@ -8,12 +8,12 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoints
 from PIL import Image
 from torch import Tensor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
+from checkpoints import Checkpoints
 from navit_reference import NavitReference
 from reference import TOLERANCE, Array, error
 from servers import ServerProcess, serving

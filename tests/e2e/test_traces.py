@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Checkpoints
 
+from checkpoints import Checkpoints
 from servers import serving
 from vitwire import Client, InvalidItem, Item
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Checkpoints
 
+from checkpoints import Checkpoints
 from faults import FAULTY, SCALE, Note
 from servers import ServerProcess, serving
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from conftest import Checkpoints
 
 import load
+from checkpoints import Checkpoints
 from faults import FAULTY, Note, bounded_queue, rss_mib, scaled, settle
 from load import UNLIMITED, Tally, image, request
 from servers import ServerProcess, serving

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Checkpoints
 
 import load
+from checkpoints import Checkpoints
 from faults import FAULTY, Note, scaled
 from load import image, request
 from servers import ServerProcess, serving

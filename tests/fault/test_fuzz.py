@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoints
 from hypothesis import HealthCheck, Phase, example, given, settings
 
+from checkpoints import Checkpoints
 from faults import SCALE, Note, rss_mib, settle
 from load import COLUMNS, UNLIMITED, grpc_code
 from reference import TOLERANCE, Reference, error

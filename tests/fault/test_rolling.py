@@ -12,9 +12,9 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from conftest import Checkpoints
 
 import load
+from checkpoints import Checkpoints
 from faults import Note, scaled
 from load import image, request
 from servers import ServerProcess, serving

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from conftest import Checkpoints
 
 from certificates import Authority
+from checkpoints import Checkpoints
 from faults import Note, scaled, settle
 from load import image, request
 from servers import serving
