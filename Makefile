@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test matrix-test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -12,6 +12,17 @@ help: ## list the targets
 
 demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
+
+DEMO := .demo/qwen3_vl
+
+serve: $(READY) $(DEMO) ## serve the demo model on localhost:50051 until Ctrl-C; FLAGS="--port 50052"
+	@echo 'Once it is ready, in another terminal:'
+	@echo '  $(BIN)/vitwire encode PHOTO.jpg    $(BIN)/vitwire bench --seconds 5    $(BIN)/vitwire info'
+	@echo '  $(BIN)/grpcurl -plaintext localhost:50051 list    status page: http://127.0.0.1:9464/'
+	$(BIN)/vitwire-server serve --model $(DEMO) --graphs simulated --max-budget-tokens 1024 $(FLAGS)
+
+$(DEMO): | $(READY)
+	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@
 
 # Tiny models gain nothing from threads, which only wait for each other where other work shares the cores.
 test matrix-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
@@ -31,7 +42,7 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs, table of mod
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	PYTHON=$(PYTHON) tools/proto.sh check
-	$(BIN)/python tools/models.py --check
+	$(BIN)/python tools/tables.py --check
 
 page-test: $(READY) ## the status page in headless Chromium, one on the PATH or Playwright's own
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement tests/page/requirements.txt
@@ -80,4 +91,4 @@ $(READY): pyproject.toml constraints.txt requirements-tools.txt
 	touch $@
 
 clean: ## remove what make made
-	rm -rf $(VENV) .tools
+	rm -rf $(VENV) .tools .demo

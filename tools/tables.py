@@ -1,0 +1,147 @@
+"""Tables in README.md and docs/ that follow from the code: models, flags, metrics.
+
+`python tools/tables.py` writes them, `--check` only reports which are out of date.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from vitwire_server.config.settings import ServeSettings
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.family import Family
+
+_ROOT = Path(__file__).parents[1]
+_BYTES = ("_bytes", "_memory")
+_GIB = 1 << 30
+
+
+def short_table() -> Iterator[str]:
+    """Models that are taken alike share a line."""
+    rows = []
+    for taken, families in groupby(FAMILIES.values(), lambda row: (row.layout, row.attention, _videos(row))):
+        own = list(families)
+        layout, attention, videos = taken
+        titles = ", ".join(dict.fromkeys(row.title.partition(" (")[0] for row in own))
+        types = ", ".join(f"`{row.model_type}`" for row in own)
+        rows.append((titles, types, layout, attention, videos))
+    return _table(("models", "model_type", "pixels", "attention", "videos"), rows)
+
+
+def long_table() -> Iterator[str]:
+    """One line for each row."""
+    header = ("model_type", "models", "tower", "images", "videos", "graphs", "EVS", "transformers", "what is special")
+    return _table(header, [_line(row) for row in FAMILIES.values()])
+
+
+def _line(row: Family) -> tuple[str, ...]:
+    return (
+        f"`{row.model_type}`",
+        row.title,
+        ", ".join(filter(None, (row.architecture, row.layout, f"attention {row.attention}"))),
+        "yes" if row.prepared else "pixels only",
+        _videos(row),
+        "yes",
+        "yes" if row.videos and not row.pooled else "no",
+        row.transformers,
+        row.special,
+    )
+
+
+def _videos(row: Family) -> str:
+    if not row.videos:
+        return "no"
+    return "yes" if row.prepared and row.prepared_videos else "pixels only"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield f"|{'---|' * len(header)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def flags_table() -> Iterator[str]:
+    """One line for each setting of `vitwire-server serve`."""
+    rows = [_flag(name, field) for name, field in ServeSettings.model_fields.items()]
+    return _table(("flag", "default", "meaning"), rows)
+
+
+def _flag(name: str, field: FieldInfo) -> tuple[str, str, str]:
+    flag = f"--{name.replace('_', '-')}"
+    off = f", `--no-{flag[2:]}`" if field.annotation is bool else ""
+    return f"`{flag}`{off}", _default(name, field.default), (field.description or "").replace("|", "\\|")
+
+
+def _default(name: str, value: object) -> str:
+    if value is None or value is PydanticUndefined:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith(_BYTES) and isinstance(value, int) and value:
+        return f"{value // _GIB} GiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def metrics_table() -> Iterator[str]:
+    """One line for each metric of a server, by name."""
+    registry = Metrics().registry
+    collectors: dict[str, Any] = registry._names_to_collectors  # noqa: SLF001 - the only place that has the labels
+    rows = [
+        (f"`{_exposed(metric)}{_labels(collectors[metric.name])}`", metric.type, metric.documentation.rstrip("."))
+        for metric in sorted(registry.collect(), key=lambda metric: metric.name)
+        if metric.name.startswith("vitwire_")
+    ]
+    return _table(("metric", "type", "meaning"), rows)
+
+
+def _exposed(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+def _labels(collector: Any) -> str:  # noqa: ANN401 - prometheus_client's collectors share no class
+    names = getattr(collector, "_labelnames", ())
+    return f"{{{','.join(names)}}}" if names else ""
+
+
+TABLES: Mapping[tuple[str, str], Callable[[], Iterator[str]]] = {
+    ("README.md", "models"): short_table,
+    ("docs/models.md", "models"): long_table,
+    ("docs/configuration.md", "flags"): flags_table,
+    ("docs/metrics.md", "metrics"): metrics_table,
+}
+
+
+def current(file: str, table: str) -> str:
+    """The file with its table as the code has it. Raises ValueError where the marks are missing."""
+    begin, end = f"<!-- {table}: tools/tables.py -->", f"<!-- /{table} -->"
+    before, found, rest = (_ROOT / file).read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{file} has no place for the table between {begin} and {end}")
+    return "".join([before, begin, "\n", *(f"{line}\n" for line in TABLES[file, table]()), end, after])
+
+
+def main() -> int:
+    """Write the tables, or check them; returns the exit code."""
+    stale = [
+        (file, table) for file, table in TABLES if (_ROOT / file).read_text(encoding="utf-8") != current(file, table)
+    ]
+    for file, table in stale:
+        if "--check" in sys.argv[1:]:
+            print(f"{file}: the table of {table} is out of date, run tools/tables.py")
+        else:
+            (_ROOT / file).write_text(current(file, table), encoding="utf-8")
+            print(f"{file} written")
+    return int(bool(stale) and "--check" in sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
