@@ -3,6 +3,7 @@
 Until they are done Ctrl-C has the system's default action, which ends the process without a traceback.
 """
 
+import os
 import signal
 
 
@@ -10,6 +11,8 @@ def main() -> None:
     """Run the command line on `sys.argv`; ends in SystemExit."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup it is ignored, and stays so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # gRPC reads it when it is imported; else its core writes lines of its own for each failed attempt to connect.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from vitwire.cli import main as run  # noqa: PLC0415  # only now is it safe to take time
 
     run()

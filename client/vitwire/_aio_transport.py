@@ -36,9 +36,7 @@ class AsyncTransport:
     async def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> AsyncGenerator[Result, None]:
         """Results of all parts as they come; the calls are cancelled when the generator is closed."""
         metadata = _channel.metadata(self._token)
-        streams = [
-            (self._results if part.one_message else self._streamed)(part, levels, deadline, metadata) for part in parts
-        ]
+        streams = [self._results(Exchange(part, levels, Attempts(self._policy, deadline)), metadata) for part in parts]
         async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as results:
             async for result in results:
                 yield result
@@ -75,13 +73,18 @@ class AsyncTransport:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _results(
-        self, part: Part, levels: int, deadline: Deadline, metadata: Metadata
-    ) -> AsyncGenerator[Result, None]:
-        """Results of a part that is one message; what a server refused or never answered is sent again."""
+    async def _results(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
+        """Results of a part: sent as one message while it is one, and then as a stream."""
+        for send, suits in ((self._in_one_message, True), (self._streamed, False)):
+            if exchange.part.one_message is suits:
+                async with aclosing(send(exchange, metadata)) as results:
+                    async for result in results:
+                        yield result
+
+    async def _in_one_message(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
+        """Results of a part; what a server refused or never answered is sent again, while it is one message."""
         encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
-        exchange = Exchange(part, levels, Attempts(self._policy, deadline))
-        while True:
+        while exchange.part.one_message:
             exchange.begin()
             patience = exchange.attempts.patience()
             call = encode(exchange.part.request(), timeout=exchange.attempts.left(), metadata=metadata)
@@ -94,7 +97,7 @@ class AsyncTransport:
                         yield result
                 delay = exchange.finish()
             except grpc.RpcError as error:
-                delay = exchange.attempts.delay(await self._explained(error, exchange.attempts, exchange.part))
+                delay = exchange.failed(await self._explained(error, exchange.attempts, exchange.part))
             except asyncio.CancelledError:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
@@ -126,9 +129,7 @@ class AsyncTransport:
             return from_rpc(error) if error.code() is grpc.StatusCode.UNAVAILABLE else known
         return None
 
-    async def _streamed(
-        self, part: Part, levels: int, deadline: Deadline, metadata: Metadata
-    ) -> AsyncGenerator[Result, None]:
+    async def _streamed(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
         """Results of a part that is sent as a stream, by a thread.
 
         grpc.aio 1.85 loses the status of an RPC that the server ends while the client is still sending.
@@ -143,7 +144,7 @@ class AsyncTransport:
 
         def drain() -> None:
             try:
-                for result in self._threaded.results(part, levels, deadline, metadata, calls):
+                for result in self._threaded.results(exchange, metadata, calls):
                     deliver(result)
                 deliver(None)
             except Exception as error:  # noqa: BLE001  # whatever it is, the caller waits for it

@@ -26,6 +26,9 @@ SERVICE = "vitwire.v1.EncoderService"
 
 REASON_SECONDS = 1.0
 """How long to ask why no server is ready."""
+ACKNOWLEDGE = "x-vitwire-acknowledge"
+"""Asks the server for its headers as soon as it accepts a call. Proxies repeat no call whose headers they passed on, so
+only a client that repeats calls by itself asks for it."""
 _BALANCED: dict[str, object] = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": SERVICE},
@@ -113,7 +116,7 @@ def bearer(token: str | None) -> str | None:
 
 def metadata(token: str | None) -> Metadata:
     """Metadata of one call; the server logs the request id with what goes wrong on its side."""
-    pairs = [("x-request-id", uuid4().hex), *_trace_context()]
+    pairs = [("x-request-id", uuid4().hex), (ACKNOWLEDGE, "1"), *_trace_context()]
     return (*pairs, ("authorization", f"Bearer {token}")) if token else tuple(pairs)
 
 

@@ -139,10 +139,16 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     details: Iterable[AnyMessage] = ()
     with suppress(DecodeError):  # code and message still tell what happened
         details = Status.FromString(_bytes(metadata.get(_STATUS_KEY, b""))).details
-    translated = _error(error.code().name, error.details() or "", details, indices=indices)
+    code = "UNAVAILABLE" if _is_reset(error) else error.code().name
+    translated = _error(code, error.details() or "", details, indices=indices)
     if isinstance(translated, Overloaded) and translated.retry_after is None:
         translated.retry_after = _milliseconds(metadata.get(_PUSHBACK_KEY, ""))
     return translated
+
+
+def _is_reset(error: grpc.RpcError) -> bool:
+    """Whether the stream was cut off, as proxies do when the server behind them dies; gRPC calls that INTERNAL."""
+    return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")
 
 
 def is_from_server(error: grpc.RpcError) -> bool:

@@ -39,6 +39,16 @@ class Exchange:
         self.attempts.progress()
         return result
 
+    def failed(self, failure: VitwireError) -> float:
+        """After an attempt that failed as a whole: seconds until the next one. Raises the failure if there is none.
+
+        A server whose receive slots are in demand waits a second for a large message, but takes a stream's in turn.
+        """
+        delay = self.attempts.delay(failure)
+        if isinstance(failure, Overloaded):
+            self.part = self.part.yielding()
+        return delay
+
     def finish(self) -> float | None:
         """At the end of an attempt: seconds until the next one, which items held back ask for; None if it was the last.
 

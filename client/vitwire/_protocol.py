@@ -5,7 +5,7 @@ Shared by `Client` and `AsyncClient`, which only move the messages.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +28,8 @@ ONE_MESSAGE_BYTES = 4 << 20
 """Larger requests go as a stream; also gRPC's customary bound of a message."""
 CHUNK_BYTES = 1 << 20
 MAX_EMBEDDING_BYTES = 2 << 30
+_WINDOW_BYTES = 64 << 10
+"""What HTTP/2 delivers of a message before the server asks for it."""
 _MAX_DIMENSIONS = 4
 _FRAMING_BYTES = 32
 """Bounds the tags and lengths around one item and its two tensors."""
@@ -79,6 +81,11 @@ class Part:
         indices, items, expected = zip(*rows, strict=True) if rows else ((), (), ())
         return Part(indices, items, expected, self.options, self.limits)
 
+    def yielding(self) -> "Part":
+        """For a server that is full: as a stream, unless its message is received at once."""
+        options = self.options if self._size <= _WINDOW_BYTES else replace(self.options, stream=True)
+        return replace(self, options=options)
+
     @property
     def one_message(self) -> bool:
         """Whether the items travel in one message rather than as a stream."""
@@ -86,8 +93,11 @@ class Part:
             return False
         most_items = self.limits.items_per_request or len(self.items)
         most_bytes = min(ONE_MESSAGE_BYTES, self.limits.request_bytes or ONE_MESSAGE_BYTES)
-        sizes = (item.size + item.message.ByteSize() + _FRAMING_BYTES for item in self.items)
-        return len(self.items) <= most_items and sum(sizes) <= most_bytes
+        return len(self.items) <= most_items and self._size <= most_bytes
+
+    @property
+    def _size(self) -> int:
+        return sum(item.size + item.message.ByteSize() + _FRAMING_BYTES for item in self.items)
 
     def request(self) -> Request:
         message = pb.EncodeRequest(

@@ -18,6 +18,9 @@ from vitwire._protocol import Part, Result
 from vitwire._retry import Attempts, Policy
 from vitwire.v1 import encoder_pb2 as pb
 
+_CLOSE_SECONDS = 5.0
+"""gRPC 1.85 cancels all calls and then waits for them, without end for one that Ctrl-C interrupted in its start."""
+
 
 class Transport:
     """Moves the messages of `_protocol`; nothing of gRPC leaves it."""
@@ -37,7 +40,8 @@ class Transport:
         """Results of all parts as they come; the calls are cancelled when the iterator is closed."""
         metadata = _channel.metadata(self._token)
         calls = Calls()
-        streams = [self.results(part, levels, deadline, metadata, calls) for part in parts]
+        exchanges = [Exchange(part, levels, Attempts(self._policy, deadline)) for part in parts]
+        streams = [self.results(exchange, metadata, calls) for exchange in exchanges]
         try:
             yield from streams[0] if len(streams) == 1 else _merged(streams)
         finally:
@@ -72,14 +76,16 @@ class Transport:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        for channel in self._channels.values():
-            channel.close()
+        closing = threading.Thread(target=self._close_channels, daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # the interpreter is exiting
+            self._close_channels()
+        else:
+            closing.join(_CLOSE_SECONDS)
 
-    def results(
-        self, part: Part, levels: int, deadline: Deadline, metadata: Metadata, calls: "Calls"
-    ) -> Iterator[Result]:
+    def results(self, exchange: Exchange, metadata: Metadata, calls: "Calls") -> Iterator[Result]:
         """Results of one part; what a server refused or never answered is sent again."""
-        exchange = Exchange(part, levels, Attempts(self._policy, deadline))
         while True:
             exchange.begin()
             patience = exchange.attempts.patience()
@@ -93,7 +99,7 @@ class Transport:
                         yield result
                 delay = exchange.finish()
             except grpc.RpcError as error:
-                delay = exchange.attempts.delay(self._explained(error, exchange.attempts, exchange.part))
+                delay = exchange.failed(self._explained(error, exchange.attempts, exchange.part))
             finally:
                 calls.drop(call)
             if delay is None:
@@ -135,6 +141,10 @@ class Transport:
             if options not in self._channels:
                 self._channels[options] = self._open(options)
             return self._channels[options]
+
+    def _close_channels(self) -> None:
+        for channel in list(self._channels.values()):
+            channel.close()
 
     def _open(self, options: _channel.ChannelOptions) -> grpc.Channel:
         if self._credentials is None:

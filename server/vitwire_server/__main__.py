@@ -51,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(words: list[str]) -> int:
     """Settings are checked before torch is loaded, so that a wrong one is reported at once."""
-    # gRPC reads it when it is imported; without it, its core writes a line of its own for each failed handshake.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # gRPC reads it when it is imported; else its core writes lines of its own, in no format and without bound: for each
+    # failed handshake, and even as ERROR for each compressed message.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
     import logging  # noqa: PLC0415 - as above
 

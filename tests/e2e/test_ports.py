@@ -171,3 +171,4 @@ def test_compressed_messages_are_refused_before_they_are_inflated(
         assert "is disabled" in refused.value.details()
     assert process.memory_info().rss < before + INFLATED // 4
     assert health(server.target) == b"\x08\x01"
+    assert "is disabled" not in server.log(), "a line of gRPC's core for each message, as text and without bound"

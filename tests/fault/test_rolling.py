@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 
 import load
@@ -18,6 +19,7 @@ from checkpoints import Checkpoints
 from faults import Note, scaled
 from load import image, request
 from servers import ServerProcess, serving
+from vitwire import AsyncClient, Item
 
 pytestmark = pytest.mark.timeout(900)
 ENVOY = Path(sys.executable).with_name("envoy")
@@ -187,6 +189,16 @@ async def test_a_rolling_restart_fails_no_request(replicas: list[Replica], tmp_p
     assert set(tally.codes) == {"OK"}
 
 
+async def encode_until(stop: asyncio.Event, target: str) -> int:
+    """Calls of the Python client, none of which may fail: it sends again what a proxy cut off."""
+    calls = 0
+    async with AsyncClient(target, timeout=30) as client:
+        while not stop.is_set():
+            await client.encode([Item(np.ones((64, 3 * 2 * 14 * 14), np.float32), (1, 8, 8))])
+            calls += 1
+    return calls
+
+
 async def test_a_killed_replica_takes_down_no_more_than_what_it_held(
     replicas: list[Replica], tmp_path: Path, note: Note
 ) -> None:
@@ -195,6 +207,7 @@ async def test_a_killed_replica_takes_down_no_more_than_what_it_held(
         await asyncio.wait_for(front.wait_for(2), 30)
         stop = asyncio.Event()
         loading = asyncio.create_task(load.closed(front.target, request(image(8, 8)), workers=WORKERS, stop=stop))
+        calling = asyncio.create_task(encode_until(stop, front.target))
         for round_ in range(rounds):
             await asyncio.sleep(1)
             victim = replicas[round_ % 2]
@@ -203,9 +216,9 @@ async def test_a_killed_replica_takes_down_no_more_than_what_it_held(
             await asyncio.to_thread(victim.start)
             await asyncio.wait_for(front.wait_for(2), 60)
         stop.set()
-        tally = await loading
+        tally, own_calls = await loading, await calling
         after = await load.closed(front.target, request(image(8, 8)), workers=WORKERS, calls=100)
-    note(kills=rounds, codes=tally.codes, reasons=tally.reasons)
+    note(kills=rounds, codes=tally.codes, reasons=tally.reasons, calls_of_the_client=own_calls)
     assert set(tally.codes) <= {"OK", "UNAVAILABLE"}
     assert tally.failed <= WORKERS * rounds
     assert after.codes == {"OK": 100}

@@ -219,16 +219,25 @@ def process(code: str, *arguments: str, **environment: str) -> subprocess.Comple
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
 
 
-MAIN = "from vitwire.cli import main; main()"
+MAIN = "from vitwire_cli import main; main()"
+NO_MEMORY = "import numpy as np; from vitwire.cli import _bench; _bench._request = lambda *_: np.empty(1 << 62, 'u1')\n"
+
+
+def test_a_lack_of_memory_is_one_line(running: Running) -> None:
+    done = process(NO_MEMORY + MAIN, "bench", "--target", running.target)
+    assert done.returncode == 1
+    assert done.stderr.startswith("vitwire: out of memory: Unable to allocate")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_as_a_process(running: Running) -> None:
     done = process(MAIN, "info", "--json", VITWIRE_TARGET=running.target)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["model_id"] == "tiny"
-    done = process(MAIN, "info", "--target", "127.0.0.1:1")
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
+    for target in (["127.0.0.1:1"], [running.target, "--tls"]):
+        done = process(MAIN, "info", "--timeout", "1", "--target", *target)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
 
 

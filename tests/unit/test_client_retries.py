@@ -1,5 +1,6 @@
 """What both clients send again, how long they wait, and what they refuse to connect to."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from unit.test_client_fakes import Fake, abort, expected, item, retry_info, serving
 from unit.test_client_service import Call, both, large
 
-from vitwire import AsyncClient, Client, InvalidItem, Overloaded, Unavailable
+from vitwire import AsyncClient, Client, InvalidItem, Item, Overloaded, Unavailable
 from vitwire._deadline import Deadline
 
 
@@ -37,6 +38,25 @@ async def test_a_full_server_is_asked_again_when_it_said(make: Call) -> None:
         async with make(running.target, timeout=20, max_retries=2) as client:
             with pytest.raises(Overloaded):
                 await client.model()
+
+
+@both
+async def test_a_large_message_is_sent_to_a_full_server_as_a_stream(make: Call) -> None:
+    """The server takes a receive slot back from a message that is slow to arrive; a stream needs none."""
+
+    def refuse(context: grpc.ServicerContext) -> None:
+        if fake.methods.count("EncodeStream") == 0:
+            abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(0, 100_000_000))
+
+    fake = Fake()
+    medium = Item(np.full((16, 1 << 14), 3.0, np.float32), (1, 8, 2))  # 1 MiB
+    with serving(fake) as running:
+        async with make(running.target, timeout=20, max_retries=1) as client:
+            await client.model()
+            fake.before = refuse
+            (embedding,) = await client.encode([medium])
+    assert fake.methods == ["GetModel", "Encode", "EncodeStream"]
+    np.testing.assert_array_equal(embedding.numpy(), expected(4, 3.0))
 
 
 @both
@@ -122,3 +142,22 @@ def test_a_timeout_that_nobody_gave_fits_the_work() -> None:
     assert (huge.left() or 0) > 600 + 9 * 16 * 0.02
     assert Deadline(5, 60).covering([large()] * 9, patient=True).left() == pytest.approx(5, abs=1)
     assert Deadline(float("inf"), 60).left() is None
+
+
+def test_a_client_closes_after_an_interrupt_in_the_start_of_an_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc would wait without end for a call whose events nobody fetches."""
+    with serving(Fake()) as running:
+        client = Client(running.target, timeout=20)
+        client.model()
+
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("grpc._channel._run_channel_spin_thread", interrupted)
+        monkeypatch.setattr("vitwire._transport._CLOSE_SECONDS", 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            client.encode([item()])
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()

@@ -91,6 +91,8 @@ def reported() -> Iterator[None]:
     """Errors within end the command with one line on stderr and code 1. Not for printing to stdout."""
     try:
         yield
+    except MemoryError as error:
+        fail(f"out of memory: {error}")
     except (VitwireError, OSError, ValueError, ImportError) as error:
         fail(str(error) or type(error).__name__)
 

@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
+_ACKNOWLEDGE = "x-vitwire-acknowledge"
+"""Metadata of a client that repeats calls by itself. Proxies repeat none whose headers they passed on."""
 _QUIET = 10
 """How many times as long as an upload may stand still a stream may stay open with nothing in flight."""
 _LARGE_BYTES = 4 << 20
@@ -91,7 +93,7 @@ class EncoderService:
     async def _encode(self, context: Context) -> grpc.StatusCode:
         """Answers every item; returns the worst code among them."""
         serving = self._ready()
-        await context.send_initial_metadata(())  # clients take a server that is silent longer for a frozen one
+        await _acknowledge(context)
         with self._call(serving, context) as call:
             await self._submit(serving.codec, call, await self._bodies.read(context))
             return await self._answer_all(pb.EncodeResponse, call, context)
@@ -99,7 +101,7 @@ class EncoderService:
     async def _encode_stream(self, context: Context) -> grpc.StatusCode:
         """Answers every item; returns the worst code among them."""
         serving = self._ready()
-        await context.send_initial_metadata(())  # as above
+        await _acknowledge(context)
         with self._call(serving, context) as call:
             reading = asyncio.create_task(self._read(serving, call, context))
             try:
@@ -212,6 +214,12 @@ class EncoderService:
         except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
             _log.debug("a client left while it was answered: %r", error)
             raise asyncio.CancelledError from None
+
+
+async def _acknowledge(context: Context) -> None:
+    """Send the response headers now where the client asks: it takes longer silence for a frozen server."""
+    if any(key == _ACKNOWLEDGE for key, _ in context.invocation_metadata() or ()):
+        await context.send_initial_metadata(())
 
 
 async def _digests(items: Mapping[int, Item]) -> dict[int, bytes]:
