@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from vitwire_server.caching.keys import key_of, name_of
-from vitwire_server.caching.single_flight import Flights, Visit
+from vitwire_server.caching.single_flight import SingleFlight, Waiter
 from vitwire_server.core.errors import InvalidTensors, NotCached, Overloaded
-from vitwire_server.core.items import Ask, Item
+from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.request_ids import REQUEST_ID
@@ -24,7 +24,7 @@ class Shared:
 
     scheduler: Scheduler
     admission: Admission
-    flights: Flights
+    single_flight: SingleFlight
     fingerprint: str
     """Of the tower's weights."""
     trace: TraceWriter | None = None
@@ -46,7 +46,7 @@ class Call:
         self._open: set[int] = set()
         self._submitted: set[int] = set()
         self._unsent: set[int] = set()
-        self._visits: dict[int, Visit] = {}
+        self._waiters: dict[int, Waiter] = {}
         self._permits: dict[int, Permit] = {}
         self._released = asyncio.Event()
         self._finished = False
@@ -57,7 +57,7 @@ class Call:
     @property
     def wants_digests(self) -> bool:
         """Whether `submit` needs to know what items show."""
-        return self._shared.flights.is_on
+        return self._shared.single_flight.is_on
 
     @property
     def is_idle(self) -> bool:
@@ -106,11 +106,11 @@ class Call:
         """Raises DeadlineExceeded if items of so many tokens cannot be done in time."""
         self._shared.scheduler.check_deadline(self._ticket, tokens, items)
 
-    def find(self, ask: Ask) -> Encoded | NotCached:
+    def find(self, lookup: CacheLookup) -> Encoded | NotCached:
         """The answer to an item without pixels."""
-        name = name_of(ask, self._principal, self._shared.fingerprint)
+        name = name_of(lookup, self._principal, self._shared.fingerprint)
         assert name is not None, "an item without pixels has a content_id"
-        return self._shared.flights.find(name, ask)
+        return self._shared.single_flight.find(name, lookup)
 
     def submit(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
         """Queue items that were admitted, unless one of the same content is cached or on its way.
@@ -120,14 +120,18 @@ class Call:
         """
         for index in items:
             self._permits[index].arrived()
-        visits = {index: self._visit(index, item, digests[index]) for index, item in items.items() if digests}
-        flights = self._shared.flights
-        due = [item.footprint.tokens for i, item in items.items() if i not in visits or not flights.holds(visits[i])]
+        waiters = {index: self._waiter(index, item, digests[index]) for index, item in items.items() if digests}
+        single_flight = self._shared.single_flight
+        due = [
+            item.footprint.tokens
+            for i, item in items.items()
+            if i not in waiters or not single_flight.holds(waiters[i])
+        ]
         if due:
             self.check_deadline(sum(due), len(due))
         self._submitted.update(items)
-        self._visits |= visits
-        self._queue({i: item for i, item in items.items() if i not in visits or flights.enter(visits[i])})
+        self._waiters |= waiters
+        self._queue({i: item for i, item in items.items() if i not in waiters or single_flight.enter(waiters[i])})
         if self._shared.trace:
             self._shared.trace.record(items.values())
 
@@ -135,7 +139,7 @@ class Call:
         """The outcome of an item is known."""
         if isinstance(outcome, InvalidTensors):
             outcome = outcome.of_item(index)
-        self._visits.pop(index, None)
+        self._waiters.pop(index, None)
         self._unsent.add(index)
         self._outcomes.put_nowait((index, outcome))
 
@@ -183,8 +187,8 @@ class Call:
         """Cancel what still waits, and give back every permit and every row; returns how many items had unsent ones."""
         self._shared.scheduler.cancel(self._ticket)
         self._ticket.deliver = _nobody
-        visits, self._visits = self._visits, {}
-        self._shared.flights.leave(visits.values())
+        waiters, self._waiters = self._waiters, {}
+        self._shared.single_flight.leave(waiters.values())
         unsent = len(self._unsent)
         for index in list(self._permits):
             self.release(index)
@@ -192,9 +196,9 @@ class Call:
             self._outcomes.get_nowait()
         return unsent
 
-    def _visit(self, index: int, item: Item, digest: bytes) -> Visit:
+    def _waiter(self, index: int, item: Item, digest: bytes) -> Waiter:
         shared = self._shared
-        return Visit(
+        return Waiter(
             key_of(item, digest, self._principal, shared.fingerprint),
             name_of(item, self._principal, shared.fingerprint),
             self._ticket,
@@ -209,12 +213,12 @@ class Call:
     def _deliver(self, index: int, outcome: Outcome) -> None:
         """Called by the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: the process is about to exit
-            self._loop.call_soon_threadsafe(self._landed, index, outcome)
+            self._loop.call_soon_threadsafe(self._completed, index, outcome)
 
-    def _landed(self, index: int, outcome: Outcome) -> None:
-        visit = self._visits.pop(index, None)
-        if visit:
-            self._shared.flights.landed(visit, outcome)
+    def _completed(self, index: int, outcome: Outcome) -> None:
+        waiter = self._waiters.pop(index, None)
+        if waiter:
+            self._shared.single_flight.completed(waiter, outcome)
         if not self._ticket.cancelled:
             self.settle(index, outcome)
 

@@ -9,7 +9,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.grids import Footprint, Grid, retained
-from vitwire_server.core.items import Ask, DType, Item, Modality, Pixels
+from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard, Shape
 from vitwire_server.scheduling.tickets import Priority
 
@@ -70,7 +70,7 @@ class Codec:
         """Bytes that an item holds on the host from admission to its answer: pixels, then rows."""
         return item.nbytes + item.rows * self._card.geometry.width * output.size
 
-    def items(self, request: wire.Request) -> list[Item | Ask]:
+    def items(self, request: wire.Request) -> list[Item | CacheLookup]:
         """The items of an Encode request. Raises InvalidRequest with every wrong field."""
         violations: list[Violation] = []
         message = request.message
@@ -99,7 +99,7 @@ class Codec:
         """The priority that a checked number stands for; unspecified means interactive."""
         return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
 
-    def header(self, field: str, item: pb.Item, output: DType) -> Header | Ask:
+    def header(self, field: str, item: pb.Item, output: DType) -> Header | CacheLookup:
         """The description of an item that is uploaded in chunks. Raises InvalidRequest."""
         violations: list[Violation] = []
         header = self._header(field, item, output, violations)
@@ -131,9 +131,9 @@ class Codec:
 
     def _item(
         self, field: str, item: pb.Item, tensors: wire.ItemTensors, output: DType, violations: list[Violation]
-    ) -> Item | Ask | None:
+    ) -> Item | CacheLookup | None:
         header = self._header(field, item, output, violations)
-        if header is None or isinstance(header, Ask):
+        if header is None or isinstance(header, CacheLookup):
             return header
         wrong = [
             Violation(f"{field}.{name}.data", f"has {len(data)} bytes, type and shape ask for {described.nbytes}")
@@ -146,14 +146,16 @@ class Codec:
         violations += wrong
         return None if wrong else header.of(tensors, output)
 
-    def _header(self, field: str, item: pb.Item, output: DType, violations: list[Violation]) -> Header | Ask | None:
+    def _header(
+        self, field: str, item: pb.Item, output: DType, violations: list[Violation]
+    ) -> Header | CacheLookup | None:
         """The checked description; None if it broke a rule, which is then in `violations`."""
         wrong = list(self._wrong_extras(item))
         wants_cached = bool(item.content_id) and not item.HasField("pixels")
         modality = _MODALITIES.get(item.modality)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
         if wants_cached and not wrong:
-            return Ask(item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item))
+            return CacheLookup(item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item))
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:

@@ -43,7 +43,7 @@ def caller_of(context: Context) -> Caller:
     return Caller(principal(context) or peer.rpartition(":")[0], peer)
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class TokenAuth(grpc.aio.ServerInterceptor):
     """Turns away who has no token, before a message is read; health stays open to all."""
 
     def __init__(self, tokens: Tokens) -> None:

@@ -16,17 +16,17 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.keys import digest_of
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
-from vitwire_server.core.items import Ask, Item
+from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Encoded
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.answers import Answer, frames, model_message
-from vitwire_server.rpc.bodies import Bodies
+from vitwire_server.rpc.boundary import Context, RpcBoundary
 from vitwire_server.rpc.calls import Call, Shared
 from vitwire_server.rpc.codec import Codec, raise_if_malformed
-from vitwire_server.rpc.edge import Context, Edge
 from vitwire_server.rpc.principals import caller_of, principal
+from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
 
@@ -52,32 +52,32 @@ class Serving:
 class EncoderService:
     """Serves the three methods on an event loop; UNAVAILABLE until it has a model to serve with."""
 
-    def __init__(self, metrics: Metrics, health: Health, bodies: Bodies, patience: float) -> None:
+    def __init__(self, metrics: Metrics, health: Health, slots: ReceiveSlots, patience: float) -> None:
         """`patience` is how many seconds a client may take to send or to read on."""
         self._metrics = metrics
         self._health = health
-        self._bodies = bodies
+        self._slots = slots
         self._patience = patience
-        self._edge = Edge(metrics, patience)
+        self._boundary = RpcBoundary(metrics, patience)
         self._draining = False
         self.serving: Serving | None = None
 
     async def drain(self, seconds: float) -> None:
         """Turn new requests away and wait until those in flight are answered, at most so long."""
         self._draining = True
-        await self._edge.idle(seconds)
+        await self._boundary.idle(seconds)
 
     async def encode(self, _: object, context: Context) -> None:
         """`Encode`: every item in one message; each is answered as soon as its batch is done."""
-        await self._edge.run("Encode", context, self._encode(context), counts_as=lambda worst: worst)
+        await self._boundary.run("Encode", context, self._encode(context), counts_as=lambda worst: worst)
 
     async def encode_stream(self, _: object, context: Context) -> None:
         """`EncodeStream`: items in chunks, many in flight, answered as each is done."""
-        await self._edge.run("EncodeStream", context, self._encode_stream(context), counts_as=lambda worst: worst)
+        await self._boundary.run("EncodeStream", context, self._encode_stream(context), counts_as=lambda worst: worst)
 
     async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
         """`GetModel`: what is served, and within which limits."""
-        return await self._edge.run("GetModel", context, self._get_model(request))
+        return await self._boundary.run("GetModel", context, self._get_model(request))
 
     def counted(self, read: Callable[[bytes], T]) -> Callable[[bytes], T]:
         """A deserialiser that counts the bytes of messages."""
@@ -93,7 +93,7 @@ class EncoderService:
         serving = self._ready()
         await context.send_initial_metadata(())  # clients take a server that is silent longer for a frozen one
         with self._call(serving, context) as call:
-            await self._submit(serving.codec, call, await self._bodies.read(context))
+            await self._submit(serving.codec, call, await self._slots.read(context))
             return await self._answer_all(pb.EncodeResponse, call, context)
 
     async def _encode_stream(self, context: Context) -> grpc.StatusCode:
@@ -141,7 +141,7 @@ class EncoderService:
         call.set_priority(codec.priority(request.message.priority))
         call.open(range(len(items)))
         work = {index: item for index, item in enumerate(items) if isinstance(item, Item)}
-        found = {index: call.find(item) for index, item in enumerate(items) if isinstance(item, Ask)}
+        found = {index: call.find(item) for index, item in enumerate(items) if isinstance(item, CacheLookup)}
         rows = {index: len(answer.embedding.data) for index, answer in found.items() if isinstance(answer, Encoded)}
         call.admit({index: codec.weight(item, item.output) for index, item in work.items()} | rows)
         for index, answer in found.items():

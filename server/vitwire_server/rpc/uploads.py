@@ -8,7 +8,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
-from vitwire_server.core.items import Ask, DType
+from vitwire_server.core.items import CacheLookup, DType
 from vitwire_server.core.reports import Encoded
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec, Header
@@ -100,7 +100,7 @@ class Uploads:
         self.call.open([number])
         try:
             header = self.codec.header(f"items[{number}]", item, self.output)
-            if isinstance(header, Ask):
+            if isinstance(header, CacheLookup):
                 await self._answer(number, header)
                 return
             if not self.call.wants_digests:  # else it may be cached, which its bytes will tell
@@ -114,9 +114,9 @@ class Uploads:
         due = self.waited + self.patience
         self._unfinished[number] = _Upload(header, data, Digest() if self.call.wants_digests else None, due)
 
-    async def _answer(self, number: int, ask: Ask) -> None:
+    async def _answer(self, number: int, lookup: CacheLookup) -> None:
         """What is cached, or not. Raises Overloaded."""
-        outcome = self.call.find(ask)
+        outcome = self.call.find(lookup)
         if isinstance(outcome, Encoded):
             await self.call.admit_in_turn(number, len(outcome.embedding.data))
         self.call.settle(number, outcome)

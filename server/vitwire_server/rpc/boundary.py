@@ -21,7 +21,7 @@ Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 """A status other than OK: code, message and trailers."""
 
 
-class Edge:
+class RpcBoundary:
     """Runs RPCs, knows how many are active, and is the one place that catches everything."""
 
     def __init__(self, metrics: Metrics, patience: float) -> None:

@@ -10,7 +10,7 @@ import grpc
 
 from vitwire_server.observe.request_ids import REQUEST_ID, request_id
 from vitwire_server.observe.tracing import Span, Tracer
-from vitwire_server.rpc.edge import cancellation
+from vitwire_server.rpc.boundary import cancellation
 from vitwire_server.rpc.principals import Context, Continuation, RpcHandler
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _LOGGED_WITH_CAUSE = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOW
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
-class Trail(grpc.aio.ServerInterceptor):
+class RpcObserver(grpc.aio.ServerInterceptor):
     """Follows the RPCs of one service; health and reflection pass by unseen."""
 
     def __init__(self, service: str, tracer: Tracer | None) -> None:

@@ -36,7 +36,7 @@ class _Slot:
             self.limit.reschedule(0.0)
 
 
-class Bodies:
+class ReceiveSlots:
     """Lets so many one-message requests be received at a time that their largest bodies fit into a bound.
 
     gRPC holds a message in memory from its first byte on, before any handler sees it; but it receives

@@ -9,7 +9,7 @@ from vitwire.wire import Malformed
 from vitwire_server.rpc.principals import HEALTH, Context, Continuation, RpcHandler
 
 
-class Strict(grpc.aio.ServerInterceptor):
+class HealthValidator(grpc.aio.ServerInterceptor):
     """Answers INVALID_ARGUMENT where the stock health service would log a traceback and say INTERNAL."""
 
     async def intercept_service(
