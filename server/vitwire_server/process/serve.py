@@ -31,6 +31,7 @@ from vitwire_server.rpc.service import EncoderService
 from vitwire_server.rpc.tokens import Tokens
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
+from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.towers.files import CheckpointError
 
@@ -150,7 +151,7 @@ async def _until_stopped(
     scheduler = Scheduler(assembly.engine, assembly.planner, metrics, canary=canary)
     engine = EngineThread(scheduler)
     engine.start()
-    service.serving = _serving(settings, metrics, assembly, scheduler, trace)
+    service.serving = _serving(settings, metrics, assembly, scheduler.intake, trace)
     await life.become(State.SERVING)
     card = assembly.card
     _tell(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
@@ -165,18 +166,18 @@ async def _until_stopped(
         await life.become(State.FAILED, "the engine stopped")
     await service.drain(settings.drain_seconds)
     await life.end()
-    scheduler.close()
+    scheduler.intake.close()
     await _first(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
     return int(engine.failed)
 
 
 def _serving(
-    settings: ServeSettings, metrics: Metrics, assembly: Assembly, scheduler: Scheduler, trace: TraceWriter | None
+    settings: ServeSettings, metrics: Metrics, assembly: Assembly, intake: Intake, trace: TraceWriter | None
 ) -> Serving:
     card = assembly.card
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admitted_changed)
     single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache_changed), metrics)
-    return Serving(card, Codec(card, assembly.tower.footprint), scheduler, admission, single_flight, trace)
+    return Serving(card, Codec(card, assembly.tower.footprint), intake, admission, single_flight, trace)
 
 
 def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:

@@ -16,7 +16,7 @@ from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.rpc.codec import Codec, Header
 from vitwire_server.scheduling.admission import Admission, Permit
-from vitwire_server.scheduling.scheduler import Scheduler
+from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
 
 _LARGE_BYTES = 4 << 20
@@ -29,7 +29,7 @@ class Serving:
 
     card: ModelCard
     codec: Codec
-    scheduler: Scheduler
+    intake: Intake
     admission: Admission
     single_flight: SingleFlight
     trace: TraceWriter | None = None
@@ -62,7 +62,7 @@ class Call:
         self._released = asyncio.Event()
         self._ended = False
         self._outcomes: asyncio.Queue[tuple[int, Outcome] | Exception | None] = asyncio.Queue()
-        deadline = None if remaining is None else serving.scheduler.now() + remaining
+        deadline = None if remaining is None else serving.intake.now() + remaining
         self.ticket = Ticket(self._deliver, deadline, request_id=REQUEST_ID.get())
 
     @property
@@ -82,7 +82,7 @@ class Call:
         serving = self._serving
         item = self._items[index] = _InFlight()
         if not serving.single_flight.is_on:  # else it may be cached, which only its bytes show
-            serving.scheduler.check_deadline(self.ticket, header.footprint.tokens)
+            serving.intake.check_deadline(self.ticket, header.footprint.tokens)
         nbytes = serving.codec.weight(header, output)
         (item.permit,) = await self._admit(lambda: [serving.admission.promise(nbytes, self._caller)])
         return Digest() if serving.single_flight.is_on else None
@@ -153,7 +153,7 @@ class Call:
 
         All items leave single flight before a waiter of another call is promoted.
         """
-        self._serving.scheduler.cancel(self.ticket)
+        self._serving.intake.cancel(self.ticket)
         self.ticket.deliver = _discard
         items, self._items = self._items, {}
         self._serving.single_flight.leave([item.waiter for item in items.values() if item.waiter])
@@ -192,7 +192,7 @@ class Call:
         waiters = {index: self._waiter(index, items[index], digest) for index, digest in digests.items()}
         due = [i.footprint.tokens for n, i in items.items() if n not in waiters or not single_flight.holds(waiters[n])]
         if due:
-            serving.scheduler.check_deadline(self.ticket, sum(due), len(due))
+            serving.intake.check_deadline(self.ticket, sum(due), len(due))
         for index in items:
             self._items[index].submitted, self._items[index].waiter = True, waiters.get(index)
         self._queue({i: item for i, item in items.items() if i not in waiters or single_flight.enter(waiters[i])})
@@ -210,9 +210,9 @@ class Call:
         )
 
     def _queue(self, items: Mapping[int, Item]) -> None:
-        scheduler = self._serving.scheduler
-        now = scheduler.now()
-        scheduler.submit(Entry(self.ticket, index, item, now) for index, item in items.items())
+        intake = self._serving.intake
+        now = intake.now()
+        intake.submit(Entry(self.ticket, index, item, now) for index, item in items.items())
 
     def _deliver(self, index: int, outcome: Outcome) -> None:
         """Called by the engine's thread."""

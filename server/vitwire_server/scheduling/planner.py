@@ -6,6 +6,7 @@ replays, or eager forwards at the exact shape.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
@@ -27,6 +28,14 @@ class Bounds:
     def hold(self, load: Footprint, items: int) -> bool:
         """Whether so many items of summed footprint `load` may share a forward."""
         return load.tokens <= self.tokens and items <= self.items and load.segments <= self.frames
+
+
+class Prediction(NamedTuple):
+    """Predicted seconds of one batch."""
+
+    forward: float
+    attention: float
+    """At most, for attention within segments, which `forward` leaves out."""
 
 
 class Planner:
@@ -79,10 +88,16 @@ class Planner:
         return full * self._least(self.capacity) + (self._least(rest) if rest else 0.0)
 
     def seconds(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
-        """Predicted time of a batch."""
-        if batch.budget is None:
-            return self._costs.eager(sum(footprints[item].tokens for item in batch.items))
-        return self._costs.replay(batch.budget.tokens)
+        """Predicted time of a batch of some of `footprints`, attention within segments left out."""
+        return self._seconds(batch.budget, (footprints[item].tokens for item in batch.items))
+
+    def predict(self, budget: Budget | None, footprints: Sequence[Footprint]) -> Prediction:
+        """Predicted time of a batch of all of `footprints`."""
+        forward = self._seconds(budget, (footprint.tokens for footprint in footprints))
+        return Prediction(forward, self._costs.attention(footprints))
+
+    def _seconds(self, budget: Budget | None, tokens: Iterable[int]) -> float:
+        return self._costs.eager(sum(tokens)) if budget is None else self._costs.replay(budget.tokens)
 
     def _least(self, tokens: int) -> float:
         """Predicted time of the cheapest batch that holds `tokens`."""

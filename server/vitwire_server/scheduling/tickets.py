@@ -23,7 +23,7 @@ class Ticket:
     """A request in flight: its deadline, and where the outcome of each item goes.
 
     `deliver(item, outcome)` is called once per submitted item, by the engine's thread, unless the
-    ticket was cancelled. Owned by the RPC that opened it; `cancelled` is set through the scheduler.
+    ticket was cancelled. Owned by the RPC that opened it; `cancelled` is set through the intake.
     """
 
     deliver: Callable[[int, Outcome], None]
@@ -34,6 +34,10 @@ class Ticket:
     request_id: str = ""
     """What the request goes by in the log; empty outside of an RPC."""
     number: int = field(default_factory=lambda: next(_numbers))
+
+    def is_expired(self, now: float) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and self.deadline <= now
 
 
 @dataclass(frozen=True, slots=True, eq=False)
