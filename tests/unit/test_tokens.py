@@ -32,11 +32,11 @@ def test_a_token_a_line_with_or_without_a_name(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("# nobody\n", "holds no token"),
+        ("# nobody\n", "contains no token"),
         (f"{ALICE} two names\n", "line 1: after the token"),
         (f"{BOB} bob\n{ALICE} a/../b\n", "line 2: after the token"),
-        (f"{ALICE} a\n{ALICE} b\n", "line 2: this token is there twice"),
-        ("gr\u00fc\u00dfe-0123456789abcdef\n", "line 1: a token is printable ASCII"),
+        (f"{ALICE} a\n{ALICE} b\n", "line 2: this token is a duplicate"),
+        ("gr\u00fc\u00dfe-0123456789abcdef\n", "line 1: a token must be printable ASCII"),
     ],
 )
 def test_a_wrong_file_is_told_by_line(file: Path, text: str, told: str) -> None:
@@ -67,7 +67,7 @@ def test_what_cannot_be_read_leaves_the_tokens_as_they_were(file: Path, caplog: 
     tokens = Tokens(file)
     file.write_text(f"{BOB} one too many\n")
     assert tokens.name(ALICE) == "alice"
-    assert "stay as they were" in caplog.text
+    assert "keeping the previous tokens" in caplog.text
     file.unlink()
     assert tokens.name(ALICE) == "alice"
     file.write_text(f"{BOB}\n")

@@ -1,8 +1,10 @@
 """Predicted times, by which the planner chooses between replays and eager forwards."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+
+from vitwire_server.core.grids import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class Costs:
     eager_floor: float
     measured: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Seconds of a replay by the budget's tokens, timed right after capture."""
+    attention_pair: float = 1e-8
+    """Seconds that attention takes for a pair of patches, at most: a large tower on a slow device."""
 
     def replay(self, tokens: int) -> float:
         """Seconds of one replay of the budget of `tokens`."""
@@ -30,6 +34,10 @@ class Costs:
     def eager(self, tokens: int) -> float:
         """Seconds of one eager forward of `tokens` at the exact shape."""
         return max(self.eager_floor, self.eager_fixed + self.eager_token * tokens)
+
+    def attention(self, footprints: Sequence[Footprint]) -> float:
+        """Seconds that attention within segments adds, at most; neither `replay` nor `eager` counts it."""
+        return self.attention_pair * sum(footprint.patches * footprint.longest for footprint in footprints)
 
 
 EAGER_HOST_SECONDS = 9.0e-3
@@ -48,3 +56,6 @@ On the device a replay took 1.9 ms for 49 tokens and 14.6 ms for 1568, an eager 
 less than the 7.6 ms that launching its kernels takes; half a millisecond is added for the host's part of a batch.
 Simulated graphs use it too: on a CPU every measurement would say that padding is pure loss.
 """
+
+ASSUMED_ON_HOST = replace(ASSUMED, attention_pair=5e-6)
+"""The same where the CPU computes."""

@@ -77,10 +77,10 @@ class Life:
         trimmed_at = 0.0
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            silence = scheduler.silence()
+            silence = scheduler.watchdog.silence()
             hangs = f"the engine makes no progress, {silence:.0f} s longer than its batch explains"
-            await self._follow(hangs if silence > wedge_seconds else scheduler.ailment)
-            now = scheduler.now()
+            await self._follow(hangs if silence > wedge_seconds else scheduler.fault)
+            now = scheduler.intake.now()
             if trimmed_at <= scheduler.last_launch < now - _IDLE_SECONDS:
                 trimmed_at = now
                 trim()

@@ -10,7 +10,7 @@ import torch
 
 from vitwire_server.config.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
 from vitwire_server.core.budgets import Ladder
-from vitwire_server.core.costs import ASSUMED, Costs
+from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST, Costs
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item
 from vitwire_server.core.models import Limits, ModelCard
@@ -76,7 +76,8 @@ def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[],
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
     engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes, hot)
     canary = _warm_up(engine, tower)
-    costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else ASSUMED
+    assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
+    costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
     card = ModelCard(
         model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
         model_type=checkpoint.family.model_type,

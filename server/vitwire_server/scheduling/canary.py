@@ -1,6 +1,7 @@
-"""An item of our own through the engine while nobody else uses it, so that a dead device shows before a user does."""
+"""A test item that runs while the engine is idle, so that a dead device shows before a user's request fails."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vitwire_server.core.errors import EncoderError
@@ -10,33 +11,35 @@ from vitwire_server.core.runner import Runner
 
 _log = logging.getLogger(__name__)
 _TRIES = 2
-"""Failures in a row that make an ailment; one may be somebody else's, such as memory that was taken."""
+"""Failures in a row after which the engine counts as broken: one may have a passing cause, such as memory in use."""
 
 
 @dataclass(slots=True)
 class Canary:
-    """Sings after every `seconds` of idleness; counts as no user's item. Used by the engine's thread."""
+    """Runs after every `seconds` of idleness; not counted as a user's item. Used by the engine's thread."""
 
     item: Item
     batch: Batch
     seconds: float
-    """0 keeps it silent."""
-    ailment: str = ""
-    """What is wrong with the engine; empty while it encodes."""
+    """0 switches it off."""
+    fault: str = ""
+    """What is wrong with the engine; empty while it encodes. Read by any thread."""
+    _last_run: float = 0.0
     _failures: int = 0
 
-    def is_due(self, idle: float) -> bool:
-        """Whether the engine was idle for long enough."""
-        return 0 < self.seconds <= idle
+    def is_due(self, now: float, last_launch: float) -> bool:
+        """Whether neither a batch nor this item ran for long enough."""
+        return 0 < self.seconds <= now - max(last_launch, self._last_run)
 
-    def sing(self, runner: Runner) -> bool:
+    def run(self, runner: Runner, clock: Callable[[], float]) -> bool:
         """Encode the item; returns whether that worked. Raises DeviceLost."""
         (result,) = runner.launch([self.item], self.batch.budget).collect().results
+        self._last_run = clock()
         if not isinstance(result, EncoderError):
-            self._failures, self.ailment = 0, ""
+            self._failures, self.fault = 0, ""
             return True
         self._failures += 1
         _log.error("the canary failed (%d in a row): %s", self._failures, result)
         if self._failures >= _TRIES:
-            self.ailment = f"the canary failed {self._failures} times in a row: {result}"
+            self.fault = f"the canary failed {self._failures} times in a row: {result}"
         return False

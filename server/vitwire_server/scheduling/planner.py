@@ -1,11 +1,12 @@
 """Packing of items into batches: pure, deterministic, no device.
 
-Of all ways to run a set of items it looks for the one of least predicted time: one replay, several
-replays, or eager forwards at the exact shape.
+It looks for the fastest way to run a set of items by predicted time: one replay, several replays, or
+eager forwards at the exact shape.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
@@ -29,12 +30,20 @@ class Bounds:
         return load.tokens <= self.tokens and items <= self.items and load.segments <= self.frames
 
 
+class Prediction(NamedTuple):
+    """Predicted seconds of one batch."""
+
+    forward: float
+    attention: float
+    """At most, for attention within segments, which `forward` leaves out."""
+
+
 class Planner:
     """Items + ladder + costs to the batches of least predicted time.
 
     Items are packed by `fill`, which meets budgets exactly by subset sums but sees tokens only; where
     that breaks a bound on items, frames or segments, by `best_fit`, which keeps them all. Then each
-    replay, and each pair of batches, makes way for one eager forward where that is predicted to be
+    replay, and each pair of batches, is replaced by one eager forward where that is predicted to be
     cheaper. Batches run in the order of the oldest item in them.
     """
 
@@ -70,7 +79,7 @@ class Planner:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the largest batch, an item that runs alone aside."""
+        """Tokens of the largest batch; a larger item runs alone."""
         return self._ladder.largest.tokens if self._ladder.largest else self._bounds.tokens
 
     def estimate(self, tokens: int) -> float:
@@ -79,10 +88,16 @@ class Planner:
         return full * self._least(self.capacity) + (self._least(rest) if rest else 0.0)
 
     def seconds(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
-        """Predicted time of a batch."""
-        if batch.budget is None:
-            return self._costs.eager(sum(footprints[item].tokens for item in batch.items))
-        return self._costs.replay(batch.budget.tokens)
+        """Predicted time of a batch of some of `footprints`, attention within segments left out."""
+        return self._seconds(batch.budget, (footprints[item].tokens for item in batch.items))
+
+    def predict(self, budget: Budget | None, footprints: Sequence[Footprint]) -> Prediction:
+        """Predicted time of a batch of all of `footprints`."""
+        forward = self._seconds(budget, (footprint.tokens for footprint in footprints))
+        return Prediction(forward, self._costs.attention(footprints))
+
+    def _seconds(self, budget: Budget | None, tokens: Iterable[int]) -> float:
+        return self._costs.eager(sum(tokens)) if budget is None else self._costs.replay(budget.tokens)
 
     def _least(self, tokens: int) -> float:
         """Predicted time of the cheapest batch that holds `tokens`."""
@@ -102,7 +117,7 @@ class Planner:
         return Fallback.OVERSIZE
 
     def _replays(self, items: list[int], footprints: Sequence[Footprint]) -> list[Batch]:
-        """The cheapest batches for items of which each fits some graph."""
+        """The cheapest batches for items that each fit a graph."""
         if not items:
             return []
         batches = self._on_budgets(fill(items, footprints, self._options), footprints)
@@ -131,7 +146,7 @@ class Planner:
         return min(fitting, key=lambda budget: self._costs.replay(budget.tokens), default=None)
 
     def _with_eager(self, batches: Iterable[Batch], footprints: Sequence[Footprint]) -> list[Batch]:
-        """Batches that one eager forward would beat, alone or two in one, run eagerly."""
+        """The batches, each or two together replaced by an eager forward where that is cheaper."""
         done: list[Batch] = []
         for batch in batches:
             cheapest = self._cheaper((batch,), footprints)
@@ -155,5 +170,5 @@ class Planner:
         """All of `batches` in one eager forward if that is cheaper, else the first of them."""
         items = tuple(sorted(item for batch in batches for item in batch.items))
         eager = Batch(items, None, Fallback.CHEAPER_EAGER)
-        apart = sum(self.seconds(batch, footprints) for batch in batches)
-        return eager if self.seconds(eager, footprints) < apart else batches[0]
+        separate = sum(self.seconds(batch, footprints) for batch in batches)
+        return eager if self.seconds(eager, footprints) < separate else batches[0]

@@ -1,0 +1,138 @@
+"""Where requests hand in items, and the engine's thread takes them from."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Condition
+
+from vitwire_server.core.errors import DeadlineExceeded, Unavailable
+from vitwire_server.core.plans import Batch
+from vitwire_server.core.reports import Monitor
+from vitwire_server.scheduling.forecast import Forecast
+from vitwire_server.scheduling.planner import Planner
+from vitwire_server.scheduling.queue import Queue
+from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
+
+_WINDOW = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What left the queue: entries to run as one batch, and entries whose deadline has passed."""
+
+    batch: Batch | None
+    """None if nothing waits."""
+    entries: Sequence[Entry]
+    expired: Sequence[Entry]
+
+
+class Intake:
+    """The queue with its lock. Thread-safe; `take`, `answered` and `abandon` belong to the engine's thread."""
+
+    def __init__(self, planner: Planner, forecast: Forecast, monitor: Monitor, clock: Callable[[], float]) -> None:
+        self._planner = planner
+        self._forecast = forecast
+        self._monitor = monitor
+        self._clock = clock
+        self._queue = Queue()
+        self._changed = Condition()
+        self._closed = False
+        self._unanswered: dict[tuple[int, int], Entry] = {}
+        """Entries that were taken and not answered yet, by ticket and index."""
+
+    def now(self) -> float:
+        """Seconds on the clock that deadlines are given in."""
+        return self._clock()
+
+    def submit(self, entries: Iterable[Entry]) -> None:
+        """Queue items. Raises Unavailable after `close`."""
+        with self._changed:
+            if self._closed:
+                raise Unavailable("the server is shutting down")
+            for entry in entries:
+                self._queue.push(entry)
+            self._queue_changed()
+            self._changed.notify()
+
+    def check_deadline(self, ticket: Ticket, tokens: int, items: int = 1) -> None:
+        """Raises DeadlineExceeded if items of `tokens` tokens cannot be done by the ticket's deadline.
+
+        Counts what goes before them by their share, what is under way, and their own time.
+        """
+        if ticket.deadline is None:
+            return
+        left = ticket.deadline - self._clock()
+        needed = self._needed(ticket.priority, tokens)
+        if needed <= left:
+            return
+        for _ in range(items):
+            self._monitor.item_dropped("admission", "deadline")
+        raise DeadlineExceeded(f"about {needed:.3g} s are needed, {max(0.0, left):.3g} s are left until the deadline")
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop what still waits of a request; what is on the device finishes but is not delivered."""
+        with self._changed:
+            ticket.cancelled = True
+            reason = "deadline" if ticket.is_expired(self._clock()) else "cancelled"
+            for _ in self._queue.remove(ticket):
+                self._monitor.item_dropped("queue", reason)
+            self._queue_changed()
+
+    def close(self) -> None:
+        """Accept no more; what waits still runs."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._queue
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is closed and nothing waits."""
+        with self._changed:
+            return self._closed and not self._queue
+
+    def take(self, wait_seconds: float = 0.0) -> Taken:
+        """Remove what runs next and what has expired, after waiting at most so long for items."""
+        with self._changed:
+            if wait_seconds and not self._queue and not self._closed:
+                self._changed.wait(wait_seconds)
+            window = self._queue.window(_WINDOW, self._planner.capacity)
+            now = self._clock()
+            expired = [entry for entry in window if entry.ticket.is_expired(now)]
+            waiting = [entry for entry in window if not entry.ticket.is_expired(now)] if expired else window
+            plan = self._planner.plan([entry.item.footprint for entry in waiting])
+            batch = plan.batches[0] if plan.batches else None
+            entries = [waiting[item] for item in batch.items] if batch else []
+            for entry in expired:
+                self._queue.drop(entry)
+            self._queue.take(entries)
+            self._unanswered |= {(entry.ticket.number, entry.index): entry for entry in (*expired, *entries)}
+            if expired or entries:
+                self._queue_changed()
+        return Taken(batch, entries, expired)
+
+    def answered(self, entry: Entry) -> None:
+        """An entry that was taken is answered."""
+        self._unanswered.pop((entry.ticket.number, entry.index), None)
+
+    def abandon(self) -> list[Entry]:
+        """Accept no more; returns all entries without an answer, waiting ones included."""
+        with self._changed:
+            self._closed = True
+            waiting = self._queue.peek(len(self._queue))
+            self._queue.take(waiting)
+            self._queue_changed()
+        return [*self._unanswered.values(), *waiting]
+
+    def _needed(self, priority: Priority, tokens: int) -> float:
+        """Seconds until a new request of so many tokens would be done."""
+        estimate = self._planner.estimate
+        with self._changed:
+            ahead = self._queue.tokens_ahead(priority, tokens)
+        return self._forecast.wait(estimate(ahead), self._clock()) + self._forecast.alone(estimate(tokens))
+
+    def _queue_changed(self) -> None:
+        self._monitor.queue_changed(len(self._queue), self._queue.nbytes)

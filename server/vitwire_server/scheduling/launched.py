@@ -1,0 +1,60 @@
+"""A batch on the device, and what is reported of it once it is done."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.errors import EncoderError
+from vitwire_server.core.plans import Batch, Fallback
+from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Outcome, Path
+from vitwire_server.core.runner import Collected, Running
+from vitwire_server.scheduling.planner import Prediction
+from vitwire_server.scheduling.tickets import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A batch on the device and the entries in it."""
+
+    entries: Sequence[Entry]
+    batch: Batch
+    running: Running
+    started: float
+    predicted: Prediction
+
+    def outcomes(self, collected: Collected, now: float) -> list[Outcome]:
+        """What each entry is answered with: its rows and a report, or its error."""
+        budget, fallback = self._path(collected)
+
+        def report(entry: Entry) -> ItemReport:
+            return ItemReport(
+                path=Path.EAGER if budget is None else Path.GRAPH,
+                fallback=fallback,
+                budget_tokens=0 if budget is None else budget.tokens,
+                tokens=entry.item.rows,
+                queued=self.started - entry.arrived,
+                encoded=now - self.started,
+                started=self.started,
+                timings=collected.timings,
+            )
+
+        return [
+            result if isinstance(result, EncoderError) else Encoded(result, report(entry))
+            for entry, result in zip(self.entries, collected.results, strict=True)
+        ]
+
+    def report(self, collected: Collected, outcomes: Sequence[Outcome]) -> BatchReport:
+        """What the monitor counts."""
+        budget, fallback = self._path(collected)
+        return BatchReport(
+            items=[(entry.item.modality, outcome) for entry, outcome in zip(self.entries, outcomes, strict=True)],
+            requests=len({entry.ticket.number for entry in self.entries}),
+            budget=budget,
+            fallback=fallback,
+            tokens=sum(entry.item.footprint.tokens for entry in self.entries),
+            timings=collected.timings,
+        )
+
+    def _path(self, collected: Collected) -> tuple[Budget | None, Fallback | None]:
+        """How the batch ran in the end."""
+        return (None, Fallback.OUT_OF_MEMORY) if collected.apart else (self.batch.budget, self.batch.fallback)
