@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from vitwire_server.towers.families import FAMILIES
-from vitwire_server.towers.family import Family
+from vitwire_server.towers.family import Accepts, Family
 
 _ROOT = Path(__file__).parents[1]
 _BEGIN, _END = "<!-- models: tools/models.py -->", "<!-- /models -->"
@@ -18,7 +18,7 @@ _BEGIN, _END = "<!-- models: tools/models.py -->", "<!-- /models -->"
 def short_table() -> Iterator[str]:
     """Models that are taken alike share a line."""
     rows = []
-    for taken, families in groupby(FAMILIES.values(), lambda row: (row.layout, row.attention, _videos(row))):
+    for taken, families in groupby(FAMILIES.values(), lambda row: (row.layout, row.attention, row.videos)):
         own = list(families)
         layout, attention, videos = taken
         titles = ", ".join(dict.fromkeys(row.title.partition(" (")[0] for row in own))
@@ -38,19 +38,13 @@ def _line(row: Family) -> tuple[str, ...]:
         f"`{row.model_type}`",
         row.title,
         ", ".join(filter(None, (row.architecture, row.layout, f"attention {row.attention}"))),
-        "yes" if row.prepared else "pixels only",
-        _videos(row),
+        row.images,
+        row.videos,
         "yes",
-        "yes" if row.videos and not row.pooled else "no",
+        "yes" if row.videos is not Accepts.NOTHING and row.prunes else "no",
         row.transformers,
         row.special,
     )
-
-
-def _videos(row: Family) -> str:
-    if not row.videos:
-        return "no"
-    return "yes" if row.prepared and row.prepared_videos else "pixels only"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

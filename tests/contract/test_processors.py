@@ -16,6 +16,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Resizing
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.family import Accepts
 
 PACKED = [name for name in MODEL_TYPES if FAMILIES[name].layout == "packed patches"]
 NEEDS_TORCHVISION = {"minimax_m3_vl"}
@@ -75,8 +76,7 @@ def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: st
 
 
 @pytest.mark.parametrize("model_type", PACKED)
-def test_a_client_is_told_only_of_what_it_can_prepare(model_type: str, checkpoints: Checkpoints) -> None:
+def test_clients_get_settings_only_of_what_they_can_prepare(model_type: str, checkpoints: Checkpoints) -> None:
     family, model = FAMILIES[model_type], told(checkpoints(model_type))
-    assert (model.image_preprocessor is None) is not family.prepared  # type: ignore[attr-defined]
-    prepared = family.videos and family.prepared_videos  # type: ignore[attr-defined]
-    assert (model.video_preprocessor is None) is not prepared
+    assert (model.image_preprocessor is not None) is (family.images is Accepts.PICTURES)
+    assert (model.video_preprocessor is not None) is (family.videos is Accepts.PICTURES)

@@ -40,7 +40,7 @@ def photograph(height: int, width: int) -> Image.Image:
 
 
 def tiles(processor: Any, crops: str | None = None, first: bool = False, **options: Any) -> Stock:
-    """The processor's `pixel_values`, and its second view, if it has any of this image."""
+    """The processor's `pixel_values`, and its crops, if it makes any of this image."""
 
     def run(folder: Path, image: Image.Image) -> tuple[Array, Array | None]:
         stock = processor.from_pretrained(folder)([image], return_tensors="np", **options)

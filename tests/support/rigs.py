@@ -88,7 +88,7 @@ class Rig:
         return self._drawn(self.tower.geometry.shapes(grid, self.modality(grid))[0], seed)
 
     def crops(self, grid: Grid, seed: int) -> Tensor | None:
-        """Random pixels of the second view; None if an item of this grid has none."""
+        """Random crops; None if an item of this grid has none."""
         shape = self.tower.geometry.crops(grid)
         return self._drawn(shape, seed + 1000) if shape else None
 
@@ -98,9 +98,9 @@ class Rig:
 
     def item(self, grid: Grid, pixels: Tensor, crops: Tensor | None = None) -> Item:
         """An item whose rows are to come back in float32."""
-        view, second = _view(pixels), _view(crops) if crops is not None else None
+        tiles, second = _buffer(pixels), _buffer(crops) if crops is not None else None
         footprint = self.tower.footprint(grid)
-        return Item(self.modality(grid), grid, view, footprint, DType.FLOAT32, crops=second)
+        return Item(self.modality(grid), grid, tiles, footprint, DType.FLOAT32, crops=second)
 
     def items(self, grids: Sequence[Grid], seed: int = 0) -> list[Item]:
         """Items of these grids, each with pixels of its own: item i has those of seed + i."""
@@ -212,7 +212,7 @@ def _budgets(tower: Tower, sizes: Sequence[int]) -> list[Budget]:
     return [tower.budget(size, max_items=8, max_frames=24) for size in own[::2]]
 
 
-def _view(pixels: Tensor) -> Pixels:
+def _buffer(pixels: Tensor) -> Pixels:
     dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
     return Pixels(pixels.contiguous().view(torch.uint8).numpy().tobytes(), dtype, tuple(pixels.shape))
 

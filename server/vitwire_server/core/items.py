@@ -35,7 +35,7 @@ class DType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """A view of a tensor that somebody else's buffer holds; little-endian, C order."""
+    """A tensor in a buffer that others own; little-endian, C order."""
 
     data: memoryview | bytes | bytearray
     dtype: DType
@@ -60,7 +60,7 @@ class Item:
     keep_ratio: float = 0.0
     """Share of a clip's tokens to return, in (0, 1); 0 returns all."""
     crops: Pixels | None = None
-    """The second view; None where the item has none."""
+    """Crops of the image; None where the item has none."""
     content_id: str = ""
     """What the client calls the content; empty if nothing."""
 

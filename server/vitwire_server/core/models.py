@@ -56,7 +56,7 @@ class Geometry:
         return [full] if modality is Modality.VIDEO or full == single else [full, single]
 
     def crops(self, grid: Grid) -> Shape | None:
-        """The shape of an item's second view; None if an item of this grid has none."""
+        """The shape of an item's crops; None if an item of this grid has none."""
         del grid
         return None
 
@@ -112,7 +112,7 @@ class TileGeometry(Geometry):
     tile: tuple[int, int] = (0, 0)
     """Height and width of a tile, in pixels."""
     crop: tuple[int, int] | None = None
-    """Height and width of a row of the second view; None if there is no such view."""
+    """Height and width of a crop; None if the tower takes none."""
     crops_replace: bool = False
     """The tiles come as crops, and only the one that shows everything as pixels."""
 
@@ -194,7 +194,7 @@ class Preprocessing:
     resizing: Resizing = Resizing.AREA
     crop_mean: tuple[float, ...] = ()
     crop_std: tuple[float, ...] = ()
-    """Normalisation of the second view; empty if it is that of the first."""
+    """Normalisation of crops; empty if it is that of the tiles."""
     tiling: Tiling | None = None
     """How images are cut, for towers that take tiles."""
     drops_transparency: bool = False

@@ -18,7 +18,7 @@ class TilingRule(StrEnum):
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
     WINDOWS = "windows"
-    """Square windows over an image that is too large or too long for one view; each is resized to a crop."""
+    """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 
 
 class Overview(StrEnum):
@@ -48,7 +48,7 @@ class Tiling:
     max_side: int = 0
     """Larger images are resized to this longer side before anything else; 0 leaves them."""
     crop: tuple[int, int] | None = None
-    """Height and width of a row of the second view."""
+    """Height and width of a crop; None if the tower takes none."""
     crop_background: tuple[int, ...] = ()
     crop_resample: int | None = None
-    """Pillow's number of the second view's filter, if it is another one."""
+    """Pillow's number of the filter for crops, if it is another one."""

@@ -44,7 +44,7 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the description asks for, those of both views."""
+        """Bytes that the description asks for, those of crops included."""
         return self.pixels.nbytes + (self.crops.nbytes if self.crops else 0)
 
     def item(self, data: wire.Buffer, output: DType) -> Item:
@@ -184,7 +184,7 @@ class Codec:
         crops = geometry.crops(grid)
         if crops is None and item.HasField("crops"):
             scope = f"for grid {grid}" if geometry.crop_row else "at all"
-            yield Violation("crops", f"{self._card.model_type} takes no second view {scope}")
+            yield Violation("crops", f"{self._card.model_type} takes no crops {scope}")
         elif crops is not None and not item.HasField("crops"):
             yield Violation("crops", f"must be {list(crops)} for grid {grid}, is missing")
         elif crops is not None:

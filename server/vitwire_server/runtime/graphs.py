@@ -123,7 +123,7 @@ class Arena:
         tokens = max(budget.tokens for budget in budgets)
         self.inputs = Slab(max(capacity.patches for capacity in capacities), geometry.row, tower)
         crops = max(capacity.crops for capacity in capacities)
-        self.views = Slab(crops, geometry.crop_row, tower) if geometry.crop_row else None
+        self.crop_inputs = Slab(crops, geometry.crop_row, tower) if geometry.crop_row else None
         self.rows = torch.zeros(tokens, geometry.width, dtype=tower.dtype, device=tower.device)
 
     @property
@@ -133,8 +133,8 @@ class Arena:
 
     @property
     def crops(self) -> Tensor | None:
-        """The buffer of the second view, in towers that take one."""
-        return self.views.tensor if self.views else None
+        """The buffer of crops, in towers that take them."""
+        return self.crop_inputs.tensor if self.crop_inputs else None
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +162,7 @@ class Graph:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
         capacity, load = self.metadata.capacity, total([self._tower.footprint(grid) for grid in grids])
         pixels = self._arena.inputs.take(load.patches, capacity.patches)
-        crops = self._arena.views.take(load.crops, capacity.crops) if self._arena.views else None
+        crops = self._arena.crop_inputs.take(load.crops, capacity.crops) if self._arena.crop_inputs else None
         fill(pixels, crops)
         self._tower.prepare(grids, self.metadata)
 

@@ -22,7 +22,7 @@ class Metadata:
     tensors: dict[str, Tensor]
     bounds: dict[str, int]
     crops: Tensor | None = None
-    """Rows of the second view `(crops, C*H*W)`, in towers that take one; whoever runs the forward sets it."""
+    """Crops `(crops, C*H*W)`, in towers that take them; set by the caller of `forward`."""
 
 
 class Tower(ABC):

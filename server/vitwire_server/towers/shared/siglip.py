@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitwire_server.towers.family import Module, Parts, in_model, last_layer
-from vitwire_server.towers.layouts.tiles import Encoder, View, module_heads
+from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.family import Module, Parts, in_model
+from vitwire_server.towers.layouts.tiles import Encoder, TileShape, module_heads
 
 
 def siglip(name: str) -> Module:
@@ -17,12 +18,12 @@ def siglip(name: str) -> Module:
 class Siglip(Encoder):
     """A SigLIP tower without its head, and a projector of every patch."""
 
-    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, parts: Parts, config: Config) -> None:
         last_layer(config)
         vision = config.vision_config
         self.patch = vision.patch_size
         self.merge = 1
-        self.view = View(vision.image_size, vision.image_size, (vision.image_size // self.patch) ** 2)
+        self.tile = TileShape(vision.image_size, vision.image_size, (vision.image_size // self.patch) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.heads = module_heads(vision)

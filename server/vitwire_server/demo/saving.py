@@ -11,7 +11,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitwire_server.demo.tiny import SHARD, TEXT, VISION, Json, save_plain, write_json
+from vitwire_server.demo.demo_model import SHARD, TEXT, VISION, Json, save_plain, write_json
 
 _INDEX = "model.safetensors.index.json"
 _KIMI_NAMES = {

@@ -47,7 +47,7 @@ def save_plain(model: Any, out: Path) -> None:  # noqa: ANN401 - of many classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiny:
+class DemoModel:
     """One tiny model: its configuration, its processors' files, and how its authors publish it."""
 
     config: Json
@@ -61,24 +61,24 @@ class Tiny:
     """Writes weights and config.json in the layout that the model's authors publish."""
 
 
-def tiny_vlm(
+def demo_vlm(
     *,
     text: Json,
     vision: Json,
     image: Json,
     video: Json | None = None,
     fields: Mapping[str, Any] = _IMAGE_TOKEN,
-    **others: Any,  # noqa: ANN401 - those of Tiny
-) -> Tiny:
+    **others: Any,  # noqa: ANN401 - those of DemoModel
+) -> DemoModel:
     """A tiny model whose processors' settings are known ahead; `fields` are the rest of its configuration."""
     config = {"text_config": text, "vision_config": vision, **fields}
     files = {"preprocessor_config.json": {**STEPS, **image}}
     if video:
         files["video_preprocessor_config.json"] = {**STEPS, **video}
-    return Tiny(config=config, files=lambda _: files, **others)
+    return DemoModel(config=config, files=lambda _: files, **others)
 
 
-def write(model_type: str, tiny: Tiny, out: Path, seed: int) -> None:
+def write(model_type: str, tiny: DemoModel, out: Path, seed: int) -> None:
     """Write a checkpoint of this type. The same arguments write the same bytes."""
     config = CONFIG_MAPPING[tiny.base or model_type](**deepcopy(tiny.config))
     with torch.random.fork_rng(devices=[]):
