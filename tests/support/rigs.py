@@ -26,7 +26,7 @@ from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simu
 from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.checkpoints.checkpoint import Track, load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.tower import Tower
 
@@ -65,8 +65,9 @@ class Rig:
     ) -> "Rig":
         """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder."""
         checkpoint = open_checkpoint(str(folder))
-        track: Track = lambda shards, *_: shards  # noqa: E731 - a parameter's value, with a name for its type
-        tower = load_tower(checkpoint, dtype=dtype, device=device, track=track, adapter=adapter).tower
+        tower = load_tower(
+            checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
+        ).tower
         choice = choose("auto", device, dtype, *tower.heads, captured=bool(sizes))
         tower.use_attention(choice.implementation)
         if device.type == "cuda":

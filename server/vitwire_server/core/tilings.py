@@ -1,11 +1,11 @@
-"""How an image is brought to tiles of one size, as far as a client has to know."""
+"""How an image is cut into tiles of one size: what clients need to know."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class TilingRule(StrEnum):
-    """What the layout of an image's tiles follows from."""
+    """How the layout of an image's tiles is chosen."""
 
     STRETCH = "stretch"
     """One tile, to which the image is resized whatever its shape."""
@@ -22,7 +22,7 @@ class TilingRule(StrEnum):
 
 
 class Overview(StrEnum):
-    """Where the tile comes that shows all of an image that was cut into several."""
+    """Position of the tile that shows the whole of an image that was cut into several."""
 
     NONE = "none"
     FIRST = "first"
@@ -31,7 +31,7 @@ class Overview(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Settings of the rule; a rule leaves those out that it has no use for."""
+    """Settings of the rule; those that a rule does not use keep their defaults."""
 
     rule: TilingRule
     tile: tuple[int, int]

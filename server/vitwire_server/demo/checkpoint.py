@@ -1,4 +1,4 @@
-"""Tiny whole VLMs in hub layout: random weights of a fixed seed, for demos and tests."""
+"""The demo models by `model_type`, and the checkpoint of one: random weights of a fixed seed."""
 
 import stat
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a row of the table of models says, whatever the shape of its tower."""
+"""A row of the table of models: what every model declares, for every layout of pixels."""
 
 import importlib
 import re

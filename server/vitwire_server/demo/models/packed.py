@@ -1,4 +1,4 @@
-"""Tiny whole VLMs of the packed `grid_thw` family, in the layouts that their authors publish."""
+"""Demo models of packed patches with `grid_thw`: an entry of `_CONFIGS` each."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, DemoModel, Json, save_plain
 from vitwire_server.demo.saving import save_kimi, save_kimi_vl, save_qwen2_5_omni
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Accepts
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
@@ -149,7 +150,7 @@ _PROCESSORS: Mapping[str, tuple[str, str | None]] = {
 }
 
 
-def _files(family: PackedFamily, config: Any) -> dict[str, Json]:  # noqa: ANN401 - of many classes
+def _files(family: PackedFamily, config: Config) -> dict[str, Json]:
     size = sizes(family.tower.configuration(config))
     shared = {
         **STEPS,
@@ -192,6 +193,7 @@ PACKED: Mapping[str, DemoModel] = MappingProxyType(
             auto=_AUTO.get(row.model_type, AutoModelForImageTextToText),
             save=_SAVE.get(row.model_type, save_plain),
         )
-        for row in [row for row in FAMILIES.values() if isinstance(row, PackedFamily)]
+        for row in FAMILIES.values()
+        if isinstance(row, PackedFamily)
     }
 )

@@ -1,11 +1,10 @@
-"""Tiny whole VLMs that take packed patches without `grid_thw`."""
+"""Demo models of packed patches without `grid_thw`."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedModel
 
 from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm, save_plain
 
@@ -18,7 +17,7 @@ _LONGEST = {
 }
 
 
-def _save_gemma4(model: Any, out: Path) -> None:  # noqa: ANN401 - a Gemma 4 model
+def _save_gemma4(model: PreTrainedModel, out: Path) -> None:
     """With other numbers in the buffers that it standardises by than those that change nothing."""
     for name, buffer in model.named_buffers():
         if name.endswith("std_bias"):

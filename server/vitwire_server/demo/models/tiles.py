@@ -1,4 +1,4 @@
-"""Tiny whole VLMs of the tile families."""
+"""Demo models of tiles, with crops and without."""
 
 from collections.abc import Mapping
 from dataclasses import replace

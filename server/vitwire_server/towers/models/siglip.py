@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
@@ -56,7 +57,7 @@ class Siglip2Tower(RasterTower):
         rows: Tensor = model.post_layernorm(states[0])
         return rows
 
-    def _attention(self, module: Any, states: Tensor, attended: Mapping[str, Any]) -> Tensor:  # noqa: ANN401
+    def _attention(self, module: Siglip2Attention, states: Tensor, attended: Mapping[str, Any]) -> Tensor:
         """The stock module keeps the boundaries from attention, so its projections are called one by one."""
         attend = ALL_ATTENTION_FUNCTIONS[self.model.config._attn_implementation]  # noqa: SLF001 - set by use_attention
         query, key, value = (
