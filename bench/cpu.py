@@ -127,7 +127,7 @@ def towers(*, quick: bool, repeats: int) -> list[Row]:
             theirs = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
             ours = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
             ours.rewrite()
-            ours.use_attention(choose("sdpa", CPU, dtype, *ours.heads, captured=False).implementation)
+            ours.use_attention(choose("sdpa", CPU, dtype, *ours.attention_heads, captured=False).implementation)
             hot = HotShapes(ours, hits=1) if dtype is torch.bfloat16 and not quick else None
             for load in _loads(ours, quick=quick):
                 compared = _compared(ours, theirs, load, hot if load.name in HOT else None, 1 if quick else repeats)

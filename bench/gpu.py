@@ -137,7 +137,7 @@ class Bench:
 
     def _ours(self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
         """The server's engine without graphs and with them; a budget for each load, so nothing is padded."""
-        choice = choose(self._options.attention, self._device, tower.dtype, *tower.heads, captured=True)
+        choice = choose(self._options.attention, self._device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         self._attention[name] = f"{choice.name}, {choice.reason}"
         lanes: Lanes = CudaLanes(self._device) if self._device.type == "cuda" else HostLanes()

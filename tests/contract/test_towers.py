@@ -147,7 +147,7 @@ class TestGraphs:
         checkpoint = open_checkpoint(str(checkpoints(model_type)))
         tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
         tower.to("meta")
-        choice = choose("auto", tower.device, tower.dtype, *tower.heads, captured=True)
+        choice = choose("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         budget = tower.budget(64, max_items=8, max_frames=16)
         capacity = tower.capacity(budget)

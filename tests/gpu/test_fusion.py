@@ -39,7 +39,7 @@ def attention(tower: PackedTower, device: torch.device) -> Choice:
     from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - after the skip
 
     name = "auto" if device.type == "cuda" else "sdpa"
-    choice = choose(name, device, tower.dtype, *tower.heads, captured=False)
+    choice = choose(name, device, tower.dtype, *tower.attention_heads, captured=False)
     tower.use_attention(choice.implementation)
     return Choice.only(Loaded("triton", segment_attention), "to be tested") if device.type == "cpu" else choice
 
@@ -91,7 +91,7 @@ def test_a_fused_block_contains_what_its_backend_spreads(
         block = Block(stock, Choice.only(Loaded(name, spreading), ""), Layout(), first=True)
         rows = torch.zeros(32, stock.attn.qkv.in_features, dtype=tower.dtype, device=device)
         rows[:16] = torch.nan
-        angles = torch.zeros(32, tower.heads[1], device=device)
+        angles = torch.zeros(32, tower.attention_heads[1], device=device)
         out = block(rows, ends, (angles.cos(), angles.sin()), 16)
         assert out[:16].isnan().all()
         assert bool(out[16:].isfinite().all()) is contained

@@ -68,7 +68,7 @@ class Rig:
         tower = load_tower(
             checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
         ).tower
-        choice = choose("auto", device, dtype, *tower.heads, captured=bool(sizes))
+        choice = choose("auto", device, dtype, *tower.attention_heads, captured=bool(sizes))
         tower.use_attention(choice.implementation)
         if device.type == "cuda":
             from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA

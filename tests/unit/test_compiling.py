@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def tower(checkpoints: Callable[[str], Path]) -> Tower:
     checkpoint = open_checkpoint(str(checkpoints("qwen3_vl")))
     tower = load_tower(checkpoint, dtype=torch.float32, device=CPU, track=lambda shards, *_: shards).tower
-    choice = choose("auto", CPU, tower.dtype, *tower.heads, captured=False)
+    choice = choose("auto", CPU, tower.dtype, *tower.attention_heads, captured=False)
     tower.use_attention(choice.implementation)
     return tower
 

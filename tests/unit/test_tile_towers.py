@@ -20,7 +20,7 @@ class Means(CropEncoder):
     """Every row of a tile is the tile's mean in all columns, and says which of its rows it is."""
 
     tile, crop = TILE, CROP
-    patch, merge, width, heads, blocks = 2, 1, 2, (1, 2), ()
+    patch, merge, width, attention_heads, blocks = 2, 1, 2, (1, 2), ()
 
     def encode(self, tiles: Tensor) -> Tensor:
         return self._rows(tiles, self.tile.tokens)

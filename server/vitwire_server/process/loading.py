@@ -128,7 +128,9 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
             raise UsageError(f"--attention-backend: tiles attend through {_DENSE}, {settings.attention_backend} cannot")
         return _DENSE
     try:
-        choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
+        choice = choose(
+            settings.attention_backend, tower.device, tower.dtype, *tower.attention_heads, captured=captured
+        )
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
     tower.use_attention(choice.implementation)
@@ -174,7 +176,7 @@ def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
 def _bytes_per_token(tower: Tower) -> int:
     """Estimated memory of the largest budget per token: static buffers, and the shared pool."""
     geometry = tower.geometry
-    heads, head_dim = tower.heads
+    heads, head_dim = tower.attention_heads
     columns = geometry.columns(frames=geometry.temporal)
     patch = columns * tower.dtype.itemsize + heads * head_dim * _POOL_BYTES_PER_VALUE
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize

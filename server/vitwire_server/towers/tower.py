@@ -64,8 +64,8 @@ class Tower(ABC):
 
     @property
     @abstractmethod
-    def heads(self) -> tuple[int, int]:
-        """Attention heads and the size of one."""
+    def attention_heads(self) -> tuple[int, int]:
+        """Their number, and the size of one."""
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

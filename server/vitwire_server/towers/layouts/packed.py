@@ -134,7 +134,7 @@ class PackedTower(PatchTower):
         self._window_side = own.window_size // own.patch_size if family.span is AttentionSpan.WINDOWS else 0
 
     @property
-    def heads(self) -> tuple[int, int]:
+    def attention_heads(self) -> tuple[int, int]:
         """See Tower."""
         config: Config = self.model.config
         hidden = getattr(config, "embed_dim", None) or config.hidden_size

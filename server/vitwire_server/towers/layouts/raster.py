@@ -71,7 +71,7 @@ class RasterTower(PatchTower):
         )
 
     @property
-    def heads(self) -> tuple[int, int]:
+    def attention_heads(self) -> tuple[int, int]:
         """See Tower."""
         config: Config = self.model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

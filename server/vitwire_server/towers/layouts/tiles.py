@@ -40,8 +40,8 @@ class Encoder(ABC):
     """Root of the patches that become one token."""
     channels: int = 3
     width: int
-    heads: tuple[int, int]
-    """Attention heads and the size of one."""
+    attention_heads: tuple[int, int]
+    """Their number, and the size of one."""
     blocks: Sequence[nn.Module]
     constants: Mapping[str, nn.Module] = MappingProxyType({})
     """Modules beside the loaded ones, which move with them."""
@@ -101,8 +101,8 @@ class TileTower(Tower):
         self.geometry: TileGeometry = encoder.geometry
 
     @property
-    def heads(self) -> tuple[int, int]:
-        return self.encoder.heads
+    def attention_heads(self) -> tuple[int, int]:
+        return self.encoder.attention_heads
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -167,7 +167,7 @@ def tile_steps(most: int) -> list[int]:
     return [*steps, most] if most > 0 else []
 
 
-def module_heads(config: Config) -> tuple[int, int]:
+def heads_of(config: Config) -> tuple[int, int]:
     """Attention heads of a vision configuration, and the size of one."""
     return config.num_attention_heads, config.hidden_size // config.num_attention_heads
 

@@ -12,7 +12,7 @@ from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.crops import PairEncoder, PairFamily
-from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, module_heads
+from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel
 from vitwire_server.towers.processors.tiles import shade, tiled
 from vitwire_server.towers.shared.modules import SingleParameter
@@ -74,7 +74,7 @@ class DeepseekHybrid(PairEncoder):
         self.tile = TileShape(vision.image_size, vision.image_size, (vision.image_size // vision.patch_size) ** 2)
         self.crop = (sam.image_size, sam.image_size)
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._sam: Any = parts["sam"]
         self._neck, self._merger, self._alpha = (parts[name] for name in ("neck", "merger", "alpha"))

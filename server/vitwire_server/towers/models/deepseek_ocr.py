@@ -14,7 +14,7 @@ from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
-from vitwire_server.towers.layouts.tiles import TileShape, module_heads
+from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.modules import Constants, SingleParameter
@@ -72,7 +72,7 @@ class DeepseekOcr2(CropEncoder):
         self.tile = TileShape(sam.image_size, sam.image_size, counts[sam.image_size] + 1)
         self.crop = TileShape(config.crop_size, config.crop_size, counts[config.crop_size])
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision.encoder_config)
+        self.attention_heads = heads_of(vision.encoder_config)
         if sam.use_rel_pos:
             gather_relative_positions(self._tower.sam_encoder, tuple(size // self.patch for size in self._queries))
         self._constants = nn.ModuleDict({str(size): self._fixed(count) for size, count in counts.items()})

@@ -52,11 +52,8 @@ def _pools(tokens: int, config: Config) -> bool:
 class Gemma3(Siglip):
     """The projector pools patches to a fixed number of tokens."""
 
-    def __init__(self, parts: Parts, config: Config) -> None:
-        super().__init__(parts, config)
-        tokens: int = config.mm_tokens_per_image
-        self.tile = self.tile._replace(tokens=tokens)
-        self.merge = self.tile.height // self.patch // round(tokens**0.5)
+    def _merge(self, config: Config, side: int) -> int:
+        return side // isqrt(config.mm_tokens_per_image)
 
 
 class Gemma4Tower(RasterTower):

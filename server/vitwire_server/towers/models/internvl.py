@@ -13,7 +13,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, last_layer
 from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, stripped
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, module_heads, side
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import stretched, tiled
 from vitwire_server.towers.served import Served
@@ -96,7 +96,7 @@ class InternVL(Encoder):
         self.tile = TileShape(size, size, (self._side // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.encoder.layer)

@@ -9,7 +9,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, module_heads
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
@@ -39,7 +39,7 @@ class Llama4(Encoder):
         self.tile = TileShape(vision.image_size, vision.image_size, (patches // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.model.layers)

@@ -30,16 +30,20 @@ def _onevision_settings(files: ProcessorFiles, config: Config) -> dict[Modality,
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
-class LlavaOnevision(Siglip):
-    """As published: rows of SigLIP's last layer before its final norm.
+def _left_out(config: Config) -> int:
+    """Rows that the strategy leaves out: `default` the first of a tile, which is a class token in other towers."""
+    return int(config.vision_feature_select_strategy == "default")
 
-    The strategy `default` leaves out the first row of a tile, which is a class token in other towers.
-    """
+
+class LlavaOnevision(Siglip):
+    """As published: rows of SigLIP's last layer before its final norm."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
         super().__init__(parts, config)
-        self._left_out = int(config.vision_feature_select_strategy == "default")
-        self.tile = self.tile._replace(tokens=self.tile.tokens - self._left_out)
+        self._left_out = _left_out(config)
+
+    def _tokens(self, config: Config, merged: int) -> int:
+        return merged - _left_out(config)
 
     def encode(self, tiles: Tensor) -> Tensor:
         patches = self._tower.encoder(inputs_embeds=self._tower.embeddings(tiles)).last_hidden_state

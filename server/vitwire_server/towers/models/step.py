@@ -16,7 +16,7 @@ from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
-from vitwire_server.towers.layouts.tiles import TileShape, module_heads
+from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.modules import Constants
@@ -60,7 +60,7 @@ class Step3(CropEncoder):
         self.tile = self._shape(vision.image_size)
         self.crop = self._shape(config.crop_size)
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.layers)
