@@ -26,10 +26,8 @@ from vitwire_server.towers.tower import Metadata
 
 _TAPS = {"bilinear": 4, "bicubic": 16}
 """Neighbours that a resampled position is made of."""
-
-
 _IMAGE_AREAS, _VIDEO_AREAS = AreaRule(), AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28))
-"""Of most families."""
+"""How most families resize."""
 
 
 class AttentionSpan(Enum):
@@ -50,7 +48,7 @@ def unshaped(rows: Tensor, side: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a tower's forward takes, beside pixels that are unshaped and the ends of its segments."""
+    """What a tower's forward takes beside the ends of its segments, and in which form."""
 
     learned_positions: str | None = None
     """Path of the tower's module whose positions are resampled to each grid; empty for the tower itself."""
@@ -73,9 +71,9 @@ class PackedFamily(PatchFamily):
     span: AttentionSpan = AttentionSpan.FRAME
     inputs: Inputs = Inputs()
     image_areas: AreaRule = _IMAGE_AREAS
-    """How images are resized that clients prepare."""
+    """How clients resize images."""
     video_areas: AreaRule = _VIDEO_AREAS
-    """How frames of clips are resized that clients prepare."""
+    """How clients resize the frames of clips."""
     layout = "packed patches"
 
     @property

@@ -23,7 +23,7 @@ _FUSED = ".attn.wqkv."
 
 
 def _unfused(weights: Weights, config: Config) -> Weights:
-    """One projection each for queries, keys and values, the rotary pairs of a head first halves, then second.
+    """Separate projections for queries, keys and values; of each head, the first columns of rotary pairs come first.
 
     The published weights rotate neighbouring columns, transformers those half a head apart.
     """

@@ -34,7 +34,7 @@ class ProcessorFiles:
 
     @property
     def video(self) -> Mapping[str, Any]:
-        """Keys for videos: those of images where there are none of their own."""
+        """Keys for videos; keys that the videos' file lacks are those of images."""
         return {**self.image, **self.own_video}
 
     @classmethod
