@@ -102,7 +102,7 @@ class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg] # to stde
     def _tell(self, kind: Hashable, example: logging.LogRecord) -> None:
         with self._counting:
             count = self._windows.pop(kind).left_out
-        text = "%d more lines like this in %g s were left out, the first of them: %s"
+        text = "%d more lines like this were dropped in %g s, the first: %s"
         arguments = (count, self._seconds, example.getMessage())
         told = logging.LogRecord(example.name, example.levelno, "", 0, text, arguments, None)
         with self.lock or Lock():

@@ -78,7 +78,7 @@ class Life:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             silence = scheduler.silence()
-            hangs = f"the engine makes no progress, {silence:.0f} s longer than its batch explains"
+            hangs = f"no progress for {silence:.0f} s beyond the time its batch should take"
             await self._follow(hangs if silence > wedge_seconds else scheduler.ailment)
             now = scheduler.now()
             if trimmed_at <= scheduler.last_launch < now - _IDLE_SECONDS:
@@ -87,8 +87,8 @@ class Life:
 
     async def _follow(self, reason: str) -> None:
         if reason and self._health.is_alive:
-            _log.error("not alive: %s", reason)
+            _log.error("engine failed: %s", reason)
             await self.become(State.FAILED, reason)
         elif not reason and not self._health.is_alive:
-            _log.warning("alive again: the engine goes on")
+            _log.warning("engine recovered")
             await self.become(State.SERVING)

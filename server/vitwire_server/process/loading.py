@@ -115,7 +115,9 @@ def _device(name: str) -> torch.device:
 def _mode(graphs: str, device: torch.device) -> str:
     """cuda, simulated or off."""
     if graphs == "cuda" and device.type != "cuda":
-        raise UsageError(f"--graphs cuda: {device} has no CUDA graphs; simulated ones run anywhere")
+        raise UsageError(
+            f"--graphs cuda: {device} has no CUDA graphs; use a CUDA device, or --graphs simulated for tests"
+        )
     if graphs == "auto":
         return "cuda" if device.type == "cuda" else "off"
     return graphs
@@ -125,7 +127,7 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
     """Choose what attends within segments, and fuse the blocks around it; tiles attend densely, as torch does."""
     if not tower.segmented:
         if settings.attention_backend not in ("auto", _DENSE):
-            raise UsageError(f"--attention-backend: tiles attend through {_DENSE}, {settings.attention_backend} cannot")
+            raise UsageError(f"--attention-backend {settings.attention_backend}: tile towers support only {_DENSE}")
         return _DENSE
     try:
         choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
@@ -139,7 +141,7 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
 
 def _fuse(tower: Tower, attention: Choice) -> None:
     if fault := triton_fault():
-        _log.warning("blocks are not fused, which costs speed: %s", fault)
+        _log.warning("blocks are not fused, which is slower: %s", fault)
         return
     from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
 
@@ -152,7 +154,7 @@ def _compiles(setting: str, tower: Tower) -> bool:
     if not wanted or tower.device.type != "cpu":
         return False
     if fault := cxx_fault():
-        _log.warning("hot shapes are not compiled, which costs speed: %s", fault)
+        _log.warning("frequent shapes are not compiled, which is slower: %s", fault)
     return not fault
 
 
@@ -160,7 +162,7 @@ def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
     """The budgets asked for, or inferred ones as far as `--graph-memory` goes."""
     if mode == "off":
         if settings.budgets != "auto":
-            _log.warning("--budgets %s is not used: there are no graphs on %s", settings.budgets, tower.device)
+            _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
         return Ladder()
     sizes = settings.budget_sizes
     if sizes is None:
@@ -199,7 +201,7 @@ def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphS
     start = time.perf_counter()
     costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
     _log.info(
-        "timed %d budgets in %.1f s; eager costs %.2f ms + %.2f us a token, at least %.2f ms",
+        "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token, at least %.2f ms",
         len(costs.measured),
         time.perf_counter() - start,
         1e3 * costs.eager_fixed,
@@ -233,7 +235,7 @@ def _warm_up(engine: Engine, tower: Tower) -> Item:
         raise CheckpointError(f"the warm-up forward failed: {result}")
     expected = (item.footprint.rows, tower.geometry.width)
     if result.shape != expected:
-        raise CheckpointError(f"the tower returns rows {result.shape}, its configuration promises {expected}")
+        raise CheckpointError(f"the tower returns rows of shape {result.shape}, its configuration says {expected}")
     return item
 
 

@@ -159,7 +159,7 @@ async def _until_stopped(
     watching.cancel()
     if not engine.ended.is_set():
         await life.drain()
-        _log.info("draining: not ready from now on, %g s of lame duck", settings.lame_duck_seconds)
+        _log.info("draining: readiness is off; serving for another %g s", settings.lame_duck_seconds)
         await _first(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
     if engine.ended.is_set():
         await life.become(State.FAILED, "the engine stopped")
@@ -211,7 +211,7 @@ def _tell(line: str) -> None:
     try:
         print(line, flush=True)
     except OSError as error:
-        _log.warning("nobody reads stdout any more: %s", error)
+        _log.warning("stdout was closed: %s", error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -228,7 +228,7 @@ def _stop_on_signals(log_format: str) -> asyncio.Event:
     stopping = asyncio.Event()
 
     def end() -> None:
-        sys.stderr.write(plain_line("second signal, exiting at once", log_format, "warning") + "\n")
+        sys.stderr.write(plain_line("second signal: exiting now", log_format, "warning") + "\n")
         signal.raise_signal(signal.SIGKILL)
 
     on_signals(stopping.set, end)

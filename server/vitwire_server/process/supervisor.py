@@ -66,7 +66,7 @@ class Child:
             if stopping.is_set():
                 return code in (0, -signal.SIGTERM)  # killed by it before it had a handler: nothing was in flight
             delay = self._delay(code)
-            _log.error("%s ended unexpectedly with %s; it starts again in %g s", self._label, _told(code), delay)
+            _log.error("%s exited unexpectedly (%s); restarting in %g s", self._label, _exit(code), delay)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), delay)
         return True
@@ -117,7 +117,7 @@ class Child:
 
     async def _kill_if_unresponsive(self, process: Process, pulse: heartbeat.Pulse) -> None:
         fault = await pulse.silence(process.pid, self._unresponsive_seconds)
-        _log.error("%s %s for %g s; it is killed", self._label, fault, self._unresponsive_seconds)
+        _log.error("%s %s for %g s; killing it", self._label, fault, self._unresponsive_seconds)
         with suppress(ProcessLookupError):
             process.kill()
 
@@ -162,7 +162,7 @@ class Child:
         steady = self._ready_at is not None and time.monotonic() - self._ready_at >= _STEADY_SECONDS
         self._failures = 1 if steady else self._failures + 1
         if self._failures == _FAILURES:
-            raise GaveUp(f"{self._label} ended {_FAILURES} times right after its start, at last with {_told(code)}")
+            raise GaveUp(f"{self._label}: failed {_FAILURES} starts; last exit: {_exit(code)}")
         return _FIRST_DELAY * 2.0 ** (self._failures - 1)
 
 
@@ -182,7 +182,7 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
             child.send(signal.SIGKILL)
 
     def insist() -> None:
-        sys.stderr.write(plain_line("second signal, killing all", settings.log_format, "warning") + "\n")
+        sys.stderr.write(plain_line("second signal: killing all processes", settings.log_format, "warning") + "\n")
         kill()
 
     def stop() -> None:
@@ -231,5 +231,5 @@ def _dying_with(supervisor: int) -> Callable[[], None] | None:
     return prepare
 
 
-def _told(code: int) -> str:
+def _exit(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -94,7 +94,7 @@ class HotShapes:
             try:
                 self._compile(pixels, metadata)
             except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager goes on
-                _log.warning("no compiled forward for %s: %s", metadata.capacity, str(error).partition("\n")[0])
+                _log.warning("cannot compile the forward for %s: %s", metadata.capacity, str(error).partition("\n")[0])
             finally:
                 self._ended += 1
 
@@ -109,8 +109,8 @@ class HotShapes:
         used = fast * _GAIN < eager
         if used:
             self._ready[metadata.capacity] = compiled
-        told = "in use" if used else "not used, as it is not faster"
-        _log.info("compiled %d patches in %.0f s: %.2f times eager, %s", len(pixels), took, eager / fast, told)
+        verdict = "used" if used else "not used, since not faster"
+        _log.info("compiled %d patches in %.0f s: %.2f times eager, %s", len(pixels), took, eager / fast, verdict)
 
 
 def _seconds(forward: Forward, pixels: Tensor, metadata: Metadata) -> float:

@@ -111,7 +111,7 @@ class Engine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(items) == 1 and budget is None:
-            return Failed(items, OutOfMemory("the device has too little memory for this item, even alone"))
+            return Failed(items, OutOfMemory("the device does not have enough memory for this item"))
         return Apart([self.launch([item], None) for item in items])
 
     def _launch(self, items: Sequence[Item], budget: Budget | None) -> Launch:
@@ -181,7 +181,9 @@ def _non_finite(item: Item, dtype: torch.dtype) -> NonFinite | InvalidTensors:
     wrong = {name: reason for name, view in views.items() if view and (reason := _unfit(view, dtype))}
     if wrong:
         return InvalidTensors(wrong)
-    return NonFinite(f"the embedding of this {item.modality} of grid {item.grid} is not finite, though its pixels are")
+    return NonFinite(
+        f"the embedding of this {item.modality} with grid {item.grid} is not finite, though its pixels are"
+    )
 
 
 def _unfit(view: Pixels, dtype: torch.dtype) -> str:

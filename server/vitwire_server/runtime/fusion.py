@@ -166,11 +166,11 @@ def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
             offs = [_difference(stock, block, longest) for longest in attention.lengths]
         except NotFusable as error:
             level = logging.WARNING if isinstance(error, KernelFailed) else logging.INFO
-            _log.log(level, "blocks of %s are not fused: %s", type(stock).__name__, error)
+            _log.log(level, "blocks of type %s are not fused: %s", type(stock).__name__, error)
             return fused
         limit = max(_LEAST, _ROUNDINGS * torch.finfo(next(stock.parameters()).dtype).eps)
         if not all(off <= limit for off in offs):  # NaN is no less than anything
-            _log.warning("a fused %s is off by %s, not used", type(stock).__name__, offs)
+            _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, offs)
             return fused
         stock.forward = block.__call__
         fused += 1
@@ -209,11 +209,11 @@ def _mlp(stock: Any) -> Mlp:  # noqa: ANN401 - any module of transformers
     for plain in _PLAIN:
         if names == set(plain):
             return PlainMlp(*(getattr(stock, name) for name in plain))
-    raise ValueError(f"an MLP of {', '.join(sorted(names))} is not known")
+    raise ValueError(f"unknown MLP with {', '.join(sorted(names))}")
 
 
 def _kind(act: nn.Module) -> str:
     kind = activation_name(act)
     if kind is None:
-        raise ValueError(f"the activation {type(act).__name__} is not known")
+        raise ValueError(f"unknown activation {type(act).__name__}")
     return kind

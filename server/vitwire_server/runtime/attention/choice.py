@@ -101,11 +101,11 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, heads: int, head
     loaded = [one for backend in fitting if (one := _loaded(backend, quiet=name == "auto"))]
     if not loaded:
         known = ", ".join(f"{backend.name} ({'/'.join(backend.devices)})" for backend in BACKENDS.values())
-        raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype}; there are: {known}")
+        raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype}; available: {known}")
     if device.type == "cuda":
         choice = _fastest(loaded, device, dtype, heads, head_dim)
     else:
-        choice = Choice.only(loaded[0], "the only one that runs here")
+        choice = Choice.only(loaded[0], "the only backend for this device")
     AttentionInterface.register(choice.implementation, _packed(choice.attend))
     _log.info("attention: %s, %s", choice.name, choice.reason)
     return choice
@@ -115,7 +115,7 @@ def _loaded(backend: Backend, *, quiet: bool) -> Loaded | None:
     try:
         return Loaded(backend.name, backend.load())
     except Exception as error:  # noqa: BLE001 - packages of others may fail in any way while they are imported
-        _log.log(logging.DEBUG if quiet else logging.ERROR, "attention: %s is not there: %s", backend.name, error)
+        _log.log(logging.DEBUG if quiet else logging.ERROR, "attention: cannot load %s: %s", backend.name, error)
         return None
 
 
@@ -127,7 +127,7 @@ def _fastest(loaded: list[Loaded], device: torch.device, dtype: torch.dtype, hea
         bands.append({one.name: each for one in loaded if (each := sample.seconds(one)) is not None})
         loaded = [one for one in loaded if one.name in bands[-1]]
     if not loaded:
-        raise ValueError(f"none that was tried attends right on {device}; the log says why")
+        raise ValueError(f"no attention backend passed the accuracy check on {device}; see the log for the errors")
     told = "; ".join(f"{max(of)} patches: {_told(band)}" for (_, of), band in zip(_BANDS, bands, strict=True))
     fastest = tuple(min(loaded, key=lambda one: band[one.name]) for band in bands)
     return Choice(fastest, f"at {told}")
@@ -167,7 +167,7 @@ class _Sample:
             error = float((run().float() - self.expected).norm() / self.expected.norm())
             if error <= 4 * torch.finfo(q.dtype).eps:
                 return _seconds(run, q.device, syncs=BACKENDS[one.name].syncs)
-            _log.warning("attention: %s is off by %.1e, not used", one.name, error)
+            _log.warning("attention: %s is not used: relative error %.1e", one.name, error)
         except Exception as failure:  # noqa: BLE001 - others' kernels, and their compilers, may fail in any way
             _log.warning("attention: %s failed: %s", one.name, str(failure).partition("\n")[0])
         return None
