@@ -13,7 +13,7 @@ from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality
 from vitwire_server.core.models import Geometry, Limits, ModelCard, Preprocessing
-from vitwire_server.rpc.codec import Codec, raise_if_malformed
+from vitwire_server.rpc.codec import Codec
 
 GEOMETRY = Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0)
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)
@@ -210,7 +210,7 @@ def test_no_bytes_get_past_the_codec_but_as_an_error_it_names(
     raw = _mutate(data.draw, whole) if data.draw(st.booleans()) else data.draw(st.binary(max_size=60))
     parsed = read(raw)
     try:
-        raise_if_malformed(parsed)
+        parsed(parsed)
         if isinstance(parsed, wire.Request):
             CODEC.items(parsed)
     except InvalidRequest as wrong:

@@ -10,7 +10,7 @@ from vitwire_server.rpc import receive_slots as module
 from vitwire_server.rpc.receive_slots import ReceiveSlots
 
 if TYPE_CHECKING:
-    from vitwire_server.rpc.principals import Context
+    from vitwire_server.rpc.grpc_types import Context
 
 LONG = 60.0
 CROWDED = 0.05

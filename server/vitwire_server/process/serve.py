@@ -22,12 +22,12 @@ from vitwire_server.process.descriptors import metrics_connections, raise_limit,
 from vitwire_server.process.life import EngineThread, Life
 from vitwire_server.process.loading import Assembly, assemble
 from vitwire_server.process.signals import on_signals
-from vitwire_server.rpc.calls import Shared
+from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.server import Extras, Listen, RpcServer, bracketed
-from vitwire_server.rpc.service import EncoderService, Serving
+from vitwire_server.rpc.service import EncoderService
 from vitwire_server.rpc.tokens import Tokens
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
@@ -176,8 +176,7 @@ def _serving(
     card = assembly.card
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admitted_changed)
     single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache_changed), metrics)
-    shared = Shared(scheduler, admission, single_flight, card.fingerprint, trace)
-    return Serving(card, Codec(card, assembly.tower.footprint), shared)
+    return Serving(card, Codec(card, assembly.tower.footprint), scheduler, admission, single_flight, trace)
 
 
 def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:

@@ -12,11 +12,11 @@ import grpc
 from vitwire_server.core.errors import EncoderError, Overloaded
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.tracing import exemplar
+from vitwire_server.rpc.grpc_types import Context
 from vitwire_server.rpc.status import code_of, message_of, trailers_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext[Any, Any]
 Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 """A status other than OK: code, message and trailers."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ DTYPES = {
 _MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
 _OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 _MAX_CONTENT_ID = 512
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,8 @@ def _keep_ratio(item: pb.Item) -> float:
     return ratio if ratio < 1 else 0.0
 
 
-def raise_if_malformed(message: wire.Malformed | object) -> None:
-    """Raises InvalidRequest for a message that did not parse."""
+def parsed(message: T | wire.Malformed) -> T:
+    """A message that was parsed. Raises InvalidRequest for one that could not be."""
     if isinstance(message, wire.Malformed):
-        raise InvalidRequest([Violation("message", f"is no valid protobuf message: {message.reason}")])
+        raise InvalidRequest([Violation("message", f"is not a valid protobuf message: {message.reason}")])
+    return message

@@ -1,21 +1,16 @@
 """Who calls: the gate that asks for a token, and the name that the rest of the service knows a caller by."""
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import grpc
 
+from vitwire_server.rpc.grpc_types import Context, Continuation, RpcHandler
 from vitwire_server.rpc.tokens import Tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 HEALTH = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 _token_name: ContextVar[str] = ContextVar("token_name", default="")
-Context = grpc.aio.ServicerContext[Any, Any]
-RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]"
 
 
 def principal(context: Context) -> str:
@@ -51,7 +46,7 @@ class TokenAuth(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, details: grpc.HandlerCallDetails
-    ) -> "RpcHandler | None":
+    ) -> RpcHandler | None:
         """Called by gRPC for each RPC, in the task that serves it."""
         if not details.method.startswith(HEALTH):
             token = _bearer(details)
