@@ -61,7 +61,7 @@ def test_cache_hits_are_items_and_the_canary_is_none(metrics: Metrics) -> None:
     before = value(metrics, "vitwire_items_total")
     metrics.cache_hit(Modality.VIDEO)
     metrics.cache_missed()
-    metrics.canary_sang(is_well=False)
+    metrics.canary_ran(passed=False)
     metrics.cache_changed(500, 2)
     metrics.admitted_changed(3, 700)
     assert value(metrics, "vitwire_items_total") == before + 1

@@ -122,9 +122,9 @@ class Metrics:
         """The engine's thread came by."""
         self._heartbeat.set_to_current_time()
 
-    def canary_sang(self, *, is_well: bool) -> None:
+    def canary_ran(self, *, passed: bool) -> None:
         """The canary went through the engine."""
-        self._canaries.labels("ok" if is_well else "failed").inc()
+        self._canaries.labels("ok" if passed else "failed").inc()
 
     # -- the rest of the server ---------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from vitwire_server.caching.cache import EmbeddingCache
-from vitwire_server.caching.single_flight import Flights
+from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.health import Health, State
 from vitwire_server.fitting.traces import TraceWriter
@@ -22,12 +22,12 @@ from vitwire_server.process.descriptors import metrics_connections, raise_limit,
 from vitwire_server.process.life import EngineThread, Life
 from vitwire_server.process.loading import Assembly, assemble
 from vitwire_server.process.signals import on_signals
-from vitwire_server.rpc.bodies import Bodies
-from vitwire_server.rpc.calls import Shared
+from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.codec import Codec
+from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.server import Extras, Listen, RpcServer, bracketed
-from vitwire_server.rpc.service import EncoderService, Serving
+from vitwire_server.rpc.service import EncoderService
 from vitwire_server.rpc.tokens import Tokens
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
@@ -53,8 +53,8 @@ async def serve(settings: ServeSettings) -> int:
     metrics.admits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
     health = Health()
-    bodies = Bodies(settings.message_bytes, settings.max_queued_bytes, settings.idle_seconds)
-    service = EncoderService(metrics, health, bodies, settings.idle_seconds)
+    slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes, settings.idle_seconds)
+    service = EncoderService(metrics, health, slots, settings.idle_seconds)
     pages = _pages(settings, metrics, health)
     tracer = _tracer(settings)
     rpc = RpcServer(
@@ -175,9 +175,8 @@ def _serving(
 ) -> Serving:
     card = assembly.card
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admitted_changed)
-    flights = Flights(EmbeddingCache(settings.cache_bytes, metrics.cache_changed), metrics)
-    shared = Shared(scheduler, admission, flights, card.fingerprint, trace)
-    return Serving(card, Codec(card, assembly.tower.footprint), shared)
+    single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache_changed), metrics)
+    return Serving(card, Codec(card, assembly.tower.footprint), scheduler, admission, single_flight, trace)
 
 
 def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:
