@@ -14,7 +14,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
-from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.answers import Answer, frames, model_message
 from vitwire_server.rpc.boundary import RpcBoundary
@@ -38,7 +38,7 @@ Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
 class EncoderService:
     """Serves the three methods on an event loop; UNAVAILABLE until it has a model to serve with."""
 
-    def __init__(self, metrics: Metrics, health: Health, slots: ReceiveSlots, patience: float) -> None:
+    def __init__(self, metrics: RpcMetrics, health: Health, slots: ReceiveSlots, patience: float) -> None:
         """`patience` is how many seconds a client may take to send or to read on."""
         self._metrics = metrics
         self._health = health
@@ -115,7 +115,7 @@ class EncoderService:
             yield call
         finally:
             for _ in range(call.close()):
-                self._metrics.item_dropped("send", "cancelled")
+                self._metrics.send_cancelled()
             self._metrics.tickets_closed.inc()
 
     @staticmethod
