@@ -18,13 +18,13 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.release import release
-from vitwire_server.runtime.attention.choice import Choice, choose
+from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
-from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, load_tower, open_checkpoint
@@ -72,11 +72,11 @@ def load_model(
     tower = loaded.tower
     on_weights_loaded()
     attention = _attention(settings, tower, captured=mode == "cuda")
-    lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
+    streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
-        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, lanes), metrics)
+        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, streams), metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
-    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes, hot)
+    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot)
     canary = _warm_up(engine, tower)
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else ASSUMED
     card = ModelCard(
@@ -132,16 +132,16 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
             raise UsageError(f"--attention-backend {settings.attention_backend}: tile towers support only {_DENSE}")
         return _DENSE
     try:
-        choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
+        selection = select(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
-    tower.use_attention(choice.implementation)
+    tower.use_attention(selection.implementation)
     if settings.compile == "auto" and tower.device.type == "cuda":
-        _fuse(tower, choice)
-    return choice.name
+        _fuse(tower, selection)
+    return selection.name
 
 
-def _fuse(tower: Tower, attention: Choice) -> None:
+def _fuse(tower: Tower, attention: Selection) -> None:
     if fault := triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
@@ -184,8 +184,8 @@ def _bytes_per_token(tower: Tower) -> int:
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
 
 
-def _recorder(mode: str, lanes: Lanes) -> Recorder:
-    return CudaRecorder(lanes.compute) if mode == "cuda" and isinstance(lanes, CudaLanes) else Simulated()
+def _recorder(mode: str, streams: Streams) -> Recorder:
+    return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
 
 
 def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
