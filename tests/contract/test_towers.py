@@ -16,7 +16,7 @@ from tile_reference import TileReference
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import TileGeometry
-from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Accepts
@@ -147,7 +147,7 @@ class TestGraphs:
         checkpoint = open_checkpoint(str(checkpoints(model_type)))
         tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
         tower.to("meta")
-        choice = choose("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
+        choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         budget = tower.budget(64, max_items=8, max_frames=16)
         capacity = tower.capacity(budget)

@@ -139,7 +139,7 @@ def test_an_upload_that_stalls_ends_its_stream(channel: grpc.Channel, chunk: byt
     error = refused(EncoderServiceStub(channel).EncodeStream(messages(), timeout=30))
     end.set()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "items[1]: the upload stalled at" in error.details()
+    assert "items[1]: upload stalled at" in error.details()
 
 
 def test_an_upload_that_keeps_its_rate_is_served(channel: grpc.Channel) -> None:

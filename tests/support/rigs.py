@@ -20,11 +20,11 @@ from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected
-from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.attention.selection import select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
-from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
@@ -68,21 +68,21 @@ class Rig:
         tower = load_tower(
             checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
         ).tower
-        choice = choose("auto", device, dtype, *tower.attention_heads, captured=bool(sizes))
+        choice = select("auto", device, dtype, *tower.attention_heads, captured=bool(sizes))
         tower.use_attention(choice.implementation)
         if device.type == "cuda":
             from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA
 
             fuse(tower.blocks, choice)
-        lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
-        recorder: Recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
+        streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
+        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         ladder = Ladder(tuple(_budgets(tower, sizes)))
         graphs = GraphSet(tower, ladder, wrap(recorder))
         modalities = checkpoint.preprocessing()
         stager = Stager(tower.geometry, modalities, device)
         most = max([320, *(budget.tokens for budget in graphs.ladder)])
         planner = Planner(graphs.ladder, Bounds(most, 8, 24), without_graph=Fallback.GRAPHS_OFF)
-        return cls(tower, Engine(tower, graphs, stager, lanes), graphs, planner, modalities)
+        return cls(tower, Engine(tower, graphs, stager, streams), graphs, planner, modalities)
 
     def pixels(self, grid: Grid, seed: int) -> Tensor:
         """Random pixels as the processor emits them, in the tower's dtype, on the host."""
@@ -130,9 +130,9 @@ class Rig:
     @torch.inference_mode()
     def poison(self) -> None:
         """NaN in the static buffers, padding included, and nonsense in whatever is always laid out anew."""
-        assert self.graphs.arena is not None
-        self.graphs.arena.pixels.fill_(torch.nan)
-        self.graphs.arena.rows.fill_(torch.nan)
+        assert self.graphs.buffers is not None
+        self.graphs.buffers.pixels.fill_(torch.nan)
+        self.graphs.buffers.rows.fill_(torch.nan)
         for size in self.graphs.ladder:
             tensors = self.graphs[size].metadata.tensors
             for key in tensors.keys() & {"cu_seqlens", "cu_window_seqlens", "window_index"}:

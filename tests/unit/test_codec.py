@@ -11,9 +11,9 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
-from vitwire_server.core.items import Ask, DType, Item, Modality
+from vitwire_server.core.items import CacheLookup, DType, Item, Modality
 from vitwire_server.core.models import Geometry, Limits, ModelCard, Preprocessing
-from vitwire_server.rpc.codec import Codec, raise_if_malformed
+from vitwire_server.rpc.codec import Codec
 
 GEOMETRY = Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0)
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)
@@ -132,10 +132,10 @@ def test_every_wrong_field_is_named_at_once() -> None:
 def test_a_cached_embedding_is_asked_for_without_pixels() -> None:
     sent = wire.Request(pb.EncodeRequest(items=[pb.Item(content_id="cat")]), [wire.ItemTensors()])
     (item,) = CODEC.items(sent)
-    assert item == Ask("cat", None, None, CODEC.items(request(message()))[0].output, 0.0)
+    assert item == CacheLookup("cat", None, None, CODEC.items(request(message()))[0].output, 0.0)
     described = pb.Item(content_id="cat", modality=pb.MODALITY_VIDEO, grid=pb.Grid(t=2, h=4, w=6), keep_ratio=0.5)
     asked = CODEC.header("items[0]", described, DType.FLOAT16)
-    assert asked == Ask("cat", Modality.VIDEO, Grid(2, 4, 6), DType.FLOAT16, 0.5)
+    assert asked == CacheLookup("cat", Modality.VIDEO, Grid(2, 4, 6), DType.FLOAT16, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_no_bytes_get_past_the_codec_but_as_an_error_it_names(
     raw = _mutate(data.draw, whole) if data.draw(st.booleans()) else data.draw(st.binary(max_size=60))
     parsed = read(raw)
     try:
-        raise_if_malformed(parsed)
+        parsed(parsed)
         if isinstance(parsed, wire.Request):
             CODEC.items(parsed)
     except InvalidRequest as wrong:

@@ -1,4 +1,4 @@
-"""Who a caller is to the service, through a real server's gate."""
+"""Who a caller is to the service, through a real server's interceptor."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +10,7 @@ import pytest
 
 from certificates import Authority
 from vitwire_server.rpc.certificates import Certificates
-from vitwire_server.rpc.principals import Gate, principal
+from vitwire_server.rpc.principals import TokenAuth, principal
 from vitwire_server.rpc.tokens import Tokens
 
 TOKEN = "0123456789abcdef-alice"
@@ -25,8 +25,8 @@ async def whoami_stream(_: object, context: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(gate: Gate | None, certificates: Certificates | None = None) -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[gate] if gate else [])
+async def serving(auth: TokenAuth | None, certificates: Certificates | None = None) -> AsyncIterator[str]:
+    server = grpc.aio.server(interceptors=[auth] if auth else [])
     methods = {
         "Who": grpc.unary_unary_rpc_method_handler(whoami),
         "WhoStream": grpc.stream_stream_rpc_method_handler(whoami_stream),
@@ -46,10 +46,10 @@ async def serving(gate: Gate | None, certificates: Certificates | None = None) -
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
+def auth(tmp_path: Path) -> TokenAuth:
     file = tmp_path / "tokens"
     file.write_text(f"{TOKEN} alice\n0123456789abcdef-bob bob\n")
-    return Gate(Tokens(file))
+    return TokenAuth(Tokens(file))
 
 
 async def ask(channel: grpc.aio.Channel, *headers: tuple[str, str]) -> str:
@@ -57,8 +57,8 @@ async def ask(channel: grpc.aio.Channel, *headers: tuple[str, str]) -> str:
     return answer.decode()
 
 
-async def test_the_principal_is_the_tokens_name(gate: Gate) -> None:
-    async with serving(gate) as target, grpc.aio.insecure_channel(target) as channel:
+async def test_the_principal_is_the_tokens_name(auth: TokenAuth) -> None:
+    async with serving(auth) as target, grpc.aio.insecure_channel(target) as channel:
         assert await ask(channel, ("authorization", f"Bearer {TOKEN}")) == "alice"
         assert await ask(channel, ("authorization", "bearer 0123456789abcdef-bob")) == "bob"
         stream = channel.stream_stream("/a.B/WhoStream")(metadata=(("authorization", f"Bearer {TOKEN}"),))
@@ -77,8 +77,8 @@ async def test_the_principal_is_the_tokens_name(gate: Gate) -> None:
         [("x-token", TOKEN)],
     ],
 )
-async def test_without_a_token_nothing_is_answered(gate: Gate, headers: list[tuple[str, str]]) -> None:
-    async with serving(gate) as target, grpc.aio.insecure_channel(target) as channel:
+async def test_without_a_token_nothing_is_answered(auth: TokenAuth, headers: list[tuple[str, str]]) -> None:
+    async with serving(auth) as target, grpc.aio.insecure_channel(target) as channel:
         for path in ("/a.B/Who", "/a.B/WhoStream", "/a.B/Nothing", "/grpc.health.v1.Healthy/Check"):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary(path)(b"", metadata=headers, timeout=20)
@@ -91,7 +91,7 @@ async def test_without_a_gate_everybody_is_nobody() -> None:
         assert await ask(channel, ("authorization", f"Bearer {TOKEN}")) == ""
 
 
-async def test_the_principal_is_the_certificates_name(gate: Gate, tmp_path: Path) -> None:
+async def test_the_principal_is_the_certificates_name(auth: TokenAuth, tmp_path: Path) -> None:
     own = Authority(tmp_path / "own").issue()
     client = Authority(tmp_path / "client").issue("worker-7.example")
     mutual = Certificates(own.cert, own.key, client.root)
@@ -101,7 +101,7 @@ async def test_the_principal_is_the_certificates_name(gate: Gate, tmp_path: Path
     ):
         assert await ask(channel) == "certificate:worker-7.example"
     async with (
-        serving(gate, mutual) as target,
+        serving(auth, mutual) as target,
         grpc.aio.secure_channel(target, own.credentials(client)) as channel,
     ):
         assert await ask(channel, ("authorization", f"Bearer {TOKEN}")) == "alice", "the token tells more"

@@ -79,8 +79,8 @@ class Notes:
     def heartbeat(self) -> None:
         pass
 
-    def canary_sang(self, *, is_well: bool) -> None:
-        self.canaries.append(is_well)
+    def canary_ran(self, *, passed: bool) -> None:
+        self.canaries.append(passed)
 
 
 class Rig:

@@ -8,7 +8,7 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback
-from vitwire_server.runtime.graphs import Slab
+from vitwire_server.runtime.graphs import InputBuffer
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.layouts.crops import CropEncoder, CropTower
 from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower, tile_steps
@@ -122,10 +122,10 @@ def test_a_batch_that_is_too_large_is_refused(tower: CropTower) -> None:
 
 
 def test_a_slab_zeroes_what_an_earlier_batch_left(tower: CropTower) -> None:
-    slab = Slab(8, 2, tower)
+    buffer = InputBuffer(8, 2, tower)
     for used, capacity in ((6, 8), (2, 4), (1, 8), (8, 8), (3, 3), (0, 5)):
-        slab.take(used, capacity).fill_(float(used))
-        assert (slab.tensor[used:capacity] == 0).all()
-        assert (slab.tensor[:used] == used).all()
+        buffer.take(used, capacity).fill_(float(used))
+        assert (buffer.tensor[used:capacity] == 0).all()
+        assert (buffer.tensor[:used] == used).all()
     with pytest.raises(ValueError, match="do not fit"):
-        slab.take(5, 4)
+        buffer.take(5, 4)

@@ -5,7 +5,7 @@ from secrets import randbits
 from xxhash import xxh3_128
 
 from vitwire_server.caching.cache import Content, Key, Name
-from vitwire_server.core.items import Ask, Item
+from vitwire_server.core.items import CacheLookup, Item
 
 _SEED = randbits(64)
 """Of this process alone, so that nobody can prepare two contents of one digest."""
@@ -41,7 +41,7 @@ def key_of(item: Item, digest: bytes, principal: str, fingerprint: str) -> Key:
     return Key(principal, fingerprint, item.output, item.keep_ratio, Content(item.modality, item.grid, forms, digest))
 
 
-def name_of(item: Item | Ask, principal: str, fingerprint: str) -> Name | None:
+def name_of(item: Item | CacheLookup, principal: str, fingerprint: str) -> Name | None:
     """The name that the client gave the item; None if none."""
     if not item.content_id:
         return None

@@ -76,7 +76,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CacheLookup:
     """An item without pixels: asks for the embedding that is cached under a name."""
 
     content_id: str

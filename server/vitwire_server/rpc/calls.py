@@ -1,223 +1,243 @@
-"""One RPC in flight: what it holds, and where its outcomes arrive."""
+"""One RPC in flight: the items it holds, and where their outcomes arrive."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from vitwire_server.caching.keys import key_of, name_of
-from vitwire_server.caching.single_flight import Flights, Visit
+from vitwire_server.caching.keys import Digest, digest_of, key_of, name_of
+from vitwire_server.caching.single_flight import SingleFlight, Waiter
 from vitwire_server.core.errors import InvalidTensors, NotCached, Overloaded
-from vitwire_server.core.items import Ask, Item
+from vitwire_server.core.items import CacheLookup, DType, Item
+from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.request_ids import REQUEST_ID
+from vitwire_server.rpc.codec import Codec, Header
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.scheduler import Scheduler
-from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
+from vitwire_server.scheduling.tickets import Entry, Ticket
+
+_LARGE_BYTES = 4 << 20
+"""Digests of more than this are computed in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What all RPCs work with."""
+class Serving:
+    """What RPCs work with once the model is loaded."""
 
+    card: ModelCard
+    codec: Codec
     scheduler: Scheduler
     admission: Admission
-    flights: Flights
-    fingerprint: str
-    """Of the tower's weights."""
+    single_flight: SingleFlight
     trace: TraceWriter | None = None
 
 
-class Call:
-    """Submits an RPC's items and collects their outcomes; used on the event loop only.
+@dataclass(slots=True)
+class _InFlight:
+    """One item, from its arrival until its outcome was sent."""
 
-    An item is open from `open` until its outcome was sent and `release` was called. Owns the ticket
-    and the permits; `close` gives both back whatever happened before.
+    permit: Permit | None = None
+    waiter: Waiter | None = None
+    """Until the outcome is known; None where nothing is cached."""
+    submitted: bool = False
+    answered: bool = False
+
+
+class Call:
+    """Submits an RPC's items and collects their outcomes. Used on the event loop only.
+
+    Owns the ticket and the permits; `close` gives both back whatever happened before.
     """
 
-    def __init__(self, shared: Shared, principal: str, caller: str, remaining: float | None) -> None:
-        """`caller` is whose share promised uploads take; `remaining` seconds are left until the caller's deadline."""
-        self._shared = shared
+    def __init__(self, serving: Serving, principal: str, caller: str, remaining: float | None) -> None:
+        """`caller` is charged for uploads that are reserved; `remaining` seconds are left until the deadline."""
+        self._serving = serving
         self._principal = principal
         self._caller = caller
         self._loop = asyncio.get_running_loop()
-        self._open: set[int] = set()
-        self._submitted: set[int] = set()
-        self._unsent: set[int] = set()
-        self._visits: dict[int, Visit] = {}
-        self._permits: dict[int, Permit] = {}
+        self._items: dict[int, _InFlight] = {}
         self._released = asyncio.Event()
-        self._finished = False
+        self._ended = False
         self._outcomes: asyncio.Queue[tuple[int, Outcome] | Exception | None] = asyncio.Queue()
-        deadline = None if remaining is None else shared.scheduler.now() + remaining
-        self._ticket = Ticket(self._deliver, deadline, request_id=REQUEST_ID.get())
-
-    @property
-    def wants_digests(self) -> bool:
-        """Whether `submit` needs to know what items show."""
-        return self._shared.flights.is_on
+        deadline = None if remaining is None else serving.scheduler.now() + remaining
+        self.ticket = Ticket(self._deliver, deadline, request_id=REQUEST_ID.get())
 
     @property
     def is_idle(self) -> bool:
-        """Whether no item is open."""
-        return not self._open
-
-    def set_priority(self, priority: Priority) -> None:
-        """Before the first item is submitted."""
-        self._ticket.priority = priority
+        """Whether no item is in flight."""
+        return not self._items
 
     def is_open(self, index: int) -> bool:
-        """Whether item `index` is not answered yet."""
-        return index in self._open
+        """Whether item `index` is in flight."""
+        return index in self._items
 
-    def open(self, indices: Sequence[int]) -> None:
-        """Items that an outcome will be sent for."""
-        self._open.update(indices)
+    async def reserve(self, index: int, header: Header, output: DType) -> Digest | None:
+        """Admit an item whose bytes are still to come; returns the digest to add them to, if one is needed.
 
-    def admit(self, nbytes: Mapping[int, int]) -> None:
-        """Take the right to have items of so many bytes in the server, all or none, each until it is released.
-
-        Raises Overloaded.
+        Waits while this call itself holds what is missing. Raises Overloaded or DeadlineExceeded.
         """
-        permits = self._shared.admission.admit(list(nbytes.values()))
-        self._permits |= dict(zip(nbytes, permits, strict=True))
+        serving = self._serving
+        item = self._items[index] = _InFlight()
+        if not serving.single_flight.is_on:  # else it may be cached, which only its bytes show
+            serving.scheduler.check_deadline(self.ticket, header.footprint.tokens)
+        nbytes = serving.codec.weight(header, output)
+        (item.permit,) = await self._admit(lambda: [serving.admission.promise(nbytes, self._caller)])
+        return Digest() if serving.single_flight.is_on else None
 
-    async def admit_in_turn(self, index: int, nbytes: int, *, promised: bool = False) -> None:
-        """As `admit` for one item, but waits while this call itself holds what is missing. Raises Overloaded.
+    async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes] | None = None) -> None:
+        """Answer items from the cache, and queue the others.
 
-        `promised` bytes are still to come, and count against the caller's share until the item is submitted.
+        Admits those that were not reserved: all of them or none. Raises Overloaded, DeadlineExceeded for all
+        together, and Unavailable when the server shuts down.
         """
-        while True:
-            try:
-                if promised:
-                    self._permits[index] = self._shared.admission.promise(nbytes, self._caller)
-                    return
-                self.admit({index: nbytes})
-                return
-            except Overloaded as error:
-                if not self._submitted or error.reason == "uploads":
-                    raise
-            self._released.clear()
-            await self._released.wait()
-
-    def check_deadline(self, tokens: int, items: int = 1) -> None:
-        """Raises DeadlineExceeded if items of so many tokens cannot be done in time."""
-        self._shared.scheduler.check_deadline(self._ticket, tokens, items)
-
-    def find(self, ask: Ask) -> Encoded | NotCached:
-        """The answer to an item without pixels."""
-        name = name_of(ask, self._principal, self._shared.fingerprint)
-        assert name is not None, "an item without pixels has a content_id"
-        return self._shared.flights.find(name, ask)
-
-    def submit(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
-        """Queue items that were admitted, unless one of the same content is cached or on its way.
-
-        `digests` has each item's if `wants_digests`. Raises DeadlineExceeded for all of them together, and
-        Unavailable when the server shuts down.
-        """
+        serving = self._serving
         for index in items:
-            self._permits[index].arrived()
-        visits = {index: self._visit(index, item, digests[index]) for index, item in items.items() if digests}
-        flights = self._shared.flights
-        due = [item.footprint.tokens for i, item in items.items() if i not in visits or not flights.holds(visits[i])]
-        if due:
-            self.check_deadline(sum(due), len(due))
-        self._submitted.update(items)
-        self._visits |= visits
-        self._queue({i: item for i, item in items.items() if i not in visits or flights.enter(visits[i])})
-        if self._shared.trace:
-            self._shared.trace.record(items.values())
+            self._items.setdefault(index, _InFlight())
+        work = {index: item for index, item in items.items() if isinstance(item, Item)}
+        found = {index: self._find(item) for index, item in items.items() if isinstance(item, CacheLookup)}
+        nbytes = {i: serving.codec.weight(item, item.output) for i, item in work.items() if not self._items[i].permit}
+        nbytes |= {i: len(answer.embedding.data) for i, answer in found.items() if isinstance(answer, Encoded)}
+        if nbytes:
+            permits = await self._admit(lambda: serving.admission.admit(list(nbytes.values())))
+            for index, permit in zip(nbytes, permits, strict=True):
+                self._items[index].permit = permit
+        for index, answer in found.items():
+            self.settle(index, answer)
+        if work:
+            needed = digests is None and serving.single_flight.is_on
+            self._submit(work, await _digests(work) if needed else digests or {})
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """The outcome of an item is known."""
         if isinstance(outcome, InvalidTensors):
             outcome = outcome.of_item(index)
-        self._visits.pop(index, None)
-        self._unsent.add(index)
+        item = self._items.setdefault(index, _InFlight())
+        item.waiter, item.answered = None, True
         self._outcomes.put_nowait((index, outcome))
 
-    def fail(self, error: Exception) -> None:
-        """End the RPC with an error of the whole."""
+    def end(self, error: Exception | None = None) -> None:
+        """No more items will come; an error ends the RPC."""
         self._outcomes.put_nowait(error)
 
-    def finish(self) -> None:
-        """No more items will come."""
-        self._outcomes.put_nowait(None)
-
     async def next(self) -> tuple[int, Outcome] | None:
-        """The next outcome; None once `finish` was called and every open item was released.
-
-        Raises what `fail` was given.
-        """
-        while not self._finished or self._open:
+        """The next outcome; None once `end` was called and every item was released. Raises the error given to `end`."""
+        while not self._ended or self._items:
             outcome = await self._outcomes.get()
             if isinstance(outcome, Exception):
                 raise outcome
             if outcome is not None:
                 return outcome
-            self._finished = True
+            self._ended = True
         return None
 
     def release(self, index: int) -> None:
         """The outcome of an item was sent; a second call does nothing."""
-        self._open.discard(index)
-        self._submitted.discard(index)
-        self._unsent.discard(index)
-        if permit := self._permits.pop(index, None):
-            permit.release()
+        item = self._items.pop(index, None)
+        if item and item.permit:
+            item.permit.release()
         self._released.set()
 
     async def room(self, most: int) -> None:
         """Wait while `most` items or more are in the engine's hands, or wait to be sent.
 
-        Not reading on is what makes a client wait that sends faster than it reads.
+        A client that sends faster than it reads waits, as its next message is not read.
         """
-        while len(self._submitted) + self._outcomes.qsize() >= most:
-            self._released.clear()
-            await self._released.wait()
+        while sum(item.submitted for item in self._items.values()) + self._outcomes.qsize() >= most:
+            await self._next_release()
 
     def close(self) -> int:
-        """Cancel what still waits, and give back every permit and every row; returns how many items had unsent ones."""
-        self._shared.scheduler.cancel(self._ticket)
-        self._ticket.deliver = _nobody
-        visits, self._visits = self._visits, {}
-        self._shared.flights.leave(visits.values())
-        unsent = len(self._unsent)
-        for index in list(self._permits):
-            self.release(index)
+        """Cancel what still waits, and give back every permit; returns how many items have outcomes that were not sent.
+
+        All items leave single flight before a waiter of another call is promoted.
+        """
+        self._serving.scheduler.cancel(self.ticket)
+        self.ticket.deliver = _discard
+        items, self._items = self._items, {}
+        self._serving.single_flight.leave([item.waiter for item in items.values() if item.waiter])
+        for item in items.values():
+            if item.permit:
+                item.permit.release()
         while not self._outcomes.empty():
             self._outcomes.get_nowait()
-        return unsent
+        return sum(item.answered for item in items.values())
 
-    def _visit(self, index: int, item: Item, digest: bytes) -> Visit:
-        shared = self._shared
-        return Visit(
-            key_of(item, digest, self._principal, shared.fingerprint),
-            name_of(item, self._principal, shared.fingerprint),
-            self._ticket,
+    async def _admit(self, admit: Callable[[], Sequence[Permit]]) -> Sequence[Permit]:
+        """What `admit` returns, once this call does not hold what is missing itself. Raises Overloaded."""
+        while True:
+            try:
+                return admit()
+            except Overloaded as error:
+                if error.reason == "uploads" or not any(item.submitted for item in self._items.values()):
+                    raise
+            await self._next_release()
+
+    async def _next_release(self) -> None:
+        self._released.clear()
+        await self._released.wait()
+
+    def _find(self, lookup: CacheLookup) -> Encoded | NotCached:
+        name = name_of(lookup, self._principal, self._serving.card.fingerprint)
+        assert name is not None, "an item without pixels has a content_id"
+        return self._serving.single_flight.find(name, lookup)
+
+    def _submit(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
+        """Queue admitted items, unless one of the same content is cached or in flight. Raises DeadlineExceeded."""
+        serving, single_flight = self._serving, self._serving.single_flight
+        for index in items:
+            if permit := self._items[index].permit:
+                permit.arrived()
+        waiters = {index: self._waiter(index, items[index], digest) for index, digest in digests.items()}
+        due = [i.footprint.tokens for n, i in items.items() if n not in waiters or not single_flight.holds(waiters[n])]
+        if due:
+            serving.scheduler.check_deadline(self.ticket, sum(due), len(due))
+        for index in items:
+            self._items[index].submitted, self._items[index].waiter = True, waiters.get(index)
+        self._queue({i: item for i, item in items.items() if i not in waiters or single_flight.enter(waiters[i])})
+        if serving.trace:
+            serving.trace.record(items.values())
+
+    def _waiter(self, index: int, item: Item, digest: bytes) -> Waiter:
+        fingerprint = self._serving.card.fingerprint
+        return Waiter(
+            key_of(item, digest, self._principal, fingerprint),
+            name_of(item, self._principal, fingerprint),
+            self.ticket,
             run=lambda: self._queue({index: item}),
             settle=partial(self.settle, index),
         )
 
     def _queue(self, items: Mapping[int, Item]) -> None:
-        now = self._shared.scheduler.now()
-        self._shared.scheduler.submit(Entry(self._ticket, index, item, now) for index, item in items.items())
+        scheduler = self._serving.scheduler
+        now = scheduler.now()
+        scheduler.submit(Entry(self.ticket, index, item, now) for index, item in items.items())
 
     def _deliver(self, index: int, outcome: Outcome) -> None:
         """Called by the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: the process is about to exit
-            self._loop.call_soon_threadsafe(self._landed, index, outcome)
+            self._loop.call_soon_threadsafe(self._completed, index, outcome)
 
-    def _landed(self, index: int, outcome: Outcome) -> None:
-        visit = self._visits.pop(index, None)
-        if visit:
-            self._shared.flights.landed(visit, outcome)
-        if not self._ticket.cancelled:
+    def _completed(self, index: int, outcome: Outcome) -> None:
+        item = self._items.get(index)
+        if item and item.waiter:
+            waiter, item.waiter = item.waiter, None
+            self._serving.single_flight.completed(waiter, outcome)
+        if not self.ticket.cancelled:
             self.settle(index, outcome)
 
 
-def _nobody(index: int, outcome: Outcome) -> None:
-    """Takes the place of `deliver` once the RPC is over."""
+async def _digests(items: Mapping[int, Item]) -> dict[int, bytes]:
+    """The digest of each item's bytes."""
+
+    def digests() -> dict[int, bytes]:
+        return {index: digest_of(item) for index, item in items.items()}
+
+    if sum(item.nbytes for item in items.values()) <= _LARGE_BYTES:
+        return digests()
+    return await asyncio.to_thread(digests)
+
+
+def _discard(index: int, outcome: Outcome) -> None:
+    """Replaces `deliver` once the RPC is over."""

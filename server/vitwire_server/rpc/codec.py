@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.grids import Footprint, Grid, retained
-from vitwire_server.core.items import Ask, DType, Item, Modality, Pixels
+from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard, Shape
 from vitwire_server.scheduling.tickets import Priority
 
@@ -22,6 +23,7 @@ DTYPES = {
 _MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
 _OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 _MAX_CONTENT_ID = 512
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Codec:
         """Bytes that an item holds on the host from admission to its answer: pixels, then rows."""
         return item.nbytes + item.rows * self._card.geometry.width * output.size
 
-    def items(self, request: wire.Request) -> list[Item | Ask]:
+    def items(self, request: wire.Request) -> list[Item | CacheLookup]:
         """The items of an Encode request. Raises InvalidRequest with every wrong field."""
         violations: list[Violation] = []
         message = request.message
@@ -99,7 +101,7 @@ class Codec:
         """The priority that a checked number stands for; unspecified means interactive."""
         return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
 
-    def header(self, field: str, item: pb.Item, output: DType) -> Header | Ask:
+    def header(self, field: str, item: pb.Item, output: DType) -> Header | CacheLookup:
         """The description of an item that is uploaded in chunks. Raises InvalidRequest."""
         violations: list[Violation] = []
         header = self._header(field, item, output, violations)
@@ -131,9 +133,9 @@ class Codec:
 
     def _item(
         self, field: str, item: pb.Item, tensors: wire.ItemTensors, output: DType, violations: list[Violation]
-    ) -> Item | Ask | None:
+    ) -> Item | CacheLookup | None:
         header = self._header(field, item, output, violations)
-        if header is None or isinstance(header, Ask):
+        if header is None or isinstance(header, CacheLookup):
             return header
         wrong = [
             Violation(f"{field}.{name}.data", f"has {len(data)} bytes, type and shape ask for {described.nbytes}")
@@ -146,14 +148,16 @@ class Codec:
         violations += wrong
         return None if wrong else header.of(tensors, output)
 
-    def _header(self, field: str, item: pb.Item, output: DType, violations: list[Violation]) -> Header | Ask | None:
+    def _header(
+        self, field: str, item: pb.Item, output: DType, violations: list[Violation]
+    ) -> Header | CacheLookup | None:
         """The checked description; None if it broke a rule, which is then in `violations`."""
         wrong = list(self._wrong_extras(item))
         wants_cached = bool(item.content_id) and not item.HasField("pixels")
         modality = _MODALITIES.get(item.modality)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
         if wants_cached and not wrong:
-            return Ask(item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item))
+            return CacheLookup(item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item))
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
@@ -226,7 +230,8 @@ def _keep_ratio(item: pb.Item) -> float:
     return ratio if ratio < 1 else 0.0
 
 
-def raise_if_malformed(message: wire.Malformed | object) -> None:
-    """Raises InvalidRequest for a message that did not parse."""
+def parsed(message: T | wire.Malformed) -> T:
+    """A message that was parsed. Raises InvalidRequest for one that could not be."""
     if isinstance(message, wire.Malformed):
-        raise InvalidRequest([Violation("message", f"is no valid protobuf message: {message.reason}")])
+        raise InvalidRequest([Violation("message", f"is not a valid protobuf message: {message.reason}")])
+    return message

@@ -1,21 +1,16 @@
 """Who calls: the gate that asks for a token, and the name that the rest of the service knows a caller by."""
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import grpc
 
+from vitwire_server.rpc.grpc_types import Context, Continuation, RpcHandler
 from vitwire_server.rpc.tokens import Tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 HEALTH = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 _token_name: ContextVar[str] = ContextVar("token_name", default="")
-Context = grpc.aio.ServicerContext[Any, Any]
-RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]"
 
 
 def principal(context: Context) -> str:
@@ -43,7 +38,7 @@ def caller_of(context: Context) -> Caller:
     return Caller(principal(context) or peer.rpartition(":")[0], peer)
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class TokenAuth(grpc.aio.ServerInterceptor):
     """Turns away who has no token, before a message is read; health stays open to all."""
 
     def __init__(self, tokens: Tokens) -> None:
@@ -51,7 +46,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, details: grpc.HandlerCallDetails
-    ) -> "RpcHandler | None":
+    ) -> RpcHandler | None:
         """Called by gRPC for each RPC, in the task that serves it."""
         if not details.method.startswith(HEALTH):
             token = _bearer(details)

@@ -15,11 +15,11 @@ from grpc_reflection.v1alpha import reflection
 from vitwire_server.observe.tracing import Tracer
 from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_taken
 from vitwire_server.rpc.certificates import Certificates
-from vitwire_server.rpc.principals import Gate
+from vitwire_server.rpc.health_validator import HealthValidator
+from vitwire_server.rpc.observer import RpcObserver
+from vitwire_server.rpc.principals import TokenAuth
 from vitwire_server.rpc.service import SERVICE, EncoderService, handlers
-from vitwire_server.rpc.strict import Strict
 from vitwire_server.rpc.tokens import Tokens
-from vitwire_server.rpc.trail import Trail
 
 _log = logging.getLogger(__name__)
 LIVENESS = "liveness"
@@ -97,7 +97,11 @@ class RpcServer:
         self._listen = listen
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=[Trail(SERVICE, tracer), Strict(), *([Gate(listen.tokens)] if listen.tokens else [])],
+            interceptors=[
+                RpcObserver(SERVICE, tracer),
+                HealthValidator(),
+                *([TokenAuth(listen.tokens)] if listen.tokens else []),
+            ],
             options=(
                 # A second server on the same port must fail, not share it silently.
                 ("grpc.so_reuseport", 0),

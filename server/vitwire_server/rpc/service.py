@@ -3,30 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.caching.keys import digest_of
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
-from vitwire_server.core.items import Ask, Item
-from vitwire_server.core.models import ModelCard
-from vitwire_server.core.reports import Encoded
-from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.answers import Answer, frames, model_message
-from vitwire_server.rpc.bodies import Bodies
-from vitwire_server.rpc.calls import Call, Shared
-from vitwire_server.rpc.codec import Codec, raise_if_malformed
-from vitwire_server.rpc.edge import Context, Edge
+from vitwire_server.rpc.boundary import RpcBoundary
+from vitwire_server.rpc.calls import Call, Serving
+from vitwire_server.rpc.codec import Codec, parsed
+from vitwire_server.rpc.grpc_types import Context, Stream, read
 from vitwire_server.rpc.principals import caller_of, principal
+from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
 
@@ -36,48 +32,38 @@ SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 _QUIET = 10
 """How many times as long as an upload may stand still a stream may stay open with nothing in flight."""
-_LARGE_BYTES = 4 << 20
-"""Digests of more than this are left to a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """What the service works with, once the model is there."""
-
-    card: ModelCard
-    codec: Codec
-    shared: Shared
+Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
 
 
 class EncoderService:
     """Serves the three methods on an event loop; UNAVAILABLE until it has a model to serve with."""
 
-    def __init__(self, metrics: Metrics, health: Health, bodies: Bodies, patience: float) -> None:
+    def __init__(self, metrics: RpcMetrics, health: Health, slots: ReceiveSlots, patience: float) -> None:
         """`patience` is how many seconds a client may take to send or to read on."""
         self._metrics = metrics
         self._health = health
-        self._bodies = bodies
+        self._slots = slots
         self._patience = patience
-        self._edge = Edge(metrics, patience)
+        self._boundary = RpcBoundary(metrics, patience)
         self._draining = False
         self.serving: Serving | None = None
 
     async def drain(self, seconds: float) -> None:
         """Turn new requests away and wait until those in flight are answered, at most so long."""
         self._draining = True
-        await self._edge.idle(seconds)
+        await self._boundary.idle(seconds)
 
     async def encode(self, _: object, context: Context) -> None:
         """`Encode`: every item in one message; each is answered as soon as its batch is done."""
-        await self._edge.run("Encode", context, self._encode(context), counts_as=lambda worst: worst)
+        await self._boundary.run("Encode", context, self._encode(context), counts_as=lambda worst: worst)
 
     async def encode_stream(self, _: object, context: Context) -> None:
         """`EncodeStream`: items in chunks, many in flight, answered as each is done."""
-        await self._edge.run("EncodeStream", context, self._encode_stream(context), counts_as=lambda worst: worst)
+        await self._boundary.run("EncodeStream", context, self._encode_stream(context), counts_as=lambda worst: worst)
 
     async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
         """`GetModel`: what is served, and within which limits."""
-        return await self._edge.run("GetModel", context, self._get_model(request))
+        return await self._boundary.run("GetModel", context, self._get_model(request))
 
     def counted(self, read: Callable[[bytes], T]) -> Callable[[bytes], T]:
         """A deserialiser that counts the bytes of messages."""
@@ -93,7 +79,7 @@ class EncoderService:
         serving = self._ready()
         await context.send_initial_metadata(())  # clients take a server that is silent longer for a frozen one
         with self._call(serving, context) as call:
-            await self._submit(serving.codec, call, await self._bodies.read(context))
+            await self._submit(serving.codec, call, parsed(await self._slots.read(context)))
             return await self._answer_all(pb.EncodeResponse, call, context)
 
     async def _encode_stream(self, context: Context) -> grpc.StatusCode:
@@ -108,7 +94,7 @@ class EncoderService:
                 reading.cancel()
 
     async def _get_model(self, request: object) -> pb.GetModelResponse:
-        raise_if_malformed(request)
+        parsed(request)
         return model_message(self._ready().card)
 
     def _ready(self) -> Serving:
@@ -123,31 +109,22 @@ class EncoderService:
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
         """A call that is closed whatever happens, and counted."""
-        call = Call(serving.shared, principal(context), caller_of(context).name, context.time_remaining())
+        call = Call(serving, principal(context), caller_of(context).name, context.time_remaining())
         self._metrics.tickets_opened.inc()
         try:
             yield call
         finally:
             for _ in range(call.close()):
-                self._metrics.item_dropped("send", "cancelled")
+                self._metrics.send_cancelled()
             self._metrics.tickets_closed.inc()
 
     @staticmethod
-    async def _submit(codec: Codec, call: Call, request: wire.Request | wire.Malformed) -> None:
-        """Check a request, admit all of its items or none, and queue them."""
-        raise_if_malformed(request)
-        assert isinstance(request, wire.Request)
+    async def _submit(codec: Codec, call: Call, request: wire.Request) -> None:
+        """Check and submit all items; a frame that outlived this would keep their bytes."""
         items = codec.items(request)
-        call.set_priority(codec.priority(request.message.priority))
-        call.open(range(len(items)))
-        work = {index: item for index, item in enumerate(items) if isinstance(item, Item)}
-        found = {index: call.find(item) for index, item in enumerate(items) if isinstance(item, Ask)}
-        rows = {index: len(answer.embedding.data) for index, answer in found.items() if isinstance(answer, Encoded)}
-        call.admit({index: codec.weight(item, item.output) for index, item in work.items()} | rows)
-        for index, answer in found.items():
-            call.settle(index, answer)
-        call.submit(work, await _digests(work) if call.wants_digests else {})
-        call.finish()
+        call.ticket.priority = codec.priority(request.message.priority)
+        await call.submit(dict(enumerate(items)))
+        call.end()
 
     async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> grpc.StatusCode:
         """Send each item's rows, or its error, as they come, until all are answered; returns the worst code.
@@ -178,22 +155,22 @@ class EncoderService:
         limits = serving.card.limits
         uploads = Uploads(serving.codec, call, serving.card.dtype, limits.items_per_request, self._patience)
         try:
-            while (message := await self._message(uploads, call, context)) is not grpc.aio.EOF:
-                raise_if_malformed(message)
-                await uploads.take(message.message, message.data)
+            while (message := await self._message(uploads, call, context)) is not None:
+                frame = parsed(message)
+                await uploads.take(frame.message, frame.data)
                 await call.room(limits.items_per_request)
             uploads.finish()
-            call.finish()
+            call.end()
         except Exception as error:  # noqa: BLE001 - the RPC, which waits for outcomes, maps it
-            call.fail(error)
+            call.end(error)
 
-    async def _message(self, uploads: Uploads, call: Call, context: Context) -> Any:  # noqa: ANN401 - grpc's has no type
+    async def _message(self, uploads: Uploads, call: Call, context: Stream[Chunk, Any]) -> Chunk | None:
         """The next message; an upload that stalls must not hold its permit for ever, nor a stream its place."""
         seconds = uploads.time_left() if uploads.waiting else self._patience * _QUIET if call.is_idle else None
         start = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
-                return await context.read()
+                return await read(context)
         except TimeoutError:
             if uploads.waiting:
                 raise uploads.stalled() from None
@@ -212,17 +189,6 @@ class EncoderService:
         except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
             _log.debug("a client left while it was answered: %r", error)
             raise asyncio.CancelledError from None
-
-
-async def _digests(items: Mapping[int, Item]) -> dict[int, bytes]:
-    """What each item shows."""
-
-    def digests() -> dict[int, bytes]:
-        return {index: digest_of(item) for index, item in items.items()}
-
-    if sum(item.nbytes for item in items.values()) <= _LARGE_BYTES:
-        return digests()
-    return await asyncio.to_thread(digests)
 
 
 def handlers(service: EncoderService) -> grpc.GenericRpcHandler:

@@ -8,15 +8,14 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
-from vitwire_server.core.items import Ask, DType
-from vitwire_server.core.reports import Encoded
+from vitwire_server.core.items import CacheLookup, DType
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec, Header
 
 _SLOWEST = 64 << 10
-"""Bytes a second that an upload has to reach from its header on: it holds a permit for all of its bytes."""
+"""Bytes a second that an upload must reach: from its header on it holds a permit for all of its bytes."""
 _REMEMBERED = 4096
-"""Refused items of a stream that are known by number; with more, a chunk of no known item counts as one of theirs."""
+"""Refused items of a stream that are kept by number; beyond that, chunks of unknown items are ignored too."""
 
 
 @dataclass(slots=True)
@@ -24,18 +23,18 @@ class _Upload:
     header: Header
     data: memoryview
     digest: Digest | None
-    """None where nobody wants to know."""
+    """None where nothing is cached."""
     due: float
-    """When it has stalled unless more bytes come, on the clock of `Uploads.waited`."""
+    """When it counts as stalled unless more bytes arrive, on the clock of `Uploads.waited`."""
     filled: int = 0
 
 
 @dataclass(slots=True)
 class Uploads:
-    """Assembles items from the messages of a stream and submits each as soon as it is whole.
+    """Assembles items from the messages of a stream and submits each as soon as it is complete.
 
-    A wrong item is answered on its own and its chunks are passed over; a message that names no
-    item of the stream ends the stream.
+    An invalid item is answered at once and its chunks are ignored; a message that names no item of the
+    stream ends the stream.
     """
 
     codec: Codec
@@ -46,46 +45,46 @@ class Uploads:
     patience: float
     """Seconds that an upload may lag behind the slowest rate."""
     waited: float = 0.0
-    """Seconds spent waiting for messages of the stream: the time that counts as the client's."""
+    """Seconds spent waiting for the client's messages; time that the server takes does not count."""
     _unfinished: dict[int, _Upload] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
     _forgot: bool = False
-    """Whether there were more than are remembered."""
+    """Whether more were refused than are remembered."""
     _started: bool = False
 
     @property
     def waiting(self) -> bool:
-        """Whether bytes of some item are still to come."""
+        """Whether an upload is unfinished."""
         return bool(self._unfinished)
 
     def time_left(self) -> float:
-        """Seconds until an upload has stalled, unless more bytes come."""
+        """Seconds until an upload counts as stalled."""
         return max(0.0, min(upload.due for upload in self._unfinished.values()) - self.waited)
 
     def stalled(self) -> DeadlineExceeded:
-        """Why the stream ends, once no time is left."""
+        """The error that ends the stream once no time is left."""
         number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
-        reason = f"items[{number}]: the upload stalled at {upload.filled} of {upload.header.nbytes} bytes"
-        return DeadlineExceeded(f"{reason}: it lags {self.patience:g} s behind {_SLOWEST >> 10} KiB/s")
+        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.header.nbytes} bytes"
+        return DeadlineExceeded(f"{reason}, {self.patience:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
-        """Handle one message. Raises InvalidRequest where the stream cannot go on."""
+        """Handle one message. Raises InvalidRequest if the stream cannot continue."""
         kind = message.WhichOneof("message")
         if kind == "options":
             if self._started:
                 raise _stream_error("options", "must come first, and once")
             self.output, priority = self.codec.options(message.options)
-            self.call.set_priority(priority)
+            self.call.ticket.priority = priority
         elif kind == "header":
             await self._begin(message.header.item, message.header.header)
         elif kind == "chunk":
-            self._append(message.chunk.item, data)
+            await self._append(message.chunk.item, data)
         else:
             raise _stream_error("message", "must hold options, a header or a chunk")
         self._started = True
 
     def finish(self) -> None:
-        """The client sends no more: what is not whole by now is wrong."""
+        """The client sends no more: refuse unfinished uploads."""
         for number, upload in list(self._unfinished.items()):
             reason = f"only {upload.filled} of {upload.header.nbytes} bytes arrived"
             field = "pixels" if upload.filled < upload.header.pixels.nbytes else "crops"
@@ -97,31 +96,19 @@ class Uploads:
         if len(self._unfinished) >= self.most:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
-        self.call.open([number])
         try:
             header = self.codec.header(f"items[{number}]", item, self.output)
-            if isinstance(header, Ask):
-                await self._answer(number, header)
+            if isinstance(header, CacheLookup):
+                await self.call.submit({number: header})
                 return
-            if not self.call.wants_digests:  # else it may be cached, which its bytes will tell
-                self.call.check_deadline(header.footprint.tokens)
-            await self.call.admit_in_turn(number, self.codec.weight(header, self.output), promised=True)
+            digest = await self.call.reserve(number, header, self.output)
         except EncoderError as error:
             self._refuse(number, error)
             return
-        # Not zeroed first: every byte is written before anybody reads it.
-        data = np.empty(header.nbytes, np.uint8).data
-        due = self.waited + self.patience
-        self._unfinished[number] = _Upload(header, data, Digest() if self.call.wants_digests else None, due)
+        data = np.empty(header.nbytes, np.uint8).data  # every byte is written before it is read
+        self._unfinished[number] = _Upload(header, data, digest, self.waited + self.patience)
 
-    async def _answer(self, number: int, ask: Ask) -> None:
-        """What is cached, or not. Raises Overloaded."""
-        outcome = self.call.find(ask)
-        if isinstance(outcome, Encoded):
-            await self.call.admit_in_turn(number, len(outcome.embedding.data))
-        self.call.settle(number, outcome)
-
-    def _append(self, number: int, data: wire.Buffer) -> None:
+    async def _append(self, number: int, data: wire.Buffer) -> None:
         upload = self._unfinished.get(number)
         if upload is None:
             if number in self._refused or self._forgot:
@@ -139,13 +126,13 @@ class Uploads:
         if upload.digest:
             upload.digest.add(data)
         if end == upload.header.nbytes:
-            self._submit(number, upload)
+            await self._submit(number, upload)
 
-    def _submit(self, number: int, upload: _Upload) -> None:
+    async def _submit(self, number: int, upload: _Upload) -> None:
         del self._unfinished[number]
         digests = {number: upload.digest.value()} if upload.digest else {}
         try:
-            self.call.submit({number: upload.header.item(upload.data, self.output)}, digests)
+            await self.call.submit({number: upload.header.item(upload.data, self.output)}, digests)
         except DeadlineExceeded as error:
             self._refuse(number, error)
 

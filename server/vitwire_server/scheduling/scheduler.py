@@ -171,10 +171,10 @@ class Scheduler:
             return
         predicted = self._planner.seconds(canary.batch, [canary.item.footprint])
         self._allow(predicted)
-        is_well = canary.sing(self._runner)
+        passed = canary.sing(self._runner)
         self._checked = self._clock()
         self._forecast.ran(predicted, start, self._checked)
-        self._monitor.canary_sang(is_well=is_well)
+        self._monitor.canary_ran(passed=passed)
 
     def _allow(self, predicted: float, attention: float = 0.0) -> None:
         """The thread may now stay away for as long as the work under way explains."""

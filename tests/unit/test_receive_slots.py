@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from vitwire_server.core.errors import DeadlineExceeded, Overloaded
-from vitwire_server.rpc import bodies as module
-from vitwire_server.rpc.bodies import Bodies
+from vitwire_server.rpc import receive_slots as module
+from vitwire_server.rpc.receive_slots import ReceiveSlots
 
 if TYPE_CHECKING:
-    from vitwire_server.rpc.principals import Context
+    from vitwire_server.rpc.grpc_types import Context
 
 LONG = 60.0
 CROWDED = 0.05
@@ -35,8 +35,8 @@ class Sender:
         return self._message or b""
 
 
-def reading(bodies: Bodies, peer: str, message: bytes | None = None) -> asyncio.Task[Any]:
-    return asyncio.create_task(bodies.read(cast("Context", Sender(peer, message))))
+def reading(slots: ReceiveSlots, peer: str, message: bytes | None = None) -> asyncio.Task[Any]:
+    return asyncio.create_task(slots.read(cast("Context", Sender(peer, message))))
 
 
 async def cancel(*tasks: asyncio.Task[Any]) -> None:
@@ -46,43 +46,43 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 @pytest.fixture
-def bodies(monkeypatch: pytest.MonkeyPatch) -> Bodies:
+def slots(monkeypatch: pytest.MonkeyPatch) -> ReceiveSlots:
     """Four slots."""
     monkeypatch.setattr(module, "_CROWDED_SECONDS", CROWDED)
-    return Bodies(max_message_bytes=1, max_bytes=4, patience=LONG)
+    return ReceiveSlots(max_message_bytes=1, max_bytes=4, patience=LONG)
 
 
-async def test_one_host_cannot_hold_all_slots(bodies: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_host_cannot_hold_all_slots(slots: ReceiveSlots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CROWDED_SECONDS", LONG)
-    silent = [reading(bodies, f"ipv4:10.0.0.1:{port}") for port in range(100)]
+    silent = [reading(slots, f"ipv4:10.0.0.1:{port}") for port in range(100)]
     await asyncio.sleep(0)
-    assert await reading(bodies, "ipv4:10.0.0.2:1", b"hello") == b"hello"
+    assert await reading(slots, "ipv4:10.0.0.2:1", b"hello") == b"hello"
     assert not any(task.done() for task in silent)
     await cancel(*silent)
-    assert (bodies._held, bodies._waiting) == ([], {})
+    assert (slots._held, slots._waiting) == ([], {})
 
 
-async def test_a_silent_caller_loses_its_slot_when_another_request_waits(bodies: Bodies) -> None:
-    silent = [reading(bodies, "ipv4:10.0.0.1:1") for _ in range(3)]
+async def test_a_silent_caller_loses_its_slot_when_another_request_waits(slots: ReceiveSlots) -> None:
+    silent = [reading(slots, "ipv4:10.0.0.1:1") for _ in range(3)]
     await asyncio.sleep(4 * CROWDED)
     assert not any(task.done() for task in silent), "nobody waits"
-    assert await reading(bodies, "ipv4:10.0.0.1:2", b"hello") == b"hello"
+    assert await reading(slots, "ipv4:10.0.0.1:2", b"hello") == b"hello"
     done = [task for task in silent if task.done()]
     assert [type(task.exception()) for task in done] == [Overloaded]
     await cancel(*silent)
-    assert (bodies._held, bodies._waiting) == ([], {})
+    assert (slots._held, slots._waiting) == ([], {})
 
 
-async def test_a_connection_without_a_slot_goes_first(bodies: Bodies) -> None:
-    silent = [reading(bodies, "ipv4:10.0.0.1:1") for _ in range(30)]
+async def test_a_connection_without_a_slot_goes_first(slots: ReceiveSlots) -> None:
+    silent = [reading(slots, "ipv4:10.0.0.1:1") for _ in range(30)]
     await asyncio.sleep(0)
-    assert await reading(bodies, "ipv4:10.0.0.1:2", b"hello") == b"hello"
+    assert await reading(slots, "ipv4:10.0.0.1:2", b"hello") == b"hello"
     assert sum(task.done() for task in silent) <= 3, "one round of evictions, however many were there before"
     await cancel(*silent)
 
 
 async def test_a_message_that_does_not_come_ends_after_the_patience() -> None:
-    bodies = Bodies(max_message_bytes=1, max_bytes=4, patience=CROWDED)
+    slots = ReceiveSlots(max_message_bytes=1, max_bytes=4, patience=CROWDED)
     with pytest.raises(DeadlineExceeded, match="did not arrive within"):
-        await reading(bodies, "unix:")
-    assert bodies._held == []
+        await reading(slots, "unix:")
+    assert slots._held == []

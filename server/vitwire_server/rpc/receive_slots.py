@@ -4,18 +4,18 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
-
-import grpc
+from typing import Any, TypeVar
 
 from vitwire_server.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Violation
-from vitwire_server.rpc.principals import Caller, Context, caller_of
+from vitwire_server.rpc.grpc_types import Stream, read
+from vitwire_server.rpc.principals import Caller, caller_of
 from vitwire_server.scheduling.admission import SHARE
 
 _FEWEST, _MOST = 4, 64
 _TURN_SECONDS = 5.0
 _CROWDED_SECONDS = 1.0
 """What a message may take to arrive while other requests wait for its slot."""
+M = TypeVar("M")
 Granted = asyncio.Future["_Slot"]
 
 
@@ -36,7 +36,7 @@ class _Slot:
             self.limit.reschedule(0.0)
 
 
-class Bodies:
+class ReceiveSlots:
     """Lets so many one-message requests be received at a time that their largest bodies fit into a bound.
 
     gRPC holds a message in memory from its first byte on, before any handler sees it; but it receives
@@ -57,17 +57,17 @@ class Bodies:
         """Requests in order of arrival, and when each arrived."""
         self._timer: asyncio.TimerHandle | None = None
 
-    async def read(self, context: Context) -> Any:  # noqa: ANN401 - what the method's deserialiser makes of it
+    async def read(self, context: Stream[M, Any]) -> M:
         """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest where there is none."""
         slot = await self._turn(caller_of(context))
         try:
             async with asyncio.timeout(0.0 if slot.evicted else self._patience) as slot.limit:
-                message = await context.read()
+                message = await read(context)
         except TimeoutError:
             raise self._too_slow(slot) from None
         finally:
             self._release(slot)
-        if message is grpc.aio.EOF:
+        if message is None:
             raise InvalidRequest([Violation("message", "is missing: the stream ended without one")])
         return message
 

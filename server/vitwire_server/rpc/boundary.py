@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 import grpc
 
 from vitwire_server.core.errors import EncoderError, Overloaded
-from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import exemplar
+from vitwire_server.rpc.grpc_types import Context
 from vitwire_server.rpc.status import code_of, message_of, trailers_of
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext[Any, Any]
 Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 """A status other than OK: code, message and trailers."""
 
 
-class Edge:
+class RpcBoundary:
     """Runs RPCs, knows how many are active, and is the one place that catches everything."""
 
-    def __init__(self, metrics: Metrics, patience: float) -> None:
+    def __init__(self, metrics: RpcMetrics, patience: float) -> None:
         """`patience` is how many seconds a client may take to read how its RPC ended."""
         self._metrics = metrics
         self._patience = patience

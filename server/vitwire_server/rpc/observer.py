@@ -2,26 +2,26 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TypeVar
 
 import grpc
 
 from vitwire_server.observe.request_ids import REQUEST_ID, request_id
 from vitwire_server.observe.tracing import Span, Tracer
-from vitwire_server.rpc.edge import cancellation
-from vitwire_server.rpc.principals import Context, Continuation, RpcHandler
+from vitwire_server.rpc.boundary import cancellation
+from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcHandler, replaced
 
 _log = logging.getLogger(__name__)
 _ID_HEADER = "x-request-id"
-_BEHAVIOURS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _CALLERS_BUSINESS = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED})
 _LOGGED_WITH_CAUSE = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
+M = TypeVar("M")
+R = TypeVar("R")
 
 
-class Trail(grpc.aio.ServerInterceptor):
+class RpcObserver(grpc.aio.ServerInterceptor):
     """Follows the RPCs of one service; health and reflection pass by unseen."""
 
     def __init__(self, service: str, tracer: Tracer | None) -> None:
@@ -30,22 +30,20 @@ class Trail(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, details: grpc.HandlerCallDetails
-    ) -> "RpcHandler | None":
+    ) -> RpcHandler | None:
         """Called by gRPC for each RPC, in the task that serves it."""
         service, _, method = details.method.removeprefix("/").partition("/")
         if service != self._service:
             return await continuation(details)
         headers = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
         REQUEST_ID.set(request_id(headers.get(_ID_HEADER)))
-        handler: Any = await continuation(details)
-        if handler is None:
-            return handler  # a method that the service has not
-        (name,) = (each for each in _BEHAVIOURS if getattr(handler, each))
-        followed: RpcHandler = handler._replace(**{name: self._followed(getattr(handler, name), method, headers)})
-        return followed
+        handler = await continuation(details)
+        if handler is None:  # a method that the service does not have
+            return None
+        return replaced(handler, lambda behaviour: self._observed(behaviour, method, headers))
 
-    def _followed(self, behaviour: Behaviour, method: str, headers: Mapping[str, str]) -> Behaviour:
-        async def follow(request: Any, context: Context) -> Any:  # noqa: ANN401 - messages of any RPC
+    def _observed(self, behaviour: Behaviour[M, R], method: str, headers: Mapping[str, str]) -> Behaviour[M, R]:
+        async def observed(request: M, context: Context) -> R:
             context.set_trailing_metadata(((_ID_HEADER, REQUEST_ID.get()),))
             opened = self._tracer.rpc(self._service, method, headers) if self._tracer else nullcontext()
             with opened as span:
@@ -61,7 +59,7 @@ class Trail(grpc.aio.ServerInterceptor):
                 finally:
                     _note(method, context, code, span)
 
-        return follow
+        return observed
 
 
 def _note(method: str, context: Context, code: grpc.StatusCode, span: Span | None) -> None:

@@ -1,0 +1,47 @@
+"""Names for gRPC's types, whose stubs leave most of them open, and typed access to what they hide."""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import grpc
+
+M = TypeVar("M")
+R = TypeVar("R")
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Stream: TypeAlias = grpc.aio.ServicerContext[M, R]
+"""The context of an RPC that reads messages of one type and writes those of another."""
+Behaviour: TypeAlias = Callable[[M, Context], Awaitable[R]]
+"""The method behind an RPC."""
+if TYPE_CHECKING:  # generic in the stubs only
+    RpcHandler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+else:
+    RpcHandler = grpc.RpcMethodHandler
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]
+
+_METHODS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+async def read(context: Stream[M, Any]) -> M | None:
+    """The next message; None at the end of the stream."""
+    message = await context.read()
+    return None if message is grpc.aio.EOF else message
+
+
+def deserializer(handler: RpcHandler) -> Callable[[bytes], Any]:
+    """What turns bytes into the handler's requests."""
+    return handler.request_deserializer or bytes
+
+
+def replaced(
+    handler: RpcHandler,
+    wrap: Callable[[Behaviour[Any, Any]], Behaviour[Any, Any]],
+    read: Callable[[bytes], object] | None = None,
+) -> RpcHandler:
+    """The handler with its method wrapped and, where given, another deserialiser."""
+    fields: Any = handler  # a named tuple, which the stubs do not say
+    (name,) = (each for each in _METHODS if getattr(fields, each))
+    changed: RpcHandler = fields._replace(
+        **{name: wrap(getattr(fields, name)), "request_deserializer": read or fields.request_deserializer}
+    )
+    return changed

@@ -1,0 +1,165 @@
+"""Items of one content are encoded once, and nobody waits for somebody who left."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
+from vitwire_server.caching.single_flight import SingleFlight, Waiter
+from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, NotCached, Unavailable
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import CacheLookup, DType, Embedding, Modality
+from vitwire_server.core.plans import Fallback
+from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
+from vitwire_server.scheduling.tickets import Priority, Ticket
+
+KEY = Key("", "", DType.FLOAT32, 0.5, Content(Modality.VIDEO, Grid(2, 2, 2), (), b"x"))
+NAME = Name("", "", DType.FLOAT32, 0.5, "clip")
+
+
+def encoded() -> Encoded:
+    report = ItemReport(Path.EAGER, Fallback.GRAPHS_OFF, 0, 2, queued=1.0, encoded=2.0)
+    return Encoded(Embedding(memoryview(bytes(8)), DType.FLOAT32, (2, 1), kept=(0, 3)), report)
+
+
+@dataclass
+class CacheMonitor:
+    hits: int = 0
+    misses: int = 0
+
+    def cache_hit(self, modality: Modality) -> None:
+        assert modality is Modality.VIDEO
+        self.hits += 1
+
+    def cache_missed(self) -> None:
+        self.misses += 1
+
+
+@dataclass
+class Caller:
+    """One item of an RPC, and what became of it."""
+
+    single_flight: SingleFlight
+    priority: Priority = Priority.INTERACTIVE
+    error: Unavailable | None = None
+    ran: int = 0
+    ticket: Ticket | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ticket = self.ticket or Ticket(lambda *_: None, priority=self.priority)
+        self.waiter = Waiter(KEY, NAME, ticket, self._run, self.outcomes.append)
+
+    def enter(self) -> "Caller":
+        self.ran += self.single_flight.enter(self.waiter)
+        return self
+
+    def _run(self) -> None:
+        if self.error:
+            raise self.error
+        self.ran += 1
+
+
+@pytest.fixture
+def monitor() -> CacheMonitor:
+    return CacheMonitor()
+
+
+@pytest.fixture
+def single_flight(monitor: CacheMonitor) -> SingleFlight:
+    return SingleFlight(EmbeddingCache(1 << 20), monitor)
+
+
+def test_identical_items_in_flight_are_encoded_once(single_flight: SingleFlight, monitor: CacheMonitor) -> None:
+    callers = [Caller(single_flight).enter() for _ in range(4)]
+    assert [each.ran for each in callers] == [1, 0, 0, 0]
+    assert single_flight.holds(Caller(single_flight).waiter)
+    single_flight.completed(callers[0].waiter, encoded())
+    for each in callers[1:]:
+        (outcome,) = each.outcomes
+        assert isinstance(outcome, Encoded)
+        assert (outcome.report.path, outcome.report.tokens, outcome.embedding.kept) == (Path.CACHE, 2, (0, 3))
+    late = Caller(single_flight).enter()
+    assert (late.ran, len(late.outcomes)) == (0, 1)
+    assert (monitor.hits, monitor.misses) == (4, 1)
+    assert single_flight._flights == {}
+
+
+def test_a_failure_of_the_content_is_everybody_s(single_flight: SingleFlight, monitor: CacheMonitor) -> None:
+    first, second = Caller(single_flight).enter(), Caller(single_flight).enter()
+    error = EncodeFailed("not finite")
+    single_flight.completed(first.waiter, error)
+    assert second.outcomes == [error]
+    assert monitor.hits == 0
+    assert Caller(single_flight).enter().ran == 1, "a failure is not cached"
+
+
+@pytest.mark.parametrize("how", ["leaves", "expires"])
+def test_when_who_runs_gives_up_the_next_one_takes_over(single_flight: SingleFlight, how: str) -> None:
+    first, second, third = (Caller(single_flight).enter() for _ in range(3))
+    if how == "leaves":
+        single_flight.leave([first.waiter])
+    else:
+        single_flight.completed(first.waiter, DeadlineExceeded("too late"))
+    assert (second.ran, third.ran) == (1, 0)
+    single_flight.leave([third.waiter])
+    single_flight.completed(second.waiter, encoded())
+    assert third.outcomes == []
+    assert single_flight._flights == {}
+
+
+def test_all_waiters_of_a_request_leave_before_another_request_takes_over(single_flight: SingleFlight) -> None:
+    """A waiter of a request that is over would be encoded without a permit, and for nobody."""
+    ticket = Ticket(lambda *_: None)
+    cancelled = [Caller(single_flight, ticket=ticket).enter() for _ in range(100)]
+    bystander = Caller(single_flight).enter()
+    single_flight.leave([each.waiter for each in cancelled])
+    assert [sum(each.ran for each in cancelled), bystander.ran] == [1, 1]
+    single_flight.completed(bystander.waiter, encoded())
+    assert single_flight._flights == {}
+
+
+def test_a_deadline_that_passes_ends_every_item_of_its_request_and_no_other(single_flight: SingleFlight) -> None:
+    late = Ticket(lambda *_: None, deadline=1.0)
+    expired = [Caller(single_flight, ticket=late).enter() for _ in range(10)]
+    soon, never = (Caller(single_flight, ticket=Ticket(lambda *_: None, deadline=at)).enter() for at in (2.0, None))
+    error = DeadlineExceeded("too late")
+    single_flight.completed(expired[0].waiter, error)
+    assert [each.outcomes for each in expired[1:]] == [[error]] * 9, "the first was answered by its request"
+    assert [soon.ran, never.ran] == [0, 1], "the request with the most time left takes over"
+    single_flight.completed(never.waiter, encoded())
+    assert [isinstance(outcome, Encoded) for outcome in soon.outcomes] == [True]
+
+
+def test_who_cannot_take_over_is_told_why(single_flight: SingleFlight) -> None:
+    first = Caller(single_flight).enter()
+    second = Caller(single_flight, error=Unavailable("the server is shutting down")).enter()
+    single_flight.leave([first.waiter])
+    assert second.outcomes == [second.error]
+    assert single_flight._flights == {}
+
+
+def test_nobody_waits_behind_a_lower_priority(single_flight: SingleFlight) -> None:
+    slow, fast = Caller(single_flight, Priority.BATCH).enter(), Caller(single_flight).enter()
+    third = Caller(single_flight, Priority.BATCH).enter()
+    assert (slow.ran, fast.ran, third.ran) == (1, 1, 0)
+    single_flight.completed(fast.waiter, encoded())
+    assert len(third.outcomes) == 1
+    single_flight.completed(slow.waiter, encoded())
+    assert single_flight._flights == {}
+
+
+def test_a_lookup_is_answered_from_what_the_name_stands_for(single_flight: SingleFlight, monitor: CacheMonitor) -> None:
+    lookup = CacheLookup("clip", None, None, DType.FLOAT32, 0.5)
+    assert isinstance(single_flight.find(NAME, lookup), NotCached)
+    single_flight.completed(Caller(single_flight).enter().waiter, encoded())
+    for modality in (None, Modality.VIDEO):
+        for grid in (None, Grid(2, 2, 2)):
+            found = single_flight.find(NAME, CacheLookup("clip", modality, grid, DType.FLOAT32, 0.5))
+            assert isinstance(found, Encoded)
+            assert found.embedding.kept == (0, 3)
+    assert isinstance(
+        single_flight.find(NAME, CacheLookup("clip", Modality.IMAGE, None, DType.FLOAT32, 0.5)), NotCached
+    )
+    assert isinstance(single_flight.find(NAME, CacheLookup("clip", None, Grid(1, 4, 2), DType.FLOAT32, 0.5)), NotCached)
+    assert (monitor.hits, monitor.misses) == (4, 4)
