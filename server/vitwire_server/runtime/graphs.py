@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _WARM_UPS = 3
 
 Fill = Callable[[Tensor, Tensor | None], None]
-"""Writes the pixels of a batch, and its crops in towers with a second view, into the given rows."""
+"""Writes the pixels of a batch, and its crops in towers that take them, into the given rows."""
 
 
 class Recorder(Protocol):
