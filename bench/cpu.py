@@ -34,12 +34,12 @@ from vitwire_server.fitting.ascending import plan_ascending
 from vitwire_server.fitting.command import Score
 from vitwire_server.fitting.ladders import loads, optimal_ladder, powers_of_two
 from vitwire_server.fitting.traces import queues, read_trace
-from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.attention.selection import select
 from vitwire_server.runtime.compiling import HotShapes
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import GraphSet, Simulated
-from vitwire_server.runtime.lanes import HostLanes
+from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import HostStreams
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.layouts.packed import PackedTower
 
@@ -127,7 +127,7 @@ def towers(*, quick: bool, repeats: int) -> list[Row]:
             theirs = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
             ours = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
             ours.rewrite()
-            ours.use_attention(choose("sdpa", CPU, dtype, *ours.heads, captured=False).implementation)
+            ours.use_attention(select("sdpa", CPU, dtype, *ours.attention_heads, captured=False).implementation)
             hot = HotShapes(ours, hits=1) if dtype is torch.bfloat16 and not quick else None
             for load in _loads(ours, quick=quick):
                 compared = _compared(ours, theirs, load, hot if load.name in HOT else None, 1 if quick else repeats)
@@ -148,8 +148,8 @@ def _stager(tower: PackedTower) -> Stager:
 
 
 def _engine(tower: PackedTower, hot: HotShapes | None = None) -> Engine:
-    graphs = GraphSet(tower, Ladder(), Simulated())
-    return Engine(tower, graphs, _stager(tower), HostLanes(), hot.forward if hot else None)
+    graphs = GraphSet(tower, Ladder(), SimulatedRecorder())
+    return Engine(tower, graphs, _stager(tower), HostStreams(), hot.forward if hot else None)
 
 
 def _compared(ours: PackedTower, theirs: PackedTower, load: Load, hot: HotShapes | None, repeats: int) -> Row:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.layouts.packed import PackedTower
+from vitwire_server.towers.layouts.packed import AttentionSpan, PackedTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def flop(tower: PackedTower, grids: Sequence[Grid]) -> float:
     config: Any = tower.model.config
     columns = getattr(config, "embed_dim", None) or config.hidden_size
     mlp = getattr(config, "intermediate_size", None) or int(columns * config.mlp_ratio)
-    gated = 3 if tower.family.windows else 2
+    gated = 3 if tower.family.span is AttentionSpan.WINDOWS else 2
     patches = sum(grid.patches for grid in grids)
     linear = config.depth * patches * 2 * (4 * columns**2 + gated * columns * mlp)
     joined = columns * tower.geometry.merge**2
@@ -48,7 +48,7 @@ def _attended(tower: PackedTower, grids: Sequence[Grid]) -> int:
     """Sum over layers and segments of the squared length of the segment."""
     config: Any = tower.model.config
     frames = sum(grid.t * grid.frame_patches**2 for grid in grids)
-    if not tower.family.windows:
+    if tower.family.span is not AttentionSpan.WINDOWS:
         return int(config.depth * frames)
     full = len(config.fullatt_block_indexes)
     side = config.window_size // config.patch_size

@@ -29,11 +29,11 @@ from transformers.utils import is_flash_attn_2_available
 from vitwire_server.core.budgets import Budget, Ladder, budget
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.items import Item, total
-from vitwire_server.runtime.attention.choice import Choice, choose
+from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
-from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.towers.layouts.packed import PackedTower
 
 SIZES = (224, 448, 1024, 2048)
@@ -137,19 +137,19 @@ class Bench:
 
     def _ours(self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
         """The server's engine without graphs and with them; a budget for each load, so nothing is padded."""
-        choice = choose(self._options.attention, self._device, tower.dtype, *tower.heads, captured=True)
+        choice = select(self._options.attention, self._device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         self._attention[name] = f"{choice.name}, {choice.reason}"
-        lanes: Lanes = CudaLanes(self._device) if self._device.type == "cuda" else HostLanes()
+        streams: Streams = CudaStreams(self._device) if self._device.type == "cuda" else HostStreams()
         batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
         ladder = _ladder(tower, batches.values())
         ways = ("graph_stock", "graph_compiled") if self._options.compile else ("graph_stock",)
         for column in ways:
-            self._column(name, column, tower, ladder, batches, rows, lanes)
+            self._column(name, column, tower, ladder, batches, rows, streams)
         rewritten = fused(tower, choice)
         sys.stderr.write(f"{name}: {rewritten} blocks fused\n")
         for column in ("eager", "graph"):
-            self._column(name, column, tower, ladder, batches, rows, lanes)
+            self._column(name, column, tower, ladder, batches, rows, streams)
 
     def _column(
         self,
@@ -159,10 +159,10 @@ class Bench:
         ladder: Ladder,
         batches: dict[str, list[Item]],
         rows: dict[str, Row],
-        lanes: Lanes,
+        streams: Streams,
     ) -> None:
-        graphs = self._captured(name, column, tower, ladder if column != "eager" else Ladder(), lanes)
-        engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), self._device), lanes)
+        graphs = self._captured(name, column, tower, ladder if column != "eager" else Ladder(), streams)
+        engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), self._device), streams)
         for load, batch in batches.items():
             fitting = graphs.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
             if column == "eager" or fitting:
@@ -170,8 +170,8 @@ class Bench:
             else:
                 self._left_out.append(f"{name} {load} {column}: no graph")
 
-    def _captured(self, name: str, column: str, tower: PackedTower, ladder: Ladder, lanes: Lanes) -> GraphSet:
-        recorder: Recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
+    def _captured(self, name: str, column: str, tower: PackedTower, ladder: Ladder, streams: Streams) -> GraphSet:
+        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         compiled: Any = nullcontext()
         if column == "graph_compiled":
             from vitwire_server.runtime.compiling import compiled_blocks  # noqa: PLC0415 - triton, only if asked for
@@ -253,7 +253,7 @@ def _ladder(tower: PackedTower, batches: Iterable[Sequence[Item]]) -> Ladder:
     return Ladder(tuple(sorted(budgets.values())))
 
 
-def fused(tower: PackedTower, choice: Choice) -> int:
+def fused(tower: PackedTower, choice: Selection) -> int:
     """Everything that loading does to a tower on CUDA."""
     tower.rewrite()
     if tower.device.type != "cuda":

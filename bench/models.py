@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import Preprocessing
-from vitwire_server.demo.tiny import CLIP, STEPS, write_json
+from vitwire_server.demo.demo_model import CLIP, STEPS, write_json
 from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.layouts.packed import PackedTower
 
@@ -145,5 +145,5 @@ def stock(tower: PackedTower, implementation: str) -> Iterator[None]:
 def plain(tower: PackedTower, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
     """What plain transformers computes: grids as a tensor, everything else found out within the forward."""
     output = tower.model(pixels, grid_thw=torch.tensor(grids, device=tower.device))
-    deepstack = output.deepstack_features if tower.family.deepstack else []
+    deepstack = output.deepstack_features if tower.geometry.levels else []
     return torch.cat([output.pooler_output, *deepstack], dim=-1)

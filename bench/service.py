@@ -104,7 +104,7 @@ def _killed(
         time.sleep(LEAD)
         kill(first, signal.SIGKILL)
         died = time.perf_counter()
-        label = supervisor.wait_for(r"(\S+) ended unexpectedly with SIGKILL")[1]
+        label = supervisor.wait_for(r"(\S+) exited unexpectedly \(SIGKILL\)")[1]
         supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}", READY_SECONDS)
         back = time.perf_counter() - died
         documents = [json.loads(client.communicate()[0].splitlines()[-1]) for client in running]

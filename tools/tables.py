@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.towers.families import FAMILIES
-from vitwire_server.towers.family import Family
+from vitwire_server.towers.family import Accepts, Family
 
 _ROOT = Path(__file__).parents[1]
 _BYTES = ("_bytes", "_memory")
@@ -26,7 +26,7 @@ _GIB = 1 << 30
 def short_table() -> Iterator[str]:
     """Models that are taken alike share a line."""
     rows = []
-    for taken, families in groupby(FAMILIES.values(), lambda row: (row.layout, row.attention, _videos(row))):
+    for taken, families in groupby(FAMILIES.values(), lambda row: (row.layout, row.attention, row.videos)):
         own = list(families)
         layout, attention, videos = taken
         titles = ", ".join(dict.fromkeys(row.title.partition(" (")[0] for row in own))
@@ -46,19 +46,13 @@ def _line(row: Family) -> tuple[str, ...]:
         f"`{row.model_type}`",
         row.title,
         ", ".join(filter(None, (row.architecture, row.layout, f"attention {row.attention}"))),
-        "yes" if row.prepared else "pixels only",
-        _videos(row),
+        row.images,
+        row.videos,
         "yes",
-        "yes" if row.videos and not row.pooled else "no",
+        "yes" if row.videos is not Accepts.NOTHING and row.prunes else "no",
         row.transformers,
         row.special,
     )
-
-
-def _videos(row: Family) -> str:
-    if not row.videos:
-        return "no"
-    return "yes" if row.prepared and row.prepared_videos else "pixels only"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """`vitwire-server`: commands and their exit codes. With `process/`, the composition root.
 
-Nothing that takes time is imported before `main` has set its signal handlers: until then Ctrl-C would
-end in a traceback.
+Slow imports happen inside functions, after `main` has set its signal handlers: before that, Ctrl-C would
+print a traceback.
 """
 
 import os
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
        vitwire-server demo-checkpoint [FLAGS]  write a tiny VLM with random weights
-       vitwire-server budgets [FLAGS]          fit budgets to recorded sizes, judge them on others
+       vitwire-server budgets [FLAGS]          fit budgets to a trace of item sizes
        vitwire-server COMMAND --help           flags of a command
 """
 _SWITCH_SECONDS = 0.0005
-"""How long the engine's thread may keep the interpreter while the event loop wants it; Python waits ten times that."""
+"""Interval at which the engine thread yields the GIL to the event loop; Python's default is ten times longer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint, "budgets": _budgets}
     if command not in commands:
-        sys.stderr.write(_USAGE + f"\nno such command: {command}\n")
+        sys.stderr.write(_USAGE + f"\nunknown command: {command}\n")
         sys.exit(2)
     try:
         sys.exit(commands[command](words))
@@ -68,7 +68,7 @@ def _serve(words: list[str]) -> int:
     except UsageError as error:
         return _fail(error, 2, log_format(words))
     configure_logs(settings.log_format, settings.log_level)
-    if heartbeat is None:  # or the supervisor said it
+    if heartbeat is None:  # else the supervisor has logged them
         for warning in warnings(settings):
             logging.getLogger(__name__).warning("%s", warning)
     try:
@@ -83,7 +83,7 @@ def _serve(words: list[str]) -> int:
 
 
 def _check_ports(settings: "ServeSettings") -> None:
-    """Raises OSError over a port that another program listens on, before torch is imported or a child started."""
+    """Raises OSError if another program listens on a port, before torch is imported or a child started."""
     from vitwire_server.rpc.addresses import raise_if_ports_taken  # noqa: PLC0415 - as above
 
     hosts = {"--port": settings.host, "--metrics-port": settings.metrics_host}
@@ -115,10 +115,9 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
 
 
 def _import_torch(device: str) -> None:
-    """Import torch with the threads that its operations get on this device; an explicit OMP_NUM_THREADS wins.
+    """Import torch with all cores on CPU and one thread on CUDA, unless OMP_NUM_THREADS is set.
 
-    On CUDA that is one: torch copies into pinned memory on all of them, and the pools of several processes, each as
-    wide as the machine, slow each other down.
+    On CUDA, torch uses threads to copy into pinned memory; with several processes, large pools compete for cores.
     """
     from vitwire_server.config.host import THREADS, cores  # noqa: PLC0415 - each command loads only what it needs
 
@@ -132,7 +131,7 @@ def _import_torch(device: str) -> None:
 
 
 def _leave_threads(code: int) -> None:
-    """Exit at once if a thread is still inside torch: the interpreter cannot finalise under it."""
+    """Exit at once if a thread is still running torch code: the interpreter cannot finalise then."""
     import threading  # noqa: PLC0415 - as above
 
     if any(thread.name in ("loading", "engine", "compiling") for thread in threading.enumerate()):

@@ -4,12 +4,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 UNRELEASED = "0.0.0"
-"""Of a source tree that is on the path but not installed, as the client's `__version__`."""
+"""Version of a source tree that is not installed; the client's `__version__` uses the same."""
 
 
 @cache
 def release() -> str:
-    """The version, as GetModel and traces carry it."""
+    """The version reported by GetModel and in traces."""
     try:
         return version("vitwire")
     except PackageNotFoundError:

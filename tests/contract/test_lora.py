@@ -145,25 +145,25 @@ def widen(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
         (set_config(use_dora=True), "use_dora"),
         (set_config(peft_type="LOHA"), "type 'LOHA'"),
         (set_config(bias="all"), "trained biases"),
-        (set_config(init_lora_weights="pissa"), "started by 'pissa'"),
+        (set_config(init_lora_weights="pissa"), "initialised by 'pissa'"),
         (keep("language_model"), "holds no weights of the vision tower"),
         (keep("lora_A"), "only a part of the factors"),
         (widen, "which the tower does not have"),
         (replace, "replaces model.visual.merger.ln_q.weight as a whole"),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "no safetensors file"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "not a safetensors file"),
         (lambda folder: (folder / WEIGHTS).unlink(), f"holds no {WEIGHTS}"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(
-    harm: Callable[[Path], Any], told: str, adapter: Path, checkpoints: Checkpoints, tmp_path: Path
+    harm: Callable[[Path], Any], message: str, adapter: Path, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(adapter, tmp_path / "copy"))
     harm(folder)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load(checkpoints("qwen2_5_vl"), folder)

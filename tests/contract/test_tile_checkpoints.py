@@ -20,16 +20,16 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 
 
 @pytest.mark.parametrize(
-    ("model_type", "harm", "told"),
+    ("model_type", "harm", "message"),
     [
         ("internvl", edit(CONFIG, vision_feature_layer=-2), "vision_feature_layer -2"),
         ("internvl", edit(CONFIG, downsample_ratio=0.25), "do not fit the vision projector"),
-        ("internvl", edit(CONFIG, vision_config__image_size=[112, 56]), "no square"),
+        ("internvl", edit(CONFIG, vision_config__image_size=[112, 56]), "not square|not a square"),
         ("internvl", edit(PROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
         ("internvl", edit(PROCESSOR, image_mean=[0.5]), "3 channels"),
         ("internvl", edit(PROCESSOR, max_patches=0), "cannot be cut"),
         ("internvl", edit(PROCESSOR, min_patches=9), "cannot be cut"),
-        ("internvl", edit(PROCESSOR, resample=77), "no filter"),
+        ("internvl", edit(PROCESSOR, resample=77), "not a filter"),
         ("internvl_chat", edit(CONFIG, ps_version="v1"), "ps_version 'v1'"),
         ("internvl_chat", edit(CONFIG, force_image_size=224), "force_image_size 224"),
         ("internvl_chat", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
@@ -59,15 +59,15 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llava", edit(CONFIG, vision_config={"model_type": "clip_vision_model"}), "only Pixtral's is served"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
-        ("siglip2", edit(CONFIG, vision_config__num_patches=60), "no square"),
+        ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
     ],
 )
-def test_what_is_not_served_is_told(
-    model_type: str, harm: Break, told: str, checkpoints: Checkpoints, tmp_path: Path
+def test_what_is_not_served_is_named(
+    model_type: str, harm: Break, message: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
     harm(folder)
-    with pytest.raises(CheckpointError, match=told) as error:
+    with pytest.raises(CheckpointError, match=message) as error:
         load(folder)
     assert "copy" in str(error.value)
 

@@ -103,7 +103,7 @@ def test_blocks_that_cannot_be_fused_are_a_warning_with_a_remedy(
     loading._fuse(unused, unused)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"blocks are not fused, which costs speed: {error}")
+    assert record.getMessage().startswith(f"blocks are not fused, which is slower: {error}")
     assert record.getMessage().endswith(remedy)
 
 

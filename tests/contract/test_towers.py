@@ -16,9 +16,11 @@ from tile_reference import TileReference
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import TileGeometry
-from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.family import Accepts
+from vitwire_server.towers.layouts.packed import AttentionSpan
 
 Rigs = Callable[..., Rig]
 References = Callable[[str, torch.dtype], Reference | TileReference]
@@ -145,7 +147,7 @@ class TestGraphs:
         checkpoint = open_checkpoint(str(checkpoints(model_type)))
         tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
         tower.to("meta")
-        choice = choose("auto", tower.device, tower.dtype, *tower.heads, captured=True)
+        choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         budget = tower.budget(64, max_items=8, max_frames=16)
         capacity = tower.capacity(budget)
@@ -155,9 +157,8 @@ class TestGraphs:
             metadata.crops = pixels.new_empty(capacity.crops, tower.geometry.crop_row)
         assert tower.forward(pixels, metadata).shape == (budget.tokens, tower.geometry.width)
         # Ends of whole clips are summed up on the device.
-        needed = metadata.tensors.keys() - (
-            {"cu_seqlens"} if getattr(checkpoint.family, "whole_clips", False) else set()
-        )
+        of_clips = getattr(checkpoint.family, "span", None) is AttentionSpan.CLIP
+        needed = metadata.tensors.keys() - ({"cu_seqlens"} if of_clips else set())
         for key in needed:
             incomplete = {k: v for k, v in metadata.tensors.items() if k != key}
             with pytest.raises((RuntimeError, NotImplementedError, ValueError, KeyError)):
@@ -180,8 +181,8 @@ class TestItems:
 
     def test_the_row_says_what_the_tower_takes(self, model_type: str, rigs: Rigs) -> None:
         rig, family = rigs(model_type, graphs=False), FAMILIES[model_type]
-        assert (Modality.VIDEO in rig.modalities) is family.videos
-        assert not family.videos or rig.tower.geometry.prunes is not family.pooled
+        assert (Modality.VIDEO in rig.modalities) is (family.videos is not Accepts.NOTHING)
+        assert family.videos is Accepts.NOTHING or rig.tower.geometry.prunes is family.prunes
 
     def test_rows_depend_on_the_pixels(self, model_type: str, rigs: Rigs) -> None:
         rig = rigs(model_type, graphs=False)

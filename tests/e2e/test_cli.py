@@ -237,7 +237,7 @@ def test_wait_is_for_a_server_that_is_still_to_come(words: list[str], checkpoint
     with started(*words, "--wait", "--timeout", "120", "--target", f"unix:{path}") as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert line == f"vitwire: waiting up to 600 s until a server at unix:{path} is ready\n"
+        assert line == f"vitwire: waiting up to 600 s for the server at unix:{path} to be ready\n"
         with serving(checkpoints("qwen2_5_vl"), "--unix-socket", str(path), wait=False):
             errors = process.communicate(timeout=240)[1]
     assert (process.returncode, errors) == (0, "")

@@ -200,7 +200,7 @@ class TestExit:
             (["serve"], "--model: Field required"),
             (["serve", "--model", "/nowhere"], "neither a directory nor a hub id"),
             (["serve", "--model", "m", "--port", "x"], "--port: "),
-            (["bogus"], "no such command: bogus"),
+            (["bogus"], "unknown command: bogus"),
             (["demo-checkpoint", "--model-type", "gpt2", "--out", "/nowhere/x"], "no demo checkpoint"),
         ],
     )
@@ -290,4 +290,4 @@ def test_reflection_can_be_closed(checkpoints: Checkpoints) -> None:
         assert subprocess.run(words, capture_output=True, check=False).returncode != 0
         lines = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
         assert any(line["message"].startswith("loaded ") for line in lines)
-        assert any(line["message"] == "--budgets 16 is not used: there are no graphs on cpu" for line in lines)
+        assert any(line["message"] == "--budgets 16 is ignored: graphs are off on cpu" for line in lines)

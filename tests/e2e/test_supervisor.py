@@ -62,7 +62,7 @@ def test_two_processes_share_requests_and_a_dead_one_returns(checkpoints: Checkp
                 assert "torch" not in Path(f"/proc/{supervisor.process.pid}/maps").read_text()
                 assert "torch" in Path(f"/proc/{processes[0].pid}/maps").read_text()
             processes[0].kill()
-            label = supervisor.wait_for(r"(cpu\.\d) ended unexpectedly with SIGKILL; it starts again in 0\.5 s")[1]
+            label = supervisor.wait_for(r"(cpu\.\d) exited unexpectedly \(SIGKILL\); restarting in 0\.5 s")[1]
             client.encode(ITEMS)
             supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}")
             restarted = children[LABELS.index(label)]
@@ -126,7 +126,7 @@ def test_a_stopped_process_is_replaced_and_every_line_is_json(
         assert supervisor.log().count(f", with {share_of_cores(2)} CPU threads for torch") == 2
         stopped = psutil.Process(supervisor.process.pid).children()[0]
         stopped.send_signal(signal.SIGSTOP)
-        label = supervisor.wait_for(r"(cpu\.\d) was stopped \(SIGSTOP\) for 5 s; it is killed")[1]
+        label = supervisor.wait_for(r"(cpu\.\d) was stopped \(SIGSTOP\) for 5 s; killing it")[1]
         supervisor.wait_for(rf'(?s)("process": "{label}", [^\n]*"message": "ready: .*){{2}}')
         assert not stopped.is_running()
         assert supervisor.stop() == 0

@@ -14,7 +14,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from checkpoints import Checkpoints
-from navit_reference import NavitReference
+from raster_reference import RasterReference
 from reference import TOLERANCE, Array, error
 from servers import ServerProcess, serving
 from tile_reference import TileReference
@@ -23,7 +23,7 @@ from vitwire._images import Preprocessor
 from vitwire._prepare import clip_items, image_items
 from vitwire_server.towers.families import FAMILIES
 
-References = Callable[..., TileReference | NavitReference]
+References = Callable[..., TileReference | RasterReference]
 SERVED = ("internvl", "internvl_chat", "step3p7", "deepseek_vl_hybrid", "mistral3")
 CLIPS = ("internvl", "internvl_chat")
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
@@ -35,7 +35,7 @@ class Served:
 
     model_type: str
     process: ServerProcess
-    reference: TileReference | NavitReference
+    reference: TileReference | RasterReference
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -71,7 +71,7 @@ def test_images_equal_transformers(served: Served) -> None:
         settings = client.model().image_preprocessor
         assert settings is not None
         items = image_items(pictures(), client.model())
-        if served.model_type == "deepseek_vl_hybrid":  # its second view is normalised in another way
+        if served.model_type == "deepseek_vl_hybrid":  # its crops are normalised in another way
             items = [Item(x.pixels, x.grid, crops=normalised(x.crops, CROPS).numpy()) for x in items]
             own = client.encode(items)
             wanted = [served.reference.item(x.grid, normalised(x.pixels, settings), Tensor(x.crops)) for x in items]
@@ -155,7 +155,7 @@ def test_the_stock_processor_gives_the_same_rows(served: Served, checkpoints: Ch
         patches = whole.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4)
         item = Item(patches.flatten(2).flatten(0, 1), (1, patches.shape[0], patches.shape[1]))
     else:
-        pytest.skip("its processor needs torchvision, or gives two views")
+        pytest.skip("its processor needs torchvision, or gives crops too")
     with Client(served.process.target) as client:
         (mine,), (theirs,) = client.encode_images([image]), client.encode([item])
         assert error(mine.numpy(), theirs.numpy()) <= 1e-4, "uint8 pixels, and floats that were rounded before"

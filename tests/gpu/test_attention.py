@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitwire_server.runtime.attention.backends import BACKENDS, Attend, segment_sdpa
-from vitwire_server.runtime.attention.choice import Choice, Loaded
+from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
+from vitwire_server.runtime.attention.interface import Attend
+from vitwire_server.runtime.attention.registry import BACKENDS
+from vitwire_server.runtime.attention.selection import LoadedBackend, Selection
 
 HEADS, HEAD_DIM = 16, 72
 LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 356, 0, 0, 0, 0], [502, 0, 0, 0, 0, 0, 0])
@@ -56,7 +58,7 @@ def test_eager_and_captured(attend: Attend, device: torch.device) -> None:
 def test_no_segment_sees_another(attend: Attend, request: pytest.FixtureRequest, device: torch.device) -> None:
     """Flash attention reads blocks of keys that reach into the next segment, and 0 * NaN is NaN."""
     name = request.node.callspec.params["attend"]
-    choice = Choice.only(Loaded(name, attend), "to be tested")
+    choice = Selection.only(LoadedBackend(name, attend), "to be tested")
     layout = [100, 64, 0, 40, 300, 1, 33]
     qkv = torch.randn(sum(layout), 3, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     bad, good = slice(164, 204), torch.ones(len(qkv), dtype=torch.bool, device=device)

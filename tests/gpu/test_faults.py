@@ -1,6 +1,6 @@
-"""What tests/unit/test_engine.py says of failures and of overlapping batches, on the GPU."""
+"""Tests of failures and overlapping batches from tests/unit/test_engine.py, on the GPU."""
 
-from unit.test_engine import (  # noqa: F401 - collected here with this folder's device
+from tests.unit.test_engine import (  # noqa: F401 - collected here with this folder's device
     TestCaptureFails,
     TestDeviceLost,
     TestOutOfMemory,

@@ -13,12 +13,12 @@ from gpu.test_kernels import distance, interpreted
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime.attention.choice import Choice, Loaded, choose
+from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.fusion import Block, Layout, fuse
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Simulated
-from vitwire_server.runtime.lanes import CudaLanes, HostLanes
+from vitwire_server.runtime.fusion import Block, TileCache, fuse
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import CudaStreams, HostStreams
 from vitwire_server.towers.layouts.packed import PackedTower
 
 GRIDS = [Grid(1, 8, 12), Grid(2, 6, 4), Grid(1, 2, 2), Grid(1, 14, 18)]
@@ -35,27 +35,29 @@ def tower(request: pytest.FixtureRequest, device: torch.device) -> PackedTower:
 
 
 @pytest.fixture(scope="module")
-def attention(tower: PackedTower, device: torch.device) -> Choice:
+def attention(tower: PackedTower, device: torch.device) -> Selection:
     from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - after the skip
 
     name = "auto" if device.type == "cuda" else "sdpa"
-    choice = choose(name, device, tower.dtype, *tower.heads, captured=False)
+    choice = select(name, device, tower.dtype, *tower.attention_heads, captured=False)
     tower.use_attention(choice.implementation)
-    return Choice.only(Loaded("triton", segment_attention), "to be tested") if device.type == "cpu" else choice
+    return (
+        Selection.only(LoadedBackend("triton", segment_attention), "to be tested") if device.type == "cpu" else choice
+    )
 
 
 @torch.inference_mode()
 def test_a_fused_tower_gives_the_rows_of_the_stock_one(
-    tower: PackedTower, attention: Choice, device: torch.device
+    tower: PackedTower, attention: Selection, device: torch.device
 ) -> None:
-    lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
-    recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
+    streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
+    recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
     batch = items(tower, GRIDS, draw(tower, GRIDS))
     budget = tower.budget(160, max_items=8, max_frames=16)
 
     def rows(*, captured: bool) -> list[torch.Tensor]:
         graphs = GraphSet(tower, Ladder((budget,) if captured else ()), recorder)
-        engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), device), lanes)
+        engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), device), streams)
         results = engine.launch(batch, budget if captured else None).collect().results
         assert not any(isinstance(result, Exception) for result in results), results
         return [torch.frombuffer(bytearray(each.data), dtype=tower.dtype).view(each.shape) for each in results]
@@ -68,16 +70,16 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
 
 
 @torch.inference_mode()
-def test_a_backend_that_is_wrong_in_one_band_is_not_fused(tower: PackedTower, attention: Choice) -> None:
+def test_a_backend_that_is_wrong_in_one_band_is_not_fused(tower: PackedTower, attention: Selection) -> None:
     right = attention.at(1)
-    wrong = Loaded("varlen", lambda q, *_: torch.full_like(q, torch.nan))
+    wrong = LoadedBackend("varlen", lambda q, *_: torch.full_like(q, torch.nan))
     for bands in ((wrong, right, right), (right, wrong, right), (right, right, wrong)):
-        assert fuse(tower.blocks, Choice(bands, "to be tested")) == 0
+        assert fuse(tower.blocks, Selection(bands, "to be tested")) == 0
 
 
 @torch.inference_mode()
 def test_a_fused_block_contains_what_its_backend_spreads(
-    tower: PackedTower, attention: Choice, device: torch.device
+    tower: PackedTower, attention: Selection, device: torch.device
 ) -> None:
     right = attention.at(1)
 
@@ -88,14 +90,14 @@ def test_a_fused_block_contains_what_its_backend_spreads(
     ends = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
     for name, contained in (("fa4", True), ("varlen", False)):
         stock: Any = tower.blocks[0]
-        block = Block(stock, Choice.only(Loaded(name, spreading), ""), Layout(), first=True)
+        block = Block(stock, Selection.only(LoadedBackend(name, spreading), ""), TileCache(), first=True)
         rows = torch.zeros(32, stock.attn.qkv.in_features, dtype=tower.dtype, device=device)
         rows[:16] = torch.nan
-        angles = torch.zeros(32, tower.heads[1], device=device)
+        angles = torch.zeros(32, tower.attention_heads[1], device=device)
         out = block(rows, ends, (angles.cos(), angles.sin()), 16)
         assert out[:16].isnan().all()
         assert bool(out[16:].isfinite().all()) is contained
 
 
-def test_blocks_of_another_form_are_left_alone(attention: Choice) -> None:
+def test_blocks_of_another_form_are_left_alone(attention: Selection) -> None:
     assert fuse([nn.TransformerEncoderLayer(8, 2)], attention) == 0

@@ -12,7 +12,8 @@ from transformers.activations import ACT2FN
 
 pytest.importorskip("triton")
 
-from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
+from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
+from vitwire_server.runtime.attention.registry import BACKENDS
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.containment import contain

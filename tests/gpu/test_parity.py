@@ -173,7 +173,7 @@ class TestCudaOnly:
         items = rig.items(MIXED)
         budget = rig.holding(items)
         rig.engine.launch(items, budget).collect()
-        compute, done = rig.engine._lanes.compute, torch.cuda.Event()
+        compute, done = rig.engine._streams.compute, torch.cuda.Event()
         with torch.cuda.stream(compute):
             torch.cuda._sleep(1 << 30)  # about half a second of cycles
         running = rig.engine.launch(items, budget)

@@ -101,7 +101,7 @@ def test_it_is_live_and_calls_nobody_else(
     assert tuple(shot[0, 0]) == GROUND[scheme]
     assert (shot == REAL[scheme]).all(-1).sum() > 1000, "bars are drawn"
     page.wait_for_timeout(4500)
-    assert page.inner_text("time") == shown, "it stands still when told to"
+    assert page.inner_text("time") == shown, "it does not refresh when switched off"
     assert not faults
 
 
@@ -163,11 +163,11 @@ def test_it_can_be_read_by_everybody(browser: Browser, server: ServerProcess, fa
     assert page.evaluate("document.activeElement !== document.body")
 
 
-def test_a_server_that_went_away_is_told(browser: Browser, tmp_path: Path) -> None:
+def test_a_server_that_went_away_is_reported(browser: Browser, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     write_demo_checkpoint("qwen2_vl", model)
     with serving(model, wait=False) as process:
         page = opened(browser, process, [])
         assert page.inner_text(".state") in ("starting", "warming", "serving")
         process.stop()
-        page.wait_for_function("() => document.getElementById('told').innerText.startsWith('no answer since')")
+        page.wait_for_function("() => document.getElementById('status').innerText.startsWith('no answer since')")

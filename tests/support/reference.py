@@ -14,8 +14,8 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitwire_server.demo.packed import PACKED
-from vitwire_server.demo.tiny import save_plain, write
+from vitwire_server.demo.demo_model import save_plain, write
+from vitwire_server.demo.models.packed import PACKED
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-5

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from navit_reference import NAVIT, NavitReference
+from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches
 from tile_reference import TileReference
 from vitwire_server.towers.families import FAMILIES
@@ -15,9 +15,9 @@ _OWN: dict[str, type[Reference]] = {"kimi_k25": Kimi, "kimi_vl": KimiVL, "paddle
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | NavitReference:
+) -> Reference | TileReference | RasterReference:
     """Plain transformers for a checkpoint of this type."""
-    if model_type in NAVIT:
-        return NAVIT[model_type](checkpoint, dtype, device)
+    if model_type in RASTER:
+        return RASTER[model_type](checkpoint, dtype, device)
     usual = TileReference if FAMILIES[model_type].layout == "tiles" else Reference
     return _OWN.get(model_type, usual)(checkpoint, dtype, device)

@@ -20,13 +20,13 @@ from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected
-from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.attention.selection import select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
-from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.checkpoints.checkpoint import Track, load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.tower import Tower
 
@@ -65,30 +65,31 @@ class Rig:
     ) -> "Rig":
         """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder."""
         checkpoint = open_checkpoint(str(folder))
-        track: Track = lambda shards, *_: shards  # noqa: E731 - a parameter's value, with a name for its type
-        tower = load_tower(checkpoint, dtype=dtype, device=device, track=track, adapter=adapter).tower
-        choice = choose("auto", device, dtype, *tower.heads, captured=bool(sizes))
+        tower = load_tower(
+            checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
+        ).tower
+        choice = select("auto", device, dtype, *tower.attention_heads, captured=bool(sizes))
         tower.use_attention(choice.implementation)
         if device.type == "cuda":
             from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA
 
             fuse(tower.blocks, choice)
-        lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
-        recorder: Recorder = CudaRecorder(lanes.compute) if isinstance(lanes, CudaLanes) else Simulated()
+        streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
+        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         ladder = Ladder(tuple(_budgets(tower, sizes)))
         graphs = GraphSet(tower, ladder, wrap(recorder))
         modalities = checkpoint.preprocessing()
         stager = Stager(tower.geometry, modalities, device)
         most = max([320, *(budget.tokens for budget in graphs.ladder)])
         planner = Planner(graphs.ladder, Bounds(most, 8, 24), without_graph=Fallback.GRAPHS_OFF)
-        return cls(tower, Engine(tower, graphs, stager, lanes), graphs, planner, modalities)
+        return cls(tower, Engine(tower, graphs, stager, streams), graphs, planner, modalities)
 
     def pixels(self, grid: Grid, seed: int) -> Tensor:
         """Random pixels as the processor emits them, in the tower's dtype, on the host."""
         return self._drawn(self.tower.geometry.shapes(grid, self.modality(grid))[0], seed)
 
     def crops(self, grid: Grid, seed: int) -> Tensor | None:
-        """Random pixels of the second view; None if an item of this grid has none."""
+        """Random crops; None if an item of this grid has none."""
         shape = self.tower.geometry.crops(grid)
         return self._drawn(shape, seed + 1000) if shape else None
 
@@ -98,9 +99,9 @@ class Rig:
 
     def item(self, grid: Grid, pixels: Tensor, crops: Tensor | None = None) -> Item:
         """An item whose rows are to come back in float32."""
-        view, second = _view(pixels), _view(crops) if crops is not None else None
+        tiles, second = _buffer(pixels), _buffer(crops) if crops is not None else None
         footprint = self.tower.footprint(grid)
-        return Item(self.modality(grid), grid, view, footprint, DType.FLOAT32, crops=second)
+        return Item(self.modality(grid), grid, tiles, footprint, DType.FLOAT32, crops=second)
 
     def items(self, grids: Sequence[Grid], seed: int = 0) -> list[Item]:
         """Items of these grids, each with pixels of its own: item i has those of seed + i."""
@@ -129,9 +130,9 @@ class Rig:
     @torch.inference_mode()
     def poison(self) -> None:
         """NaN in the static buffers, padding included, and nonsense in whatever is always laid out anew."""
-        assert self.graphs.arena is not None
-        self.graphs.arena.pixels.fill_(torch.nan)
-        self.graphs.arena.rows.fill_(torch.nan)
+        assert self.graphs.buffers is not None
+        self.graphs.buffers.pixels.fill_(torch.nan)
+        self.graphs.buffers.rows.fill_(torch.nan)
         for size in self.graphs.ladder:
             tensors = self.graphs[size].metadata.tensors
             for key in tensors.keys() & {"cu_seqlens", "cu_window_seqlens", "window_index"}:
@@ -212,7 +213,7 @@ def _budgets(tower: Tower, sizes: Sequence[int]) -> list[Budget]:
     return [tower.budget(size, max_items=8, max_frames=24) for size in own[::2]]
 
 
-def _view(pixels: Tensor) -> Pixels:
+def _buffer(pixels: Tensor) -> Pixels:
     dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
     return Pixels(pixels.contiguous().view(torch.uint8).numpy().tobytes(), dtype, tuple(pixels.shape))
 

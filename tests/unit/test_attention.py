@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vitwire_server.runtime.attention.backends import segment_sdpa
-from vitwire_server.runtime.attention.choice import Choice, Loaded, _fastest, choose
+from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
+from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, _fastest, select
 
 HEADS, DIM = 2, 8
 
@@ -37,8 +37,8 @@ def refusing(*_: object) -> Tensor:
 
 
 def test_each_band_has_its_own() -> None:
-    short, long = Loaded("triton", of_zeros), Loaded("fa4", refusing)
-    choice = Choice((short, short, long), "to be tested")
+    short, long = LoadedBackend("triton", of_zeros), LoadedBackend("fa4", refusing)
+    choice = Selection((short, short, long), "to be tested")
     assert (choice.name, choice.implementation) == ("triton+fa4", "vitwire_flash_triton+fa4")
     assert {longest: choice.at(longest).name for longest in (1, 1024, 1025, 1 << 40)} == {
         1: "triton",
@@ -47,22 +47,26 @@ def test_each_band_has_its_own() -> None:
         1 << 40: "fa4",
     }
     assert (short.isolates, long.isolates) == (True, False)
-    assert Choice.only(short, "").name == "triton"
+    assert Selection.only(short, "").name == "triton"
 
 
 def test_what_is_wrong_or_refuses_is_not_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    backends = [Loaded("triton", of_zeros), Loaded("varlen", refusing), Loaded("sdpa", segment_sdpa)]
+    backends = [
+        LoadedBackend("triton", of_zeros),
+        LoadedBackend("varlen", refusing),
+        LoadedBackend("sdpa", segment_sdpa),
+    ]
     choice = _fastest(backends, torch.device("cpu"), torch.float32, 2, 8)
     assert choice.name == "sdpa"
     assert "64 patches: sdpa" in choice.reason
-    assert "triton is off by" in caplog.text
+    assert "triton is not used: relative error" in caplog.text
     assert "varlen failed: only on a device of another kind" in caplog.text
-    with pytest.raises(ValueError, match="none that was tried"):
+    with pytest.raises(ValueError, match="no attention backend passed"):
         _fastest(backends[:2], torch.device("cpu"), torch.float32, 2, 8)
 
 
 def test_a_name_that_cannot_serve_is_told() -> None:
     with pytest.raises(
-        ValueError, match=r"'triton' does not run on cpu in torch.float32; there are: sdpa \(cpu/cuda\)"
+        ValueError, match=r"'triton' does not run on cpu in torch.float32; available: sdpa \(cpu/cuda\)"
     ):
-        choose("triton", torch.device("cpu"), torch.float32, 2, 64, captured=False)
+        select("triton", torch.device("cpu"), torch.float32, 2, 64, captured=False)

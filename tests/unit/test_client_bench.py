@@ -16,8 +16,8 @@ import pytest
 from click.testing import Result
 from PIL import Image
 from typer.testing import CliRunner
-from unit.test_client_fakes import Fake, Running, abort, running, serving
 
+from fake_service import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
 from vitwire.cli._load import Sample, Summary
 
@@ -126,7 +126,7 @@ def test_a_service_that_refuses_all_is_an_error() -> None:
         done = bench(service.target, "--requests", 3, "--concurrency", 1)
     assert done.exit_code == 1
     assert json.loads(done.stdout.splitlines()[-1])["errors"] == {"RESOURCE_EXHAUSTED": 3}
-    assert done.stderr == "vitwire: none of 3 requests was answered\n"
+    assert done.stderr == "vitwire: all 3 requests failed\n"
 
 
 PROGRAM = """
@@ -194,7 +194,12 @@ def test_a_rate_is_a_number(running: Running, rate: str) -> None:
 
 @pytest.mark.parametrize(
     ("plot", "message"),
-    [("x.nonsense", "suffix"), ("x", "suffix"), ("nowhere/x.png", "no directory"), ("folder.png", "cannot be written")],
+    [
+        ("x.nonsense", "suffix"),
+        ("x", "suffix"),
+        ("nowhere/x.png", "not a directory"),
+        ("folder.png", "cannot be written"),
+    ],
 )
 def test_a_plot_that_cannot_be_written_is_refused_before_the_load(
     running: Running, tmp_path: Path, plot: str, message: str

@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2
 from PIL import Image
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
-from unit.test_client_fakes import Fake, Running, abort, running, serving
 
+from fake_service import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
 from vitwire.cli._output import unique_names
 from vitwire.v1 import encoder_pb2 as pb
@@ -99,10 +99,10 @@ def test_many_files_go_in_windows(running: Running, vitwire: Callable[..., Resul
     ("files", "out", "message"),
     [
         (["a/cat.png", "dog.png"], "x.npy", "one embedding"),
-        (["dog.png"], "nowhere/x.npy", "no directory"),
+        (["dog.png"], "nowhere/x.npy", "not a directory"),
         (["dog.png"], "x.safetensor", "neither"),
         (["dog.png"], "text.png", "neither"),
-        (["dog.png"], "text", "no directory"),
+        (["dog.png"], "text", "not a directory"),
         (["missing.png"], "x", "missing.png"),
         (["text.png"], "x", "text.png"),
     ],
@@ -202,7 +202,7 @@ def test_health_is_the_exit_code(running: Running, vitwire: Callable[..., Result
 def test_tls_needs_its_files_to_go_together(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["health", "--cert", str(tmp_path / "x")])
     assert done.exit_code == 1
-    assert "go together" in done.stderr
+    assert "must be set together" in done.stderr
 
 
 def test_version() -> None:

@@ -7,8 +7,8 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
-from unit.test_client_fakes import bad_request, retry_info
 
+from fake_service import bad_request, retry_info
 from vitwire import _errors as errors
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.test_client_fakes import bad_request, expected, item, model_message
 
+from fake_service import bad_request, expected, item, model_message
 from vitwire import EncodeFailed, InvalidItem, Item, NotCached
 from vitwire._embedding import Embedding
 from vitwire._expected import Expected

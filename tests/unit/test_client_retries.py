@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from unit.test_client_fakes import Fake, abort, expected, item, retry_info, serving
-from unit.test_client_service import Call, both, large
 
+from both_clients import Call, both, large
+from fake_service import Fake, abort, expected, item, retry_info, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item, Overloaded, Unavailable
 from vitwire._deadline import Deadline
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
@@ -12,7 +12,9 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
-from unit.test_client_fakes import (
+
+from both_clients import Call, both, large
+from fake_service import (
     SERVICE,
     Fake,
     Running,
@@ -24,14 +26,12 @@ from unit.test_client_fakes import (
     running,
     serving,
 )
-
 from vitwire import (
     AsyncClient,
     Client,
     DeadlineExceeded,
     EncodeFailed,
     InvalidItem,
-    Item,
     NotCached,
     Overloaded,
     Unauthenticated,
@@ -40,40 +40,6 @@ from vitwire import (
 from vitwire.v1 import encoder_pb2 as pb
 
 __all__ = ["running"]  # the fixture
-
-Call = Callable[..., Any]
-
-
-class InThread:
-    """`Client`, its calls made awaitable, so that one test can judge both clients."""
-
-    def __init__(self, target: str, **kwargs: Any) -> None:
-        self.client = Client(target, **kwargs)
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return lambda *args, **kwargs: asyncio.to_thread(getattr(self.client, name), *args, **kwargs)
-
-    async def iter_encode(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        results = self.client.iter_encode(*args, **kwargs)
-        try:
-            while (result := await asyncio.to_thread(next, results, None)) is not None:
-                yield result
-        finally:
-            results.close()
-
-    async def __aenter__(self) -> "InThread":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.client.close()
-
-
-both = pytest.mark.parametrize("make", [InThread, AsyncClient])
-
-
-def large(value: float = 3.0) -> Item:
-    """6 MiB, too much for one message."""
-    return Item(np.full((16, 3 << 15), value, np.float32), (1, 8, 2))
 
 
 @both

@@ -1,4 +1,4 @@
-"""What a client may send to towers of tiles, of two views and of looked-up positions, and what is said of the rest."""
+"""What a client may send to towers of tiles, with crops and of looked-up positions, and what is said of the rest."""
 
 from dataclasses import replace
 

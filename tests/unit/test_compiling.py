@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime.attention.choice import choose
+from vitwire_server.runtime.attention.selection import select
 from vitwire_server.runtime.compiling import Forward, HotShapes, compiled_blocks
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Metadata, Tower
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def tower(checkpoints: Callable[[str], Path]) -> Tower:
     checkpoint = open_checkpoint(str(checkpoints("qwen3_vl")))
     tower = load_tower(checkpoint, dtype=torch.float32, device=CPU, track=lambda shards, *_: shards).tower
-    choice = choose("auto", CPU, tower.dtype, *tower.heads, captured=False)
+    choice = select("auto", CPU, tower.dtype, *tower.attention_heads, captured=False)
     tower.use_attention(choice.implementation)
     return tower
 
@@ -46,13 +46,13 @@ def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
         expected, alone = tower.forward(pixels, metadata), tower.forward(other, unlike)
         for _ in range(2):
             torch.testing.assert_close(hot.forward(pixels, metadata), expected)
-        assert not hot._asked, "two hits are too few"
+        assert not hot._requested, "two hits are too few"
         start = time.perf_counter()
         hot.forward(pixels, metadata)
         asked = time.perf_counter() - start
         for _ in range(5):
             hot.forward(other, unlike)
-        assert hot._asked == {metadata.capacity}, "one shape at most"
+        assert hot._requested == {metadata.capacity}, "one shape at most"
         deadline = time.monotonic() + 200
         while not hot.ready and time.monotonic() < deadline:
             torch.testing.assert_close(hot.forward(pixels, metadata), expected)

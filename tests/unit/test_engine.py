@@ -14,7 +14,7 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.runtime.engine import _non_finite
 from vitwire_server.runtime.graphs import Recorder
-from vitwire_server.runtime.lanes import TORCH_TYPES, Landing
+from vitwire_server.runtime.streams import TORCH_TYPES, Download
 
 MODEL_TYPE = "qwen3_vl"
 BF16 = torch.bfloat16
@@ -150,7 +150,7 @@ class TestDeviceLost:
         def wait() -> float:
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-        monkeypatch.setattr(rig.engine._lanes, "download", lambda tensors: Landing(tensors, wait))
+        monkeypatch.setattr(rig.engine._streams, "download", lambda tensors: Download(tensors, wait))
         launched = rig.engine.launch(rig.items(GRIDS), None)
         with pytest.raises(DeviceLost, match="device-side assert"):
             launched.collect()

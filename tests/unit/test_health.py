@@ -8,7 +8,7 @@ from vitwire_server.core.health import Health, State
 def reached(*states: State) -> Health:
     health = Health()
     for state in states:
-        health.become(state, "the reason")
+        health.change(state, "the reason")
     return health
 
 
@@ -43,11 +43,11 @@ def test_only_a_serving_server_is_ready_and_only_a_failed_one_is_dead(
     ],
 )
 def test_there_is_no_way_back_but_from_a_hang(states: list[State]) -> None:
-    with pytest.raises(ValueError, match="cannot become"):
+    with pytest.raises(ValueError, match="the state cannot change"):
         reached(*states)
 
 
 def test_to_become_what_one_is_changes_nothing() -> None:
     health = reached(State.FAILED)
-    health.become(State.FAILED, "another reason")
+    health.change(State.FAILED, "another reason")
     assert health.reason == "the reason"

@@ -74,7 +74,7 @@ class TestTraces:
             ('{"items": [{"grid": [1, 3, 2]}]}', "merge size 2"),
             ('{"items": [{"grid": [1, 2]}]}', "expected"),
             ('{"items": [{"grid": [0, 2, 2]}]}', "positive"),
-            ("", "holds no items"),
+            ("", "has no items"),
         ],
     )
     def test_a_wrong_line_is_named(self, content: str, told: str, tmp_path: Path) -> None:

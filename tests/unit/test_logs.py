@@ -54,7 +54,7 @@ def test_of_many_lines_of_a_kind_a_few_are_shown_and_the_rest_counted(log: Log) 
     shown = ["request 0 is wrong", "request 1 is wrong", "request 2 is wrong", "something else"]
     assert log.lines == shown, "the count comes when the window closes"
     told = log.wait_for("more lines like this")
-    assert told == f"97 more lines like this in {SECONDS:g} s were left out, the first of them: request 3 is wrong"
+    assert told == f"97 more lines like this were dropped in {SECONDS:g} s, the first: request 3 is wrong"
     log.logger.error("request %d is wrong", 100)
     assert log.lines[-1] == "request 100 is wrong", "a new window has room again"
 

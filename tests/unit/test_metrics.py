@@ -43,8 +43,8 @@ def metrics() -> Metrics:
     captured = budget(64, merge=2, max_items=8, max_frames=8)
     image, video = Modality.IMAGE, Modality.VIDEO
     ran = [(image, encoded()), (video, encoded()), (image, NonFinite("nan"))]
-    made.batch_ran(BatchReport(ran, 2, captured, None, 40, timings))
-    made.batch_ran(BatchReport([(video, EncodeFailed("x"))], 1, None, Fallback.OVERSIZE, 500, timings))
+    made.engine.batch_ran(BatchReport(ran, 2, captured, None, 40, timings))
+    made.engine.batch_ran(BatchReport([(video, EncodeFailed("x"))], 1, None, Fallback.OVERSIZE, 500, timings))
     return made
 
 
@@ -59,11 +59,11 @@ def test_items_are_hits_plus_fallbacks_plus_cache_hits(metrics: Metrics) -> None
 
 def test_cache_hits_are_items_and_the_canary_is_none(metrics: Metrics) -> None:
     before = value(metrics, "vitwire_items_total")
-    metrics.cache_hit(Modality.VIDEO)
-    metrics.cache_missed()
-    metrics.canary_ran(passed=False)
-    metrics.cache_changed(500, 2)
-    metrics.admitted_changed(3, 700)
+    metrics.cache.cache_hit(Modality.VIDEO)
+    metrics.cache.cache_missed()
+    metrics.engine.canary_ran(passed=False)
+    metrics.cache.changed(500, 2)
+    metrics.admission.changed(3, 700)
     assert value(metrics, "vitwire_items_total") == before + 1
     assert value(metrics, "vitwire_items_total", path="cache", modality="video") == 1
     assert value(metrics, "vitwire_cache_hits_total") == value(metrics, "vitwire_cache_misses_total") == 1
@@ -73,9 +73,9 @@ def test_cache_hits_are_items_and_the_canary_is_none(metrics: Metrics) -> None:
 
 
 def test_what_was_too_late_or_left_is_told_by_stage(metrics: Metrics) -> None:
-    metrics.item_dropped("admission", "deadline")
-    metrics.item_dropped("queue", "deadline")
-    metrics.item_dropped("send", "cancelled")
+    metrics.engine.item_dropped("admission", "deadline")
+    metrics.engine.item_dropped("queue", "deadline")
+    metrics.rpc.send_cancelled()
     assert value(metrics, "vitwire_expired_total", stage="admission") == 1
     assert value(metrics, "vitwire_expired_total") == 2
     assert value(metrics, "vitwire_cancelled_total", stage="send") == value(metrics, "vitwire_cancelled_total") == 1
@@ -100,7 +100,7 @@ def test_codes_that_items_fail_with_show_before_the_first_failure(metrics: Metri
 
 def test_latencies_of_a_few_milliseconds_are_told_apart(metrics: Metrics) -> None:
     for seconds in (0.0012, 0.0022, 0.0035, 0.0045, 0.0055, 0.007, 0.009):
-        metrics.request_seconds.labels("Encode").observe(seconds)
+        metrics.rpc.request_seconds.labels("Encode").observe(seconds)
     counts = Readings(metrics.registry).latencies
     assert all(upper - lower <= 1 for lower, upper in pairwise(counts.values())), "a bucket holds one of them at most"
     finite = [bound for bound in counts if bound != float("inf")]

@@ -56,22 +56,23 @@ class Document(HTMLParser):
 def metrics() -> Metrics:
     made = Metrics()
     small, large = (budget(tokens, merge=2, max_items=8, max_frames=8) for tokens in (64, 1024))
-    made.graphs_captured(Ladder((small, large)), 1, 2.0, 1 << 20)
+    made.model.captured(2, 1, 2.0, 1 << 20)
+    made.engine.graphs_captured(Ladder((small, large)))
     ran: Sequence[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
-    made.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
-    made.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))
-    made.queue_changed(7, 3 << 20)
-    made.admits(4096, 4 << 30)
-    made.admitted_changed(9, 5 << 20)
-    made.received(6 << 20)
-    made.item_failed("NOT_FOUND")
+    made.engine.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
+    made.engine.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))
+    made.engine.queue_changed(7, 3 << 20)
+    made.admission.limits(4096, 4 << 30)
+    made.admission.changed(9, 5 << 20)
+    made.rpc.received(6 << 20)
+    made.rpc.item_failed("NOT_FOUND")
     return made
 
 
 def serving() -> Health:
     health = Health()
-    health.become(State.WARMING)
-    health.become(State.SERVING)
+    health.change(State.WARMING)
+    health.change(State.SERVING)
     return health
 
 
@@ -95,11 +96,11 @@ def test_tables_hold_the_figures(metrics: Metrics) -> None:
 
 
 def test_names_are_escaped(metrics: Metrics) -> None:
-    metrics.model_loaded(
+    metrics.model.loaded(
         model=HOSTILE, model_type=HOSTILE, dtype=HOSTILE, device=HOSTILE, graphs=HOSTILE, attention=HOSTILE
     )
     health = serving()
-    health.become(State.FAILED, HOSTILE)
+    health.change(State.FAILED, HOSTILE)
     text = render(metrics, health)
     assert HOSTILE not in text
     assert "alert" in text
@@ -114,11 +115,11 @@ def test_nothing_comes_from_elsewhere(metrics: Metrics) -> None:
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_the_state_is_told(metrics: Metrics, state: State) -> None:
+def test_the_state_is_shown(metrics: Metrics, state: State) -> None:
     health = Health()
     path = {State.WARMING: [State.WARMING], State.SERVING: [State.WARMING, State.SERVING]}.get(state, [state])
     for step in path:
-        health.become(step, "the device is gone" if step is State.FAILED else "")
+        health.change(step, "the device is gone" if step is State.FAILED else "")
     text = render(metrics, health)
     assert f'<div class="state {state.value}">{state.value}' in text
     assert ("the device is gone" in text) is (state is State.FAILED)
@@ -141,17 +142,17 @@ def test_a_quantile_is_where_prometheus_would_put_it() -> None:
 
 def test_a_point_is_what_happened_in_between() -> None:
     metrics = Metrics()
-    metrics.request_seconds.labels("Encode").observe(20)
+    metrics.rpc.request_seconds.labels("Encode").observe(20)
     before = Readings(metrics.registry)
     before.time -= 2
     for method in ("Encode", "EncodeStream"):
-        metrics.request_seconds.labels(method).observe(0.07)
-    metrics.request_seconds.labels("GetModel").observe(9)
-    metrics.queue_changed(3, 1)
+        metrics.rpc.request_seconds.labels(method).observe(0.07)
+    metrics.rpc.request_seconds.labels("GetModel").observe(9)
+    metrics.engine.queue_changed(3, 1)
     found = point(before, Readings(metrics.registry))
     assert (found.queued, found.requests) == (3, pytest.approx(1, rel=0.1))
     assert found.median == pytest.approx(0.0625)
-    assert found.slow == pytest.approx(0.07375)
+    assert found.p95 == pytest.approx(0.07375)
     quiet = point(before, before)
     assert (quiet.requests, quiet.median) == (0, None)
 

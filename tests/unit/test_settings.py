@@ -24,21 +24,24 @@ def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ([], "--model: Field required"),
         (["--model", "m", "--port", "99999"], "--port: .*65535.*'99999'"),
         (["--model", "m", "--device", "tpu"], "--device: .*'tpu'"),
         (["--model", "m", "--devices", "cpu,tpu"], "--devices: .*'cpu,tpu'"),
-        (["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"], "--device cpu and --devices cpu,cpu exclude"),
+        (
+            ["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"],
+            "--device cpu and --devices cpu,cpu cannot be used together",
+        ),
         (["--model", "m", "--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
         (
             ["--model", "m", "--devices", "cpu,cpu", "--port", "9463"],
-            r"port 9464 would be needed twice \(9463 to 9464 for gRPC and 9464 to 9465 for metrics\)",
+            r"port 9464 is needed twice \(9463 to 9464 for gRPC and 9464 to 9465 for metrics\)",
         ),
-        (["--model", "m", "--port", "9464", "--host", "0.0.0.0"], r"port 9464 would be needed twice \(9464 for gRPC"),
+        (["--model", "m", "--port", "9464", "--host", "0.0.0.0"], r"port 9464 is needed twice \(9464 for gRPC"),
         (["--model", "m", "--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
-        (["--model", "m", "--budgets", "nofile.json"], r"^--budgets: no such file, .*'nofile\.json'"),
+        (["--model", "m", "--budgets", "nofile.json"], r"^--budgets: expected auto, .*'nofile\.json'"),
         (["--model", "m", "--budgets", "0"], "--budgets: .*at least 1"),
         (["--model", "m", "--budgets", ",".join(map(str, range(4000, 4100)))], "budgets: 4099 is more"),
         (["--model", "m", "--budgets", "64,9999"], "budgets: 9999 is more than max_budget_tokens 4096"),
@@ -50,33 +53,33 @@ def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.Monkey
         (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
     ],
 )
-def test_a_wrong_setting_is_named(flags: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         resolve(flags)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("port = \n", r"vitwire\.toml"),
-        ("colour = 3\n", r"vitwire\.toml: no such key: colour$"),
-        ("max-queued-items = 3\n", "no such key: max-queued-items; keys have underscores: max_queued_items$"),
-        ("budgets = [[1]]\n", r"--budgets: a list in TOML .*\[\[1\]\]"),
+        ("colour = 3\n", r"vitwire\.toml: unknown key colour$"),
+        ("max-queued-items = 3\n", "unknown key max-queued-items; keys have underscores: max_queued_items$"),
+        ("budgets = [[1]]\n", r"--budgets: a TOML list .*\[\[1\]\]"),
         ("port = " + "[" * 20000, r"vitwire\.toml: "),
-        ("budgets = []\n", "--budgets: a list in TOML"),
-        ("budgets = [true]\n", "--budgets: a list in TOML"),
-        ("devices = [{ cpu = 1 }]\n", "--devices: a list in TOML"),
-        ("port = true\n", r"^--port: takes no boolean \(got True\)$"),
-        ("cache_bytes = false\n", "--cache-bytes: takes no boolean"),
-        ("max_request_bytes = true\n", "--max-request-bytes: takes no boolean"),
-        ("drain_seconds = true\n", "--drain-seconds: takes no boolean"),
-        ("graphs = false\n", "--graphs: takes no boolean"),
+        ("budgets = []\n", "--budgets: a TOML list"),
+        ("budgets = [true]\n", "--budgets: a TOML list"),
+        ("devices = [{ cpu = 1 }]\n", "--devices: a TOML list"),
+        ("port = true\n", r"^--port: expected a number or a string, not a boolean \(got True\)$"),
+        ("cache_bytes = false\n", "--cache-bytes: expected a number or a string, not a boolean"),
+        ("max_request_bytes = true\n", "--max-request-bytes: expected a number or a string, not a boolean"),
+        ("drain_seconds = true\n", "--drain-seconds: expected a number or a string, not a boolean"),
+        ("graphs = false\n", "--graphs: expected a number or a string, not a boolean"),
     ],
 )
-def test_a_wrong_file_is_named(content: str, told: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_named(content: str, message: str, tmp_path: Path) -> None:
     toml = tmp_path / "vitwire.toml"
     toml.write_text(content)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         resolve(["--model", "m", "--config", str(toml)])
 
 
@@ -111,8 +114,8 @@ def test_an_unknown_variable_is_named_with_what_was_meant(monkeypatch: pytest.Mo
     monkeypatch.setenv("VITWIRE_XYZ", "1")
     monkeypatch.setenv("VITWIRE_TOKEN", "the client's")
     monkeypatch.setenv("VITWIRE_MODLE", "")
-    told = warnings(resolve(["--model", "m"]))
-    assert told == [
+    message = warnings(resolve(["--model", "m"]))
+    assert message == [
         "ignored: VITWIRE_MAX_QUEUE_BYTES is not a setting; did you mean VITWIRE_MAX_QUEUED_BYTES?",
         "ignored: VITWIRE_XYZ is not a setting",
     ]
@@ -138,29 +141,29 @@ def test_what_kubernetes_injects_for_a_service_named_vitwire_sets_nothing(monkey
         monkeypatch.setenv(f"VITWIRE_{name}", value)
     settings = resolve(["--model", "m", "--strict-config"])
     assert (settings.port, settings.metrics_port) == (50051, 9464)
-    told = warnings(settings)
-    assert [each.partition("=")[0] for each in told] == ["VITWIRE_METRICS_PORT", "VITWIRE_PORT"]
-    assert "is ignored as a setting; enableServiceLinks: false" in told[1]
+    message = warnings(settings)
+    assert [each.partition("=")[0] for each in message] == ["VITWIRE_METRICS_PORT", "VITWIRE_PORT"]
+    assert "is ignored: Kubernetes set it for a Service of that name; set enableServiceLinks: false" in message[1]
 
 
 def test_bounds_beyond_the_memory_limit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving, "memory_limit", lambda: 6 << 30)
     assert warnings(resolve(["--model", "m", "--graph-memory", "99999999999"])) == [], "those are a GPU's"
     flags = ["--model", "m", "--cache-bytes", str(3 << 30), "--devices", "cpu,cpu"]
-    (told,) = warnings(resolve(flags))
-    assert told.startswith(
+    (message,) = warnings(resolve(flags))
+    assert message.startswith(
         "the memory limit of this cgroup is 6.0 GiB, less than --max-queued-bytes 4.0 GiB + --cache-"
     )
-    assert "--cache-bytes 3.0 GiB in each of 2 processes: " in told
+    assert "--cache-bytes 3.0 GiB in each of 2 processes: " in message
     assert "--graph-memory 4.0 GiB" in warnings(resolve(["--model", "m", "--graphs", "simulated"]))[0]
     monkeypatch.setattr(resolving, "memory_limit", lambda: None)
     assert warnings(resolve(flags)) == []
 
 
 @pytest.mark.parametrize("ladder", ['{"budgets": []}', '{"budgets": ["many"]}', "{}"])
-def test_a_file_that_is_no_ladder_is_not_called_missing(ladder: str, tmp_path: Path) -> None:
+def test_a_file_without_budgets_is_not_reported_as_missing(ladder: str, tmp_path: Path) -> None:
     (tmp_path / "ladder.json").write_text(ladder)
-    with pytest.raises(UsageError, match="--budgets: the file holds no ladder"):
+    with pytest.raises(UsageError, match="--budgets: not a file written by vitwire-server budgets"):
         resolve(["--model", "m", "--budgets", str(tmp_path / "ladder.json")])
 
 
@@ -182,17 +185,17 @@ def test_settings_are_frozen_and_every_flag_explains_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
-        (["--tls-cert", "c"], "go together"),
-        (["--tls-key", "k"], "go together"),
+        (["--tls-cert", "c"], "must be set together"),
+        (["--tls-key", "k"], "must be set together"),
         (["--tls-client-ca", "a"], "needs --tls-cert"),
         (["--otlp-endpoint", "grpc://collector:4317"], "--otlp-endpoint"),
         (["--otlp-endpoint", "http://collector:4317/v1 traces"], "--otlp-endpoint"),
     ],
 )
-def test_flags_that_need_each_other(flags: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_flags_that_need_each_other(flags: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         resolve(["--model", "m", *flags])
 
 

@@ -59,7 +59,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
 def test_a_child_that_keeps_dying_ends_all(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
     code, calls = pretend(LISTENING + READY + DYING)
     assert code == 1
-    told = "vitwire-server: cpu ended 5 times right after its start, at last with SIGKILL\n"
+    told = "vitwire-server: cpu: failed 5 starts; last exit: SIGKILL\n"
     assert capfd.readouterr().err == told
     own = [call for call in calls if "--device cpu" in call]
     assert len(own) == 5
@@ -99,7 +99,7 @@ def test_a_stopped_or_mute_process_is_replaced(
     monkeypatch.setattr(heartbeat, "SECONDS", 0.05)
     _, calls = pretend(READY + life, words=[*WORDS, "--unresponsive-seconds", "0.2"])
     assert len([call for call in calls if "--device cpu" in call]) == 5, "killed each time, and given up in the end"
-    assert f"cpu {fault} for 0.2 s; it is killed" in caplog.messages
+    assert f"cpu {fault} for 0.2 s; killing it" in caplog.messages
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc")
@@ -136,7 +136,7 @@ def test_children_on_cpu_share_the_cores(
 def test_a_second_signal_kills(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
     code, _ = pretend(f"trap '' TERM\n{WAITING}", signals=2)
     assert code == 1
-    assert "second signal, killing all" in capfd.readouterr().err
+    assert "second signal: killing all processes" in capfd.readouterr().err
 
 
 def test_a_signal_that_comes_twice_drains(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:

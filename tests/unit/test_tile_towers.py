@@ -1,4 +1,4 @@
-"""Budgets of tiles and of two views: what they hold, and how the planner uses them."""
+"""Budgets of tiles and of crops: what they hold, and how the planner uses them."""
 
 import pytest
 import torch
@@ -8,22 +8,22 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback
-from vitwire_server.runtime.graphs import Slab
+from vitwire_server.runtime.graphs import InputBuffer
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.layouts.tiles import Encoder, TileTower, View, tile_steps
-from vitwire_server.towers.layouts.two_views import CropEncoder, CropTower
+from vitwire_server.towers.layouts.crops import CropEncoder, CropTower
+from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower, tile_steps
 
-VIEW, CROP = View(8, 8, 16), View(4, 4, 5)
+TILE, CROP = TileShape(8, 8, 16), TileShape(4, 4, 5)
 
 
 class Means(CropEncoder):
     """Every row of a tile is the tile's mean in all columns, and says which of its rows it is."""
 
-    view, crop = VIEW, CROP
-    patch, merge, width, heads, blocks = 2, 1, 2, (1, 2), ()
+    tile, crop = TILE, CROP
+    patch, merge, width, attention_heads, blocks = 2, 1, 2, (1, 2), ()
 
     def encode(self, tiles: Tensor) -> Tensor:
-        return self._rows(tiles, self.view.tokens)
+        return self._rows(tiles, self.tile.tokens)
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         return self._rows(crops, self.crop.tokens)
@@ -34,7 +34,7 @@ class Means(CropEncoder):
 
 
 class Plain(Means):
-    """The same, of one view."""
+    """The same, without crops."""
 
     geometry = Encoder.geometry
 
@@ -109,10 +109,10 @@ def test_rows_of_an_item_are_its_crops_then_its_view(tower: CropTower, tokens: i
     tower.prepare(grids, metadata)
     rows = tower.split(tower.forward(pixels, metadata), [tower.footprint(grid) for grid in grids])
     shown = [[(float(mean), int(number)) for mean, number in own] for own in rows]
-    view, crop = range(VIEW.tokens), range(CROP.tokens)
-    assert shown[0] == [(1.0, n) for n in view]
-    assert shown[1] == [(10.0, n) for n in crop] + [(20.0, n) for n in crop] + [(2.0, n) for n in view]
-    assert shown[2] == [(30.0, n) for n in crop] + [(3.0, n) for n in view]
+    tile, crop = range(TILE.tokens), range(CROP.tokens)
+    assert shown[0] == [(1.0, n) for n in tile]
+    assert shown[1] == [(10.0, n) for n in crop] + [(20.0, n) for n in crop] + [(2.0, n) for n in tile]
+    assert shown[2] == [(30.0, n) for n in crop] + [(3.0, n) for n in tile]
 
 
 def test_a_batch_that_is_too_large_is_refused(tower: CropTower) -> None:
@@ -122,10 +122,10 @@ def test_a_batch_that_is_too_large_is_refused(tower: CropTower) -> None:
 
 
 def test_a_slab_zeroes_what_an_earlier_batch_left(tower: CropTower) -> None:
-    slab = Slab(8, 2, tower)
+    buffer = InputBuffer(8, 2, tower)
     for used, capacity in ((6, 8), (2, 4), (1, 8), (8, 8), (3, 3), (0, 5)):
-        slab.take(used, capacity).fill_(float(used))
-        assert (slab.tensor[used:capacity] == 0).all()
-        assert (slab.tensor[:used] == used).all()
+        buffer.take(used, capacity).fill_(float(used))
+        assert (buffer.tensor[used:capacity] == 0).all()
+        assert (buffer.tensor[:used] == used).all()
     with pytest.raises(ValueError, match="do not fit"):
-        slab.take(5, 4)
+        buffer.take(5, 4)

@@ -73,5 +73,5 @@ def test_a_full_disk_ends_the_recording_and_is_told_once(caplog: pytest.LogCaptu
         trace.record([IMAGE])
         trace.record([IMAGE])
     assert [record.getMessage() for record in caplog.records] == [
-        "recording to /dev/full ends here: [Errno 28] No space left on device"
+        "stopped recording to /dev/full: [Errno 28] No space left on device"
     ]

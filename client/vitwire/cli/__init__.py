@@ -1,4 +1,4 @@
-"""The command line `vitwire`: encode files, ask a server for its model and its health."""
+"""The command line `vitwire`: encode files, benchmark a server, show its model and health."""
 
 import sys
 
@@ -8,7 +8,7 @@ _EXTRAS = frozenset({"click", "PIL", "rich", "safetensors", "typer"})
 def main() -> None:
     """Run the command line on `sys.argv`; ends in SystemExit."""
     try:
-        from vitwire.cli._app import run  # noqa: PLC0415  # its imports are an extra
+        from vitwire.cli._app import run  # noqa: PLC0415  # needs the packages of the extra [cli]
     except ImportError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRAS:

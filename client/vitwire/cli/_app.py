@@ -1,4 +1,4 @@
-"""The commands put together."""
+"""The command-line application and its commands."""
 
 import io
 import os
@@ -13,7 +13,7 @@ import typer
 import vitwire
 from vitwire import allocator
 from vitwire.cli._bench import bench
-from vitwire.cli._connection import INTERRUPTED, tell
+from vitwire.cli._connection import INTERRUPTED, warn
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info
 
@@ -33,7 +33,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Encode images with a vision encoder that runs as a service."""
@@ -42,20 +42,20 @@ def options(
 def run() -> None:
     """Run the command line on `sys.argv`; ends in SystemExit."""
     allocator.tune()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it was closed before the start
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if it was closed before the start
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _interruptible():
             app(prog_name="vitwire")
-    except OSError as error:  # commands report the errors of files and of the service: this one is stdout's
+    except OSError as error:  # commands handle errors of files and of the service; this one is from stdout
         _discard_stdout()
-        tell(f"standard output: {error.strerror or error}")
+        warn(f"standard output: {error.strerror or error}")
         raise SystemExit(1) from None
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Within, Ctrl-C raises KeyboardInterrupt; before and after, it ends the process if `vitwire_cli` set it so."""
+    """Ctrl-C raises KeyboardInterrupt in the block; outside, it ends the process if `vitwire_cli` set that up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         yield
         return
@@ -69,7 +69,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _discard_stdout() -> None:
-    """What stdout still buffers would fail once more, with a traceback, when the interpreter flushes it."""
+    """Point stdout at /dev/null; else the interpreter fails again, with a traceback, when it flushes at exit."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -39,22 +39,24 @@ from vitwire.cli._load import Load, Pace, Sample, Summary
 
 def bench(
     size: Annotated[
-        list[str] | None, typer.Option(help="Size of random images, WIDTHxHEIGHT; more than one take turns.")
+        list[str] | None,
+        typer.Option(help="Size of the random images, WIDTHxHEIGHT; repeat the option to alternate between sizes."),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, help="Images or clips of one request.")] = 1,
-    frames: Annotated[int, typer.Option(min=0, help="Send clips of so many frames instead of images.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at most.")] = 8,
+    items: Annotated[int, typer.Option(min=1, help="Images or clips per request.")] = 1,
+    frames: Annotated[int, typer.Option(min=0, help="Send clips with this many frames instead of images.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum requests in flight.")] = 8,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests per second, at random moments, instead of back to back.")
+        float | None,
+        typer.Option(min=0.001, help="Requests per second, as a Poisson process, instead of back to back."),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long.")] = 10.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Duration in seconds.")] = 10.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Stop after this many requests.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Write a plot of the latencies here; PNG, SVG, … by its suffix.")
+        Path | None, typer.Option(help="Write a plot of the latencies to this file; PNG, SVG, … by suffix.")
     ] = None,
     *,
     repeat: Annotated[
-        bool, typer.Option("--repeat", help="Send the same pixels each time, as caches like it.")
+        bool, typer.Option("--repeat", help="Send the same pixels each time, to measure the cache.")
     ] = False,
     target: Target = DEFAULT_TARGET,
     token: Token = None,
@@ -65,13 +67,13 @@ def bench(
     timeout: Timeout = 60.0,
     wait: Wait = False,
 ) -> None:
-    """Load the service with random images and show latencies and throughput; the last line is one JSON document.
+    """Benchmark the service with random images; the last line of output is one JSON document.
 
-    Ctrl-C shows what was answered by then, and exits with 130.
+    Ctrl-C stops early, shows the results so far and exits with 130.
     """
     sizes = [_size(text) for text in size or ["448x448"]]
     if rate is not None and not math.isfinite(rate):
-        raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
+        raise typer.BadParameter(f"{rate} is not a finite number", param_hint="--rate")
     # Retries would hide what an overloaded server refuses.
     connection = Connection(target, token, tls, ca, cert, key, timeout, wait, max_retries=0)
     with connection.client() as client:
@@ -81,7 +83,7 @@ def bench(
         distinct = _requests(sizes, items, frames, model)
         load = Load(client, distinct, Pace(concurrency, seconds, requests, rate), fresh=not repeat)
         summary = Summary(_with_progress(load), load.samples)
-    asked = {
+    parameters = {
         "target": target,
         "model": model.model_id,
         "sizes": [f"{width}x{height}" for width, height in sizes],
@@ -90,7 +92,7 @@ def bench(
         "concurrency": concurrency,
         "rate": rate,
     }
-    document = asked | summary.document()
+    document = parameters | summary.document()
     Console().print(_table(document))
     typer.echo(json.dumps(document))
     if plot:
@@ -99,7 +101,7 @@ def bench(
     if load.interrupted.is_set():
         raise typer.Exit(INTERRUPTED)
     if not summary.answered:
-        fail(f"none of {len(summary.samples)} requests was answered")
+        fail(f"all {len(summary.samples)} requests failed")
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -110,14 +112,14 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _requests(sizes: Sequence[tuple[int, int]], count: int, frames: int, model: Model) -> list[list[Item]]:
-    """As many requests as it takes until the sizes' turns begin anew."""
-    turns = cycle(sizes)
+    """Distinct requests: enough for the cycle of sizes to repeat."""
+    cycled = cycle(sizes)
     distinct = len(sizes) // math.gcd(len(sizes), count)
-    return [_request(list(islice(turns, count)), frames, model) for _ in range(distinct)]
+    return [_request(list(islice(cycled, count)), frames, model) for _ in range(distinct)]
 
 
 def _request(sizes: Sequence[tuple[int, int]], frames: int, model: Model) -> list[Item]:
-    """Noise, prepared as the model wants it."""
+    """Random pixels, prepared for the model."""
     rng = np.random.default_rng(0)
     shapes = [(height, width, 3) for width, height in sizes]
     if frames:
@@ -136,12 +138,12 @@ def _with_progress(load: Load) -> float:
         task = progress.add_task("", total=None, errors=0)
         errors = 0
 
-        def tell(sample: Sample) -> None:
+        def update(sample: Sample) -> None:
             nonlocal errors
             errors += bool(sample.error)
             progress.update(task, advance=1, errors=errors)
 
-        load.tell = tell
+        load.on_sample = update
         return load.run()
 
 
@@ -161,16 +163,16 @@ def _table(document: dict[str, object]) -> Table:
 
 
 def _check_plot(path: Path) -> None:
-    """Raises ImportError or ValueError when a plot could not be written to `path`."""
+    """Raises ImportError or ValueError if a plot cannot be written to `path`."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415  # an optional dependency
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install 'vitwire[plots]'") from None
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
-        raise ValueError(f"--plot {path}: the suffix is one of {', '.join(known)}")
+        raise ValueError(f"--plot {path}: the suffix must be one of {', '.join(known)}")
     if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: {path.parent} is no directory")
+        raise ValueError(f"--plot {path}: {path.parent} is not a directory")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"--plot {path}: cannot be written")
 

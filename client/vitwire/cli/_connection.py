@@ -1,4 +1,4 @@
-"""Options of every command, the client they make, and the one place where errors become a line and a code."""
+"""Options that all commands share, the client made from them, and how errors become a line and an exit code."""
 
 import threading
 from collections.abc import Iterator
@@ -15,22 +15,20 @@ from vitwire._retry import MAX_RETRIES
 
 Target = Annotated[
     str,
-    typer.Option(envvar="VITWIRE_TARGET", help="host:port, dns:///name:port or unix:path of the service."),
+    typer.Option(envvar="VITWIRE_TARGET", help="Address of the service: host:port, dns:///name:port or unix:path."),
 ]
 Token = Annotated[str | None, typer.Option(envvar="VITWIRE_TOKEN", help="Bearer token.")]
-Tls = Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's roots unless --ca is given.")]
-Ca = Annotated[Path | None, typer.Option(help="Root certificates in PEM; implies --tls.")]
-Cert = Annotated[Path | None, typer.Option(help="Client certificate in PEM, for mutual TLS.")]
-Key = Annotated[Path | None, typer.Option(help="Private key of the client certificate in PEM.")]
-Timeout = Annotated[float, typer.Option(min=0.001, help="Deadline of each request, in seconds.")]
-Wait = Annotated[
-    bool, typer.Option("--wait", help="Wait up to 10 minutes for a server that is not there yet or loads its model.")
-]
+Tls = Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's root certificates unless --ca is set.")]
+Ca = Annotated[Path | None, typer.Option(help="Root certificates, PEM; implies --tls.")]
+Cert = Annotated[Path | None, typer.Option(help="Client certificate, PEM, for mutual TLS.")]
+Key = Annotated[Path | None, typer.Option(help="Private key of the client certificate, PEM.")]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Timeout of each request, in seconds.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait up to 10 minutes for the server to start and load its model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+"""Exit code after Ctrl-C, as in shells: 128 + SIGINT."""
 _WAIT_SECONDS = 600.0
 _NOTICE_SECONDS = 1.0
 
@@ -51,7 +49,7 @@ class Connection:
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """A client; errors within are reported."""
+        """A client; errors in the block are reported as by `reported`."""
         with reported():
             tls = self._credentials()
             with Client(
@@ -65,11 +63,11 @@ class Connection:
                 yield client
 
     def model(self, client: Client) -> Model:
-        """The service's model; with `wait`, once a server is ready. A line on stderr says so if that takes time."""
+        """The service's model; with `wait`, once a server is ready, with a notice on stderr if that takes time."""
         if not self.wait:
             return client.model()
-        line = f"waiting up to {_WAIT_SECONDS:.0f} s until a server at {self.target} is ready"
-        notice = threading.Timer(_NOTICE_SECONDS, tell, [line])
+        line = f"waiting up to {_WAIT_SECONDS:.0f} s for the server at {self.target} to be ready"
+        notice = threading.Timer(_NOTICE_SECONDS, warn, [line])
         notice.daemon = True
         notice.start()
         try:
@@ -79,7 +77,7 @@ class Connection:
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
         if (self.cert is None) != (self.key is None):
-            raise ValueError("--cert and --key go together")
+            raise ValueError("--cert and --key must be set together")
         if not (self.tls or self.ca or self.cert):
             return None
         ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
@@ -88,7 +86,7 @@ class Connection:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Errors within end the command with one line on stderr and code 1. Not for printing to stdout."""
+    """Errors in the block end the command with one line on stderr and code 1. Do not print to stdout in it."""
     try:
         yield
     except MemoryError as error:
@@ -97,12 +95,12 @@ def reported() -> Iterator[None]:
         fail(str(error) or type(error).__name__)
 
 
-def tell(message: str) -> None:
-    """A line on stderr."""
+def warn(message: str) -> None:
+    """Print a line on stderr."""
     typer.echo(f"vitwire: {' '.join(message.split())}", err=True)
 
 
 def fail(message: str) -> NoReturn:
-    """End the command."""
-    tell(message)
+    """Print the message on stderr and exit with code 1."""
+    warn(message)
     raise typer.Exit(1)

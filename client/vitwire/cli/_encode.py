@@ -27,20 +27,22 @@ from vitwire.cli._connection import (
     Tls,
     Token,
     Wait,
-    tell,
+    warn,
 )
 from vitwire.cli._files import prepare
 from vitwire.cli._output import Encoded, Failed, check_out, printable, unique_names, write
 
 _WINDOW = 16
-"""Images prepared and sent together: bounds the pixels in memory however many files there are."""
+"""Images prepared and sent together; bounds the memory used for pixels."""
 
 
 def encode(
     files: Annotated[list[Path], typer.Argument(help="Image files.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="NAME.safetensors, NAME.npy for one image, or a directory of .npy files; float32."),
+        typer.Option(
+            help="Where to write embeddings (float32): NAME.safetensors, NAME.npy for a single image, or a directory."
+        ),
     ] = None,
     *,
     target: Target = DEFAULT_TARGET,
@@ -53,9 +55,9 @@ def encode(
     wait: Wait = False,
     as_json: Json = False,
 ) -> None:
-    """Encode image files and write their embeddings; those that fail are named, and the exit code is 1.
+    """Encode image files and write their embeddings. Files that fail are listed, and the exit code is 1.
 
-    Ctrl-C, or a service that fails, ends it early: what is encoded by then is written, and the other files are named.
+    After Ctrl-C or a failure of the service, finished embeddings are still written and the other files are listed.
     """
     connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
     with connection.client() as client:
@@ -66,11 +68,11 @@ def encode(
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
         for broken in failed:
-            tell(broken.reason)
+            warn(broken.reason)
         if out is not None and encoded:
             encoded, unwritten = write(out, encoded, model)
             for broken in unwritten:
-                tell(broken.reason)
+                warn(broken.reason)
             failed = sorted(failed + unwritten, key=lambda each: each.position)
     if encoded:
         Console().print(_table(encoded))
@@ -84,7 +86,7 @@ def encode(
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """The files of a command, and what encodes them."""
+    """The files to encode, and the client to do it with."""
 
     client: Client
     model: Model
@@ -92,7 +94,7 @@ class _Encoding:
     timeout: float
 
     def outcomes(self) -> Iterator[Encoded | Failed]:
-        """Files as they are ready, or found broken. Raises VitwireError when a request fails as a whole."""
+        """The outcome of each file as it completes. Raises VitwireError when a request fails as a whole."""
         names = unique_names([printable(file.name) for file in self.files])
         step = min(_WINDOW, self.model.limits.items_per_request or _WINDOW)
         for start in range(0, len(self.files), step):

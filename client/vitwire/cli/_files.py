@@ -1,4 +1,4 @@
-"""Image files made into items. Reading a named pipe is bounded in time: nobody might ever write to it."""
+"""Image files read into items; reading a named pipe has a timeout, as it may never be written to."""
 
 import os
 import select
@@ -20,9 +20,9 @@ Prepared: TypeAlias = Item | InvalidItem | OSError
 
 
 def prepare(files: Sequence[Path], model: Model, timeout: float) -> Iterator[Prepared]:
-    """The item of each file, in order, or why there is none. A pipe is closed by its writers within `timeout`."""
+    """The item of each file, in order, or its error. Pipes must be closed by their writers within `timeout`."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        # Pipes are read in this thread, where Ctrl-C ends the waiting.
+        # Pipes are read in this thread, so that Ctrl-C can interrupt the read.
         tasks = [None if _is_pipe(file) else pool.submit(_item, file, model) for file in files]
         for file, task in zip(files, tasks, strict=True):
             yield task.result() if task else _piped(file, model, timeout)
@@ -48,13 +48,13 @@ def _piped(file: Path, model: Model, timeout: float) -> Prepared:
 
 
 def _copy(file: Path, copy: IO[bytes], timeout: float) -> None:
-    """Raises TimeoutError when the writers have not closed the pipe in time."""
+    """Copy the pipe's content. Raises TimeoutError if its writers do not close it in time."""
     deadline = time.monotonic() + timeout
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as pipe:
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            chunk = pipe.read(_CHUNK)  # None where another reader was faster
+            chunk = pipe.read(_CHUNK)  # None if another reader was faster
             if chunk == b"":
                 return
             copy.write(chunk or b"")

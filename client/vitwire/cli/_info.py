@@ -38,7 +38,7 @@ def info(
     wait: Wait = False,
     as_json: Json = False,
 ) -> None:
-    """Show the model that the service holds, its limits and its budgets."""
+    """Show the service's model, limits and budgets."""
     connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
     with connection.client() as client:
         model = connection.model(client)
@@ -48,7 +48,7 @@ def info(
 
 
 def health(
-    service: Annotated[str, typer.Argument(help="Empty for readiness, or `liveness`.")] = "",
+    service: Annotated[str, typer.Argument(help="Leave empty for readiness, or `liveness`.")] = "",
     *,
     target: Target = DEFAULT_TARGET,
     token: Token = None,
@@ -58,7 +58,7 @@ def health(
     key: Key = None,
     timeout: Timeout = 10.0,
 ) -> None:
-    """Show the health of the service; the exit code is 0 only when it is SERVING."""
+    """Show the health of the service; the exit code is 0 only if it is SERVING."""
     with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
         status = client.health(service)
     typer.echo(status)

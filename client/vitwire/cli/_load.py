@@ -1,4 +1,4 @@
-"""A load: requests by a few workers, back to back or at a rate, and what came of each."""
+"""Load generation: worker threads send requests back to back or at a rate, and record each result."""
 
 import threading
 import time
@@ -17,14 +17,14 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much is asked for, and how fast."""
+    """How many requests to send, and how fast."""
 
     workers: int
     seconds: float
     requests: int | None = None
-    """Ends the load too, if it comes first."""
+    """Stop after this many, if that comes before `seconds`."""
     rate: float | None = None
-    """Requests per second, at random moments; None sends the next one when a worker is free."""
+    """Requests per second, as a Poisson process; None sends the next one when a worker is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Sample:
     """One request. Times in seconds since the load began."""
 
     due: float
-    """When it should have been sent: waiting for a free worker counts, or a slow server would hide its queue."""
+    """Scheduled time. Latency counts from here, so waiting for a free worker counts as well."""
     done: float
     nbytes: int = 0
     """Bytes of its pixels."""
@@ -44,34 +44,34 @@ class Sample:
 
     @property
     def latency(self) -> float:
-        """Seconds from the moment it was due to its last row."""
+        """Seconds from its scheduled time to its last row."""
         return self.done - self.due
 
 
 @dataclass(slots=True)
 class Load:
-    """Runs a pace of requests through a client."""
+    """Sends requests through a client at a given pace."""
 
     client: Client
     requests: Sequence[Sequence[Item]]
-    """They take turns; copied by each worker."""
+    """Sent in turn; each worker copies them."""
     pace: Pace
     fresh: bool = True
-    """Whether each request differs from those before, so that no cache answers it."""
-    tell: Callable[[Sample], None] = lambda _: None
-    """Called for each sample, by the workers."""
+    """Whether to change pixels for each request, so that the cache never answers."""
+    on_sample: Callable[[Sample], None] = lambda _: None
+    """Called for each sample, in the worker's thread."""
     samples: list[Sample] = field(default_factory=list)
     interrupted: threading.Event = field(default_factory=threading.Event)
     """Set by Ctrl-C."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> float:
-        """Run it and return the seconds that it took. A worker's own failure is raised when all have ended.
+        """Run the load; returns its duration in seconds. An exception in a worker is raised once all have ended.
 
-        Ctrl-C ends it early: what is in flight is given up, and the client is closed.
+        Ctrl-C stops it early: requests in flight are dropped and the client is closed.
         """
         for items in self.requests:
-            self.client.encode(items)  # connections, and whatever the server does once
+            self.client.encode(items)  # warm up: connections, and one-time work in the server
         failures: list[Exception] = []
         began = time.perf_counter()
         due = enumerate(self._due())
@@ -92,7 +92,7 @@ class Load:
         return seconds
 
     def _due(self) -> Iterator[float | None]:
-        """When requests are due, in seconds since the load began; None at once. Ends with the load, but for time."""
+        """Scheduled times in seconds since the start, None for at once; ends after `requests`."""
         rng = np.random.default_rng(0)
         moment, count = 0.0, 0
         while self.pace.requests is None or count < self.pace.requests:
@@ -103,10 +103,10 @@ class Load:
 
     def _work(self, began: float, due: Iterator[tuple[int, float | None]], failures: list[Exception]) -> None:
         try:
-            requests = [[_own(item) for item in items] for items in self.requests]
+            requests = [[_copied(item) for item in items] for items in self.requests]
             stamps = np.random.default_rng()
-            while (following := self._next(began, due)) is not None:
-                number, moment = following
+            while (upcoming := self._next(began, due)) is not None:
+                number, moment = upcoming
                 items = requests[number % len(requests)]
                 if self.fresh:
                     _stamp(items, stamps)
@@ -117,13 +117,13 @@ class Load:
                     return
                 with self._lock:
                     self.samples.append(sample)
-                self.tell(sample)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the main thread raises it
+                self.on_sample(sample)
+        except Exception as error:  # noqa: BLE001  # raised again in the main thread
             if not self.interrupted.is_set():  # a closed client fails in many ways
                 failures.append(error)
 
     def _next(self, began: float, due: Iterator[tuple[int, float | None]]) -> tuple[int, float] | None:
-        """Number of this worker's next request, and when it is due; None when the load is over."""
+        """This worker's next request and its scheduled time; None when the load is over."""
         with self._lock:
             now = time.perf_counter() - began
             number, moment = next(due, (0, self.pace.seconds))
@@ -149,7 +149,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of a load."""
+    """Results of a load."""
 
     seconds: float
     samples: Sequence[Sample]
@@ -160,11 +160,11 @@ class Summary:
 
     @property
     def latencies(self) -> Array:
-        """Milliseconds of requests that were answered, ascending."""
+        """Latencies of answered requests in milliseconds, ascending."""
         return np.sort(np.array([sample.latency for sample in self.answered])) * 1e3
 
     def document(self) -> dict[str, object]:
-        """All figures, for machines."""
+        """All results, for JSON."""
         answered = self.answered
         items = sum(len(sample.paths) for sample in answered)
         tokens = sum(sample.tokens for sample in answered)
@@ -185,7 +185,7 @@ class Summary:
 
 
 def _percentiles(values: Array) -> dict[str, float]:
-    """Empty without values."""
+    """Percentiles by name; empty without values."""
     if not len(values):
         return {}
     shares = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
@@ -198,14 +198,14 @@ def _nbytes(items: Sequence[Item]) -> int:
     return sum(np.asarray(view).nbytes for item in items for view in (item.pixels, item.crops) if view is not None)
 
 
-def _own(item: Item) -> Item:
-    """The item with pixels of its own, to be written to."""
+def _copied(item: Item) -> Item:
+    """A copy of the item with writable pixels."""
     crops = None if item.crops is None else np.array(item.crops)
     return Item(np.array(item.pixels), item.grid, item.modality, item.content_id, item.keep_ratio, crops)
 
 
 def _stamp(items: Sequence[Item], rng: np.random.Generator) -> None:
-    """Make the first pixels others than before."""
+    """Overwrite the first pixels with random values."""
     for item in items:
         assert isinstance(item.pixels, np.ndarray)
         flat = item.pixels.reshape(-1)

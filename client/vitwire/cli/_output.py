@@ -1,4 +1,4 @@
-"""Where the embeddings of `vitwire encode` go."""
+"""Output files of `vitwire encode`."""
 
 import os
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ class Encoded:
 
     @property
     def milliseconds(self) -> float:
-        """Time on the server, waiting included."""
+        """Time on the server, including the queue."""
         return (self.embedding.report.queued + self.embedding.report.encoded) * 1e3
 
     def summary(self) -> dict[str, object]:
-        """What `--json` prints of the file."""
+        """The file's entry in the output of `--json`."""
         report = self.embedding.report
         return {
             "file": printable(self.file),
@@ -48,7 +48,7 @@ class Failed:
     position: int
     file: Path
     reason: str
-    """Names the file."""
+    """The error message, which names the file."""
 
     @classmethod
     def of(cls, position: int, file: Path, error: Exception | str) -> "Failed":
@@ -56,17 +56,17 @@ class Failed:
         return cls(position, file, reason if str(file) in reason else f"{file}: {reason}")
 
     def summary(self) -> dict[str, str]:
-        """What `--json` prints of the file."""
+        """The file's entry in the output of `--json`."""
         return {"file": printable(self.file), "error": printable(self.reason)}
 
 
 def printable(name: Path | str) -> str:
-    """The name as text; bytes that are not UTF-8, which Linux has no objection to, as escapes (`\\xff`)."""
+    """The name as text; bytes that are not UTF-8, which Linux allows, as escapes (`\\xff`)."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """The names, a number put before the suffix of those that came before."""
+    """The names, with a number before the suffix of repeated ones."""
     given, unique = set(names), dict[str, None]()
     for name in names:
         path, candidate, number = Path(name), name, 1
@@ -81,25 +81,25 @@ def check_out(out: Path, count: int) -> None:
     """Raises ValueError when `count` embeddings cannot go to `out`."""
     kind = _kind(out)
     if kind not in ("", ".npy", ".safetensors"):
-        raise ValueError(f"{out} is neither .safetensors nor .npy; a directory whose name has a dot must be there")
+        raise ValueError(f"{out} is neither .safetensors nor .npy; create it first if it is meant as a directory")
     if kind == ".npy" and count > 1:
-        raise ValueError(f"{out} holds one embedding; name a directory or a .safetensors file for {count}")
+        raise ValueError(f"{out} can hold one embedding; use a directory or a .safetensors file for {count}")
     if kind and not out.parent.is_dir():
-        raise ValueError(f"{out.parent} is no directory")
+        raise ValueError(f"{out.parent} is not a directory")
     if not kind and out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is no directory")
+        raise ValueError(f"{out} is not a directory")
 
 
 def write(out: Path, encoded: Sequence[Encoded], model: Model) -> tuple[list[Encoded], list[Failed]]:
-    """Write the rows as float32: a file by the suffix of `out`, or else a directory of .npy files.
+    """Write the rows as float32, to a file of the type of `out`'s suffix or to a directory of .npy files.
 
-    Returns what was written, and the files of the directory that could not be. Raises OSError when nothing was.
+    Returns what was written and what could not be. Raises OSError if nothing could be written.
     """
     kind = _kind(out)
     if kind == ".safetensors":
         _write_safetensors(out, encoded, model)
     elif kind == ".npy":
-        with out.open("wb") as file:  # given a name, numpy would append .npy to .NPY
+        with out.open("wb") as file:  # by path, numpy would append .npy to .NPY
             np.save(file, encoded[0].embedding.numpy())
     else:
         return _write_folder(out, encoded)
@@ -132,5 +132,5 @@ def _write_folder(out: Path, encoded: Sequence[Encoded]) -> tuple[list[Encoded],
 
 
 def _kind(out: Path) -> str:
-    """The suffix in lower case; empty for a directory."""
+    """The suffix in lower case, empty for a directory."""
     return "" if out.is_dir() else out.suffix.lower()

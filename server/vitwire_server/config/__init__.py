@@ -1,1 +1,1 @@
-"""Settings, and how flags, environment variables and TOML become them."""
+"""Settings, read from flags, environment variables and TOML. A new flag is a field in `settings.py`."""

@@ -1,4 +1,4 @@
-"""The cores and the memory that this process may use: the machine's, or its container's share. Imports no torch."""
+"""Cores and memory available to this process, on a machine or in a container. Does not import torch."""
 
 import math
 import os
@@ -13,26 +13,26 @@ _UNLIMITED = 1 << 60
 
 
 def cores(root: Path = _ROOT) -> int:
-    """Physical cores that the scheduler lets this process run on, no more than a cgroup's CPU quota, at least 1."""
+    """Physical cores this process may run on: CPU affinity and cgroup quota applied, at least 1."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     physical = len({_siblings(root, cpu) for cpu in allowed})
     return max(1, min([physical, *(math.ceil(quota) for quota in _quotas(root))]))
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """The lowest memory limit, in bytes, of the cgroups that this process is in; None if there is none."""
+    """Lowest memory limit, in bytes, of the cgroups of this process; None without a limit."""
     values = [value for _, value in _values(root, "memory", "memory.max", "memory.limit_in_bytes")]
     limits = [int(value) for value in values if value.isdigit() and int(value) < _UNLIMITED]
     return min(limits, default=None)
 
 
 def share_of_cores(processes: int, reserved: int = 0, root: Path = _ROOT) -> int:
-    """Threads for each of so many processes side by side, with `reserved` cores left to others; at least 1."""
+    """Threads for each of `processes` on this machine, with `reserved` cores left free; at least 1."""
     return max(1, (cores(root) - reserved) // max(1, processes))
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """The hardware threads of a core, which is the same text for each of them."""
+    """The core that a hardware thread belongs to, as the list of the core's threads."""
     with suppress(OSError):
         return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     return str(cpu)
@@ -41,14 +41,14 @@ def _siblings(root: Path, cpu: int) -> str:
 def _quotas(root: Path) -> Iterator[float]:
     for folder, value in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         quota, _, period = value.partition(" ")
-        with suppress(OSError, ValueError):  # "max" and -1 stand for none
+        with suppress(OSError, ValueError):  # "max" and -1 mean no quota
             cycle = int(period or (folder / "cpu.cfs_period_us").read_text())
             if int(quota) > 0 and cycle > 0:
                 yield int(quota) / cycle
 
 
 def _values(root: Path, controller: str, name: str, name_v1: str) -> Iterator[tuple[Path, str]]:
-    """A limit's text, in each cgroup from this process's own one up to the root of what is mounted here."""
+    """A limit's text in each cgroup, from this process's cgroup up to the mounted root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

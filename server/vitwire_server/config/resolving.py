@@ -1,10 +1,10 @@
-"""From flags, environment variables and a TOML file to settings, and the errors about wrong ones."""
+"""Settings from flags, environment variables and a TOML file; messages for wrong ones."""
 
 import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
@@ -12,6 +12,9 @@ from pydantic_settings import CliApp, SettingsError
 from vitwire_server.config.host import memory_limit
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.config.variables import PREFIX, ignored_settings, unknown_variables
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:
@@ -22,7 +25,7 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
         source = type("ServeSettings", (ServeSettings,), {"toml": config}) if config else ServeSettings
         settings: ServeSettings = CliApp.run(source, cli_args=flags)
     except ValidationError as error:
-        raise UsageError("; ".join(_told(each, config) for each in error.errors())) from error
+        raise UsageError("; ".join(_message(each, config) for each in error.errors())) from error
     except (SettingsError, ValueError, RecursionError) as error:
         raise UsageError(f"{config or 'settings'}: {error}") from error
     if settings.strict_config and (unknown := unknown_variables(ServeSettings.model_fields)):
@@ -31,7 +34,7 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
 
 
 def warnings(settings: ServeSettings) -> list[str]:
-    """Sentences about variables without effect, and about bounds that are more than a container may use."""
+    """Warnings about variables without effect, and about limits above the container's memory."""
     fields = ServeSettings.model_fields
     unknown = [f"ignored: {each}" for each in unknown_variables(fields)]
     limit = memory_limit()
@@ -39,7 +42,7 @@ def warnings(settings: ServeSettings) -> list[str]:
 
 
 def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:
-    """Graphs count where their buffers are in this machine's memory."""
+    """Graph memory counts only for simulated graphs, whose buffers are in host memory."""
     bounds = {"--max-queued-bytes": settings.max_queued_bytes, "--cache-bytes": settings.cache_bytes}
     if settings.graphs == "simulated":
         bounds["--graph-memory"] = settings.graph_memory
@@ -49,7 +52,7 @@ def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:
         each = f" in each of {processes} processes" if processes > 1 else ""
         yield (
             f"the memory limit of this cgroup is {_size(limit)}, less than {flags}{each}: under load the kernel would "
-            "kill the server; lower these settings, or raise the limit"
+            "kill the server; lower these settings or raise the limit"
         )
 
 
@@ -58,7 +61,7 @@ def _size(value: int) -> str:
 
 
 def log_format(arguments: Sequence[str]) -> str:
-    """The log format of arguments that may be wrong otherwise, for the line that says so; not read from TOML."""
+    """The log format that arguments ask for even if they are invalid, to report that; TOML is not read."""
     named = [value for flag, value in pairwise(arguments) if flag == "--log-format"]
     joined = [word.partition("=")[2] for word in arguments if word.startswith("--log-format=")]
     return (*named, *joined, os.environ.get(f"{PREFIX}LOG_FORMAT", "text"))[0]
@@ -82,24 +85,24 @@ def _config(arguments: list[str]) -> tuple[list[str], Path | None]:
 
 
 def _refuse_negations() -> None:
-    """`--no-metrics` has no variable of its own. Raises UsageError if one is set."""
+    """Raises UsageError for variables such as VITWIRE_NO_METRICS: only flags have a negative form."""
     for variable, value in os.environ.items():
         name = variable.upper().removeprefix(f"{PREFIX}NO_")
         field = ServeSettings.model_fields.get(name.lower())
         if value and name != variable.upper() and field and field.annotation is bool:
-            raise UsageError(f"{variable}: no such variable; set {PREFIX}{name}=off instead")
+            raise UsageError(f"{variable}: unknown variable; set {PREFIX}{name}=off instead")
 
 
-def _told(error: Any, config: Path | None) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, of another package
-    if error["type"] == "extra_forbidden":  # flags are argparse's, other variables nobody's
+def _message(error: "ErrorDetails", config: Path | None) -> str:
+    if error["type"] == "extra_forbidden":  # only TOML: argparse checks flags, unknown variables are warnings
         return _unknown_key(str(error["loc"][0]), config)
     field = "-".join(map(str, error["loc"])).replace("_", "-")
     given = "" if error["type"] == "missing" else f" (got {error['input']!r})" if field else ""
-    told = str(error["msg"]).removeprefix("Value error, ")
-    return f"--{field}: {told}{given}" if field else told
+    problem = error["msg"].removeprefix("Value error, ")
+    return f"--{field}: {problem}{given}" if field else problem
 
 
 def _unknown_key(key: str, config: Path | None) -> str:
     name = key.replace("-", "_")
     meant = f"; keys have underscores: {name}" if name != key and name in ServeSettings.model_fields else ""
-    return f"{config}: no such key: {key}{meant}"
+    return f"{config}: unknown key {key}{meant}"

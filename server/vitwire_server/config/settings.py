@@ -1,4 +1,4 @@
-"""Settings of `vitwire-server serve`: one frozen struct is flags, environment and help text.
+"""Settings of `vitwire-server serve`: each field of one class is a flag, a variable, a TOML key and its help text.
 
 A flag beats its environment variable (`--max-queued-items`, `VITWIRE_MAX_QUEUED_ITEMS`), which
 beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the default.
@@ -21,11 +21,11 @@ from vitwire_server.config.ladder_files import token_counts
 from vitwire_server.config.variables import PREFIX, without_injected
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
-"""gRPC counts a message's bytes in a C int."""
+"""gRPC stores the size of a message in a C int."""
 MAX_ITEMS = 8192
-"""Items of one message at most, so that reading one never holds up the others for long."""
+"""Most items in one message; bounds how long parsing one can block the event loop."""
 MAX_PATCHES = 1 << 20
-"""Patches of one item at most: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
+"""Most patches in one item: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
 _MIB = 1 << 20
 _LAST_PORT = 65535
 _EVERY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
@@ -57,144 +57,151 @@ class ServeSettings(BaseSettings):
         nested_model_default_partial_update=False,
     )
     toml: ClassVar[Path | None] = None
-    """Set for the one resolution that reads a TOML file, on a subclass of its own."""
+    """The TOML file to read; `resolving.resolve` sets it on a subclass."""
 
-    model: str = Field(description="directory in hub layout, or hub id")
+    model: str = Field(description="checkpoint directory in Hugging Face layout, or Hugging Face model id")
     lora: str | None = Field(
         default=None,
         pattern=r"^[\w.-]{1,64}=.+$",
-        description="NAME=DIR, a PEFT adapter whose vision weights are merged at load",
+        description="PEFT adapter whose vision weights are merged at load, as NAME=DIR",
     )
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(
-        default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one, which is printed"
-    )
+    port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 picks a free port and prints it")
     unix_socket: Path | None = Field(
-        default=None, description="listen on this Unix socket as well; with --devices, process N on PATH.N"
+        default=None, description="also listen on this Unix socket; with --devices, process N uses PATH.N"
     )
-    metrics_host: str = Field(default="127.0.0.1", description="address of /metrics and /healthz")
-    metrics_port: int = Field(
-        default=9464, ge=0, le=65535, description="port of /metrics and /healthz; 0 takes a free one"
+    metrics_host: str = Field(
+        default="127.0.0.1", description="address of the metrics port (/metrics, /healthz, status page)"
     )
-    metrics: CliImplicitFlag[bool] = Field(default=True, description="the status page, /metrics and /healthz at all")
+    metrics_port: int = Field(default=9464, ge=0, le=65535, description="metrics port; 0 picks a free port")
+    metrics: CliImplicitFlag[bool] = Field(default=True, description="enable the metrics port")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:N"
     )
     devices: str = Field(
         default="none",
         pattern=r"^(none|(cpu|cuda(:\d{1,3})?)(,(cpu|cuda(:\d{1,3})?))*)$",
-        description="one process per device (cuda:0,cuda:1), on consecutive ports and the Unix sockets PATH.0, PATH.1; "
-        "none serves --device in this one",
+        description="run one process per listed device (cuda:0,cuda:1), on consecutive ports and the Unix sockets "
+        "PATH.0, PATH.1; none: serve --device in this process",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="what the tower computes in; auto is the checkpoint's own"
+        default="auto", description="dtype the tower computes in; auto uses the checkpoint's dtype"
     )
     graphs: Literal["auto", "cuda", "simulated", "off"] = Field(
-        default="auto", description="budget graphs; auto is cuda on CUDA, else off; simulated ones run anywhere"
+        default="auto",
+        description="type of budget graphs; auto is cuda on a CUDA device, else off; simulated runs on any device",
     )
     budgets: str = Field(
-        default="auto", description="auto, tokens of each budget (64,256,1024), or a file of vitwire-server budgets"
+        default="auto",
+        description="token counts of the budgets (64,256,1024), a file written by vitwire-server budgets, or auto",
     )
     graph_memory: int = Field(
-        default=4096 * _MIB, ge=0, description="bytes that inferred budgets may take, by estimate"
+        default=4096 * _MIB, ge=0, description="estimated bytes that automatically chosen budgets may use"
     )
     max_budget_tokens: int = Field(
-        default=4096, ge=1, le=MAX_PATCHES, description="tokens of the largest budget and of an eager batch"
+        default=4096, ge=1, le=MAX_PATCHES, description="maximum tokens per budget and per eager batch"
     )
-    max_items_per_batch: int = Field(default=64, ge=1, le=MAX_ITEMS, description="items that share one forward")
+    max_items_per_batch: int = Field(default=64, ge=1, le=MAX_ITEMS, description="maximum items per forward")
     max_frames_per_batch: int = Field(
-        default=512, ge=1, le=MAX_PATCHES, description="attention segments that share one forward"
+        default=512, ge=1, le=MAX_PATCHES, description="maximum attention segments (frames) per forward"
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="auto: fused kernels of our own on CUDA, hot shapes compiled in bfloat16 on CPU; "
-        "on: torch.compile, of blocks inside capture on CUDA; off: stock operations",
+        description="auto: Vitwire's fused kernels on CUDA, torch.compile for frequent shapes in bfloat16 on CPU; "
+        "on: torch.compile (on CUDA, of the blocks in graphs); off: plain PyTorch",
     )
     attention_backend: str = Field(
-        default="auto", description="auto (the fastest that is right), sdpa, triton, varlen, cudnn, fa3 or fa4"
+        default="auto",
+        description="sdpa, triton, varlen, cudnn, fa3, fa4, or auto: the fastest that passes the accuracy check",
     )
-    max_queued_items: int = Field(default=4096, ge=1, description="items admitted at once")
+    max_queued_items: int = Field(default=4096, ge=1, description="maximum items admitted at a time")
     max_queued_bytes: int = Field(
-        default=4096 * _MIB, ge=1, description="bytes of pixels and of the rows they become, admitted at once"
+        default=4096 * _MIB,
+        ge=1,
+        description="maximum bytes admitted at a time, pixels and resulting embeddings together",
     )
     max_request_bytes: int | None = Field(
         default=None,
         ge=1,
         le=MAX_MESSAGE_BYTES,
-        description="bytes of one message; the largest admissible item unless set",
+        description="maximum bytes per message; default: the size of the largest item allowed",
     )
-    max_items_per_request: int = Field(default=256, ge=1, le=MAX_ITEMS, description="items of one request")
-    max_patches_per_item: int = Field(default=65536, ge=4, le=MAX_PATCHES, description="patches of one item")
-    cache_bytes: int = Field(default=0, ge=0, description="bytes of embeddings to keep by content; 0 keeps none")
-    idle_seconds: float = Field(
-        default=60.0, gt=0, allow_inf_nan=False, description="how long a client may take to send on or to read on"
-    )
+    max_items_per_request: int = Field(default=256, ge=1, le=MAX_ITEMS, description="maximum items per request")
+    max_patches_per_item: int = Field(default=65536, ge=4, le=MAX_PATCHES, description="maximum patches per item")
+    cache_bytes: int = Field(default=0, ge=0, description="size of the embedding cache in bytes; 0 disables it")
+    idle_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="seconds a stalled client is kept")
     max_connection_age_seconds: float = Field(
         default=300.0,
         ge=0,
         le=_LONGEST_AGE,
-        description="age at which clients are asked to reconnect, so that they look up new replicas; 0 never",
+        description="seconds until clients are asked to reconnect, so that they discover new replicas; 0 disables this",
     )
     canary_seconds: float = Field(
         default=10.0,
         ge=0,
         allow_inf_nan=False,
-        description="idle time after which an item of our own goes through the engine; 0 never",
+        description="seconds of idle time before the engine runs a test item; 0 disables this",
     )
     wedge_seconds: float = Field(
         default=60.0,
         gt=0,
         allow_inf_nan=False,
-        description="silence of the engine, beyond what its batch explains, after which it counts as hanging",
+        description="seconds without progress, beyond what the batch needs, before the engine is declared hung",
     )
     unresponsive_seconds: float = Field(
         default=60.0,
         gt=0,
         allow_inf_nan=False,
-        description="with --devices: seconds that a process may be stopped or its event loop hang before it is "
-        "killed and started again",
+        description="with --devices: seconds a process may be stopped or have a blocked event loop before it is "
+        "killed and restarted",
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, allow_inf_nan=False, description="how long requests in flight may take at shutdown"
+        default=30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds that requests in flight may take to finish at shutdown",
     )
     lame_duck_seconds: float = Field(
         default=5.0,
         ge=0,
         allow_inf_nan=False,
-        description="how long to keep serving after readiness went off at shutdown",
+        description="seconds to keep serving at shutdown after readiness turns off",
     )
     record_trace: Path | None = Field(
-        default=None, description="append the sizes of each request's items here, for vitwire-server budgets --trace"
+        default=None,
+        description="append the item sizes of each request to this file, for vitwire-server budgets --trace",
     )
-    tls_cert: Path | None = Field(default=None, description="certificate chain in PEM; reloaded when it changes")
-    tls_key: Path | None = Field(default=None, description="private key of the certificate in PEM, not encrypted")
+    tls_cert: Path | None = Field(default=None, description="certificate chain, PEM; reloaded when the file changes")
+    tls_key: Path | None = Field(default=None, description="private key of the certificate, PEM, not encrypted")
     tls_client_ca: Path | None = Field(
-        default=None, description="authority in PEM that every client's certificate has to come from (mutual TLS)"
+        default=None, description="CA certificate, PEM, that client certificates must be signed by (mutual TLS)"
     )
     auth_tokens_file: Path | None = Field(
-        default=None, description="bearer tokens, one a line, a name after each if wanted; reloaded when it changes"
+        default=None, description="bearer tokens, one per line with an optional name; reloaded when the file changes"
     )
-    reflection: CliImplicitFlag[bool] = Field(default=True, description="gRPC server reflection")
+    reflection: CliImplicitFlag[bool] = Field(default=True, description="enable gRPC server reflection")
     channelz: CliImplicitFlag[bool] = Field(
-        default=False, description="gRPC channelz: sockets and calls, for debugging"
+        default=False, description="enable gRPC channelz (sockets and calls, for debugging)"
     )
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^(https?://)?[^/\s]+/?$",
-        description="OpenTelemetry collector that spans are sent to: host:4317, or https://host:4317 for TLS",
+        description="OpenTelemetry collector to send traces to: host:4317, or https://host:4317 for TLS",
     )
-    log_format: Literal["text", "json"] = Field(default="text", description="format of all lines on stderr and stdout")
+    log_format: Literal["text", "json"] = Field(default="text", description="format of every line on stderr and stdout")
     strict_config: CliImplicitFlag[bool] = Field(
-        default=False, description="end with an error over unknown VITWIRE_ variables, instead of a warning"
+        default=False, description="exit with an error on unknown VITWIRE_ variables instead of a warning"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="lowest severity to log"
+    )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _booleans_are_no_numbers(cls, value: object, info: ValidationInfo) -> object:
-        """Pydantic takes `true` of TOML for 1 otherwise."""
+    def _booleans_are_not_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Without this, pydantic reads `true` in TOML as 1."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("takes no boolean")
+            raise ValueError("expected a number or a string, not a boolean")
         return value
 
     @field_validator("budgets", "devices", mode="before")
@@ -203,12 +210,12 @@ class ServeSettings(BaseSettings):
         if not isinstance(value, list):
             return value
         if not value or any(isinstance(each, bool) or not isinstance(each, int | str) for each in value):
-            raise ValueError("a list in TOML holds numbers or names, and at least one")
+            raise ValueError("a TOML list needs at least one element, all of them numbers or names")
         return ",".join(map(str, value))
 
     @field_validator("budgets")
     @classmethod
-    def _budgets_aretoken_counts(cls, value: str) -> str:
+    def _budgets_are_token_counts(cls, value: str) -> str:
         if value != "auto":
             token_counts(value)
         return value
@@ -223,10 +230,12 @@ class ServeSettings(BaseSettings):
     @model_validator(mode="after")
     def _devices_fit(self) -> "ServeSettings":
         if self.device_list and self.device != "auto":
-            raise ValueError(f"--device {self.device} and --devices {self.devices} exclude each other")
+            raise ValueError(f"--device {self.device} and --devices {self.devices} cannot be used together")
         last = max(self.port, self.metrics_port) + len(self.device_list) - 1
         if last > _LAST_PORT:
-            raise ValueError(f"--devices: {len(self.device_list)} consecutive ports would end at {last}")
+            raise ValueError(
+                f"--devices: {len(self.device_list)} consecutive ports would end at {last}, above {_LAST_PORT}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -238,13 +247,13 @@ class ServeSettings(BaseSettings):
         grpc, pages = ranges["--port"], ranges["--metrics-port"]
         if both := set(grpc) & set(pages):
             needed = f"{_span(grpc)} for gRPC and {_span(pages)} for metrics"
-            raise ValueError(f"--port and --metrics-port: port {min(both)} would be needed twice ({needed})")
+            raise ValueError(f"--port and --metrics-port: port {min(both)} is needed twice ({needed})")
         return self
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> "ServeSettings":
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key go together")
+            raise ValueError("--tls-cert and --tls-key must be set together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
         return self
@@ -257,24 +266,24 @@ class ServeSettings(BaseSettings):
 
     @property
     def device_list(self) -> list[str]:
-        """Devices with a process of their own; empty where this one serves."""
+        """The device of each child process; empty without `--devices`."""
         return [] if self.devices == "none" else self.devices.split(",")
 
     @property
     def port_ranges(self) -> dict[str, range]:
-        """The ports to listen on by the flag that names the first; without those that the system chooses."""
+        """Ports to listen on, by the flag that sets the first of them; leaves out port 0."""
         count = max(1, len(self.device_list))
         first = {"--port": self.port, "--metrics-port": self.metrics_port if self.metrics else 0}
         return {flag: range(port, port + count) for flag, port in first.items() if port}
 
     @property
     def budget_sizes(self) -> list[int] | None:
-        """Tokens of each budget, ascending; None where they are to be inferred."""
+        """Tokens of each budget, ascending; None for automatic budgets."""
         return None if self.budgets == "auto" else token_counts(self.budgets)
 
     @property
     def message_bytes(self) -> int:
-        """Bound of a message's bytes that holds for every family, before the model is known."""
+        """Upper bound of a message's bytes for every model family, used before the model is loaded."""
         return self.max_request_bytes or min(self.max_patches_per_item * _WIDEST_ROW_BYTES + _MIB, MAX_MESSAGE_BYTES)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`VITWIRE_…` variables that set nothing: misspelt ones, and those that Kubernetes adds for a Service named vitwire."""
+"""`VITWIRE_` variables that are not settings: misspelt, or injected by Kubernetes for a Service named vitwire."""
 
 import os
 import re
@@ -13,22 +13,22 @@ _CLIENT = {"VITWIRE_TARGET", "VITWIRE_TOKEN"}
 
 
 def is_injected(name: str, value: str) -> bool:
-    """Whether Kubernetes (or a Docker link) set the variable to say where a Service is."""
+    """Whether Kubernetes (or a Docker link) set the variable to announce a Service."""
     return bool(_INJECTED.search(name.upper()) or (name.upper().endswith("_PORT") and _INJECTED_URL.fullmatch(value)))
 
 
 def ignored_settings(fields: Collection[str]) -> list[str]:
-    """Sentences about injected variables that are named like one of these settings."""
+    """A warning for each injected variable that is named like one of these settings."""
     return [
-        f"{name}={value} was set by Kubernetes for a Service of that name and is ignored as a setting; "
-        "enableServiceLinks: false in the pod's spec avoids it"
+        f"{name}={value} is ignored: Kubernetes set it for a Service of that name; "
+        "set enableServiceLinks: false in the pod's spec to avoid this"
         for name, value in sorted(os.environ.items())
         if name.upper() in _names(fields) and is_injected(name, value)
     ]
 
 
 def unknown_variables(fields: Collection[str]) -> list[str]:
-    """Sentences about variables that are none of these settings, with the one that was probably meant."""
+    """A message for each variable that is not a setting, with the setting probably meant."""
     known = _names(fields)
     return [
         f"{name} is not a setting{_meant(name.upper(), known)}"
@@ -39,7 +39,7 @@ def unknown_variables(fields: Collection[str]) -> list[str]:
 
 
 def without_injected(variables: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The variables that may hold settings."""
+    """The variables without injected ones."""
     return {name: value for name, value in variables.items() if not (value and is_injected(name, value))}
 
 

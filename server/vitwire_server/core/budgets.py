@@ -22,7 +22,7 @@ class Budget:
     max_segment_patches: int
     """Bound of the longest attention segment, in patches: the static `max_seqlen`."""
     max_crops: int = 0
-    """Rows of the second view, in towers that take one; their tokens are among `tokens`."""
+    """Rows of crops, in towers that take them; their tokens are among `tokens`."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.max_items, self.max_segments, self.max_segment_patches) < 1:

@@ -1,4 +1,4 @@
-"""Which budgets a tower can have: of any tokens, of whole tiles, or of views and crops of images."""
+"""Which budgets a tower can have: of any tokens, of whole tiles, or of overviews and crops."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from vitwire_server.core.grids import Footprint
 
 _CROPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 48, 64)
 """Crops of budgets for one image."""
-_VIEWS, _CROPS_PER_VIEW = (2, 4, 8, 16, 32), (0, 1, 2, 4)
+_OVERVIEWS, _CROPS_PER_OVERVIEW = (2, 4, 8, 16, 32), (0, 1, 2, 4)
 """Images, and crops of each, of budgets for several."""
 
 
@@ -59,44 +59,46 @@ class TileCapacities(Capacities):
 
 @dataclass(frozen=True, slots=True)
 class CropCapacities(Capacities):
-    """Of so many views of whole images, and so many crops, from a list of both."""
+    """Of so many overviews and so many crops, from a list of both."""
 
-    view: int
-    """Tokens of a view."""
+    overview: int
+    """Tokens of an overview."""
     crop: int
     """Tokens of a crop."""
     longest: int
-    """Patches of a view."""
+    """Patches of an overview."""
     shares: dict[int, tuple[int, int]] = field(init=False, compare=False)
-    """Views and crops of every budget there can be, by their tokens, ascending."""
+    """Overviews and crops of every budget there can be, by their tokens, ascending."""
 
     def __post_init__(self) -> None:
         pairs = [(1, crops) for crops in _CROPS]
-        pairs += [(views, views * crops) for views in _VIEWS for crops in _CROPS_PER_VIEW]
+        pairs += [(overviews, overviews * crops) for overviews in _OVERVIEWS for crops in _CROPS_PER_OVERVIEW]
         shares = {self.tokens(*pair): pair for pair in reversed(pairs)}  # where two are equal, the first counts
         object.__setattr__(self, "shares", dict(sorted(shares.items())))
 
-    def tokens(self, views: int, crops: int) -> int:
-        """Tokens of so many views and crops."""
-        return views * self.view + crops * self.crop
+    def tokens(self, overviews: int, crops: int) -> int:
+        """Tokens of so many overviews and crops."""
+        return overviews * self.overview + crops * self.crop
 
     def share(self, tokens: int) -> tuple[int, int]:
-        """Views and crops of the largest budget of at most `tokens`, or of the smallest of all."""
+        """Overviews and crops of the largest budget of at most `tokens`, or of the smallest of all."""
         return self.shares[max((size for size in self.shares if size <= tokens), default=min(self.shares))]
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
         del max_frames
-        views, crops = self.share(tokens)
+        overviews, crops = self.share(tokens)
         return Budget(
-            tokens=self.tokens(views, crops),
-            max_items=min(views, max_items),
-            max_segments=views + crops,
+            tokens=self.tokens(overviews, crops),
+            max_items=min(overviews, max_items),
+            max_segments=overviews + crops,
             max_segment_patches=self.longest,
             max_crops=crops,
         )
 
     def needed(self, load: Footprint) -> int | None:
         fitting = (
-            size for size, (views, crops) in self.shares.items() if load.patches <= views and load.crops <= crops
+            size
+            for size, (overviews, crops) in self.shares.items()
+            if load.patches <= overviews and load.crops <= crops
         )
         return next(fitting, None)

@@ -42,7 +42,7 @@ class Footprint(NamedTuple):
     longest: int
     """Longest attention segment, in patches."""
     crops: int = 0
-    """Rows of the second view's tensor, in towers that take one."""
+    """Rows of crops, in towers that take them."""
     pooled: int = 0
     """Rows that pooling over frames takes off, in towers that do so."""
 

@@ -1,20 +1,20 @@
-"""The states of a server, and which of them probes call ready and alive."""
+"""The states of a server, and which of them count as ready and as alive."""
 
 from enum import Enum
 
 
 class State(Enum):
-    """What a server does right now."""
+    """What a server is doing."""
 
     STARTING = "starting"
-    """Listening; the model is being read."""
+    """Listening; weights are being loaded."""
     WARMING = "warming"
-    """The model is there; graphs are captured and timed, forwards tried."""
+    """Weights are loaded; graphs are being captured and timed."""
     SERVING = "serving"
     DRAINING = "draining"
-    """Told to stop: first a lame duck that still serves, then only what is in flight goes on."""
+    """Shutting down: still serving for the lame-duck time, then only requests in flight."""
     FAILED = "failed"
-    """The engine ended, hangs, or cannot encode. A hang may end; until then nobody should come."""
+    """The engine ended, hangs or cannot encode. The server may recover from a hang."""
 
 
 _NEXT = {
@@ -27,33 +27,33 @@ _NEXT = {
 
 
 class Health:
-    """The state of one server. Used on the event loop only; others may read."""
+    """The state of one server. Written on the event loop only; any thread may read."""
 
     def __init__(self) -> None:
         self._state = State.STARTING
         self.reason = ""
-        """Why it failed; empty in every other state."""
+        """Why the state is FAILED; empty in other states."""
 
     @property
     def state(self) -> State:
-        """What the server does."""
+        """The current state."""
         return self._state
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests should come here."""
+        """Whether to send new requests to this server."""
         return self._state is State.SERVING
 
     @property
     def is_alive(self) -> bool:
-        """Whether waiting will help; if not, only a new process will."""
+        """Whether the process works; if not, an orchestrator may restart it."""
         return self._state is not State.FAILED
 
-    def become(self, state: State, reason: str = "") -> None:
-        """Change to `state`; to the state it is in already does nothing. Raises ValueError where that cannot be."""
+    def change(self, state: State, reason: str = "") -> None:
+        """Change to `state`, unless it is the current one. Raises ValueError if the current state does not allow it."""
         if state is self._state:
             return
         if state not in _NEXT[self._state]:
-            raise ValueError(f"a server that is {self._state.value} cannot become {state.value}")
+            raise ValueError(f"the state cannot change from {self._state.value} to {state.value}")
         self._state = state
         self.reason = reason if state is State.FAILED else ""

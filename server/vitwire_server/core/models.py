@@ -1,4 +1,4 @@
-"""What is told about the model that a server holds."""
+"""Description of the model that a server holds."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Geometry:
         return [full] if modality is Modality.VIDEO or full == single else [full, single]
 
     def crops(self, grid: Grid) -> Shape | None:
-        """The shape of an item's second view; None if an item of this grid has none."""
+        """The shape of an item's crops; None if an item of this grid has none."""
         del grid
         return None
 
@@ -78,19 +78,19 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class ClipGeometry(Geometry):
-    """Sizes of a tower of patches that is particular about the frames of a clip."""
+    """Sizes of a tower of patches that restricts the frames of a clip."""
 
     most_frames: int | None = None
     """Frames of a clip at most."""
     pooled: int = 1
-    """Frames that a clip's token is made of, whatever else it is: a clip has a multiple of so many; 0 for all."""
+    """Frames that a clip's token is made of; a clip has a multiple of so many; 0 for all."""
 
     @property
     def prunes(self) -> bool:
         return self.pooled == 1
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
-        # Not super(): a dataclass with slots is made anew, and is no longer the class that super() means.
+        # Not super(): slots=True creates a second class, which super() does not refer to.
         yield from Geometry.wrong(self, grid, modality)
         if self.most_frames is not None and grid.t > self.most_frames:
             yield "t", f"must be at most {self.most_frames} for this model, got {grid.t}"
@@ -103,18 +103,18 @@ class TileGeometry(Geometry):
     """Sizes of a tower that takes tiles of one size.
 
     A grid is (tiles, rows, columns): an image is one tile, or cut in rows x columns tiles beside which
-    one more may show all of it; every frame of a clip is a tile of its own. No row depends on the layout,
-    so (tiles, 1, 1) stands for tiles of a layout that is not known. A second view is either
-    those tiles, in another size than the one that shows everything (`crops_replace`), or everything
-    once more.
+    one more may show all of it; each frame of a clip is one tile. No row depends on the layout,
+    so (tiles, 1, 1) stands for tiles of an unknown layout. Crops are either
+    those tiles, in another size than the one that shows all of the image (`crops_replace`), or a second
+    copy of every tile.
     """
 
     tile: tuple[int, int] = (0, 0)
     """Height and width of a tile, in pixels."""
     crop: tuple[int, int] | None = None
-    """Height and width of a row of the second view; None if there is no such view."""
+    """Height and width of a crop; None if the tower takes none."""
     crops_replace: bool = False
-    """The tiles come as crops, and only the one that shows everything as pixels."""
+    """Pixels hold only the overview; the tiles come as crops."""
 
     @property
     def row(self) -> int:
@@ -162,7 +162,7 @@ class TileGeometry(Geometry):
 
 
 class Resizing(StrEnum):
-    """What the size follows from that an image is resized to before it is cut into patches."""
+    """How the target size is chosen that an image is resized to before it is cut into patches."""
 
     AREA = "area"
     """Its area: within the bounds, nearly in its own shape."""
@@ -175,7 +175,7 @@ class Resizing(StrEnum):
     MOST_TOKENS = "most_tokens"
     """The upper bound, met as closely as whole tokens allow, by rounding down."""
     OTHER = "other"
-    """In a way that clients do not know: they are told of no settings."""
+    """In a way that clients cannot follow: GetModel omits the settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Preprocessing:
     resizing: Resizing = Resizing.AREA
     crop_mean: tuple[float, ...] = ()
     crop_std: tuple[float, ...] = ()
-    """Normalisation of the second view; empty if it is that of the first."""
+    """Normalisation of crops; empty if it is that of the tiles."""
     tiling: Tiling | None = None
     """How images are cut, for towers that take tiles."""
     drops_transparency: bool = False

@@ -1,11 +1,11 @@
-"""How an image is brought to tiles of one size, as far as a client has to know."""
+"""How an image is cut into tiles of one size: what clients need to know."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class TilingRule(StrEnum):
-    """What the layout of an image's tiles follows from."""
+    """How the layout of an image's tiles is chosen."""
 
     STRETCH = "stretch"
     """One tile, to which the image is resized whatever its shape."""
@@ -18,11 +18,11 @@ class TilingRule(StrEnum):
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
     WINDOWS = "windows"
-    """Square windows over an image that is too large or too long for one view; each is resized to a crop."""
+    """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 
 
 class Overview(StrEnum):
-    """Where the tile comes that shows all of an image that was cut into several."""
+    """Position of the tile that shows the whole of an image that was cut into several."""
 
     NONE = "none"
     FIRST = "first"
@@ -31,7 +31,7 @@ class Overview(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Settings of the rule; a rule leaves those out that it has no use for."""
+    """Settings of the rule; those that a rule does not use keep their defaults."""
 
     rule: TilingRule
     tile: tuple[int, int]
@@ -48,7 +48,7 @@ class Tiling:
     max_side: int = 0
     """Larger images are resized to this longer side before anything else; 0 leaves them."""
     crop: tuple[int, int] | None = None
-    """Height and width of a row of the second view."""
+    """Height and width of a crop; None if the tower takes none."""
     crop_background: tuple[int, ...] = ()
     crop_resample: int | None = None
-    """Pillow's number of the second view's filter, if it is another one."""
+    """Pillow's number of the filter for crops, if it is another one."""

@@ -1,1 +1,1 @@
-"""Tiny whole models with random weights, and the `demo-checkpoint` command."""
+"""Demo models, which are tiny and random, for the `demo-checkpoint` command and tests."""

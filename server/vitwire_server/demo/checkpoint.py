@@ -1,16 +1,16 @@
-"""Tiny whole VLMs in hub layout: random weights of a fixed seed, for demos and tests."""
+"""The demo models by `model_type`, and the checkpoint of one: random weights of a fixed seed."""
 
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from vitwire_server.demo.packed import PACKED
-from vitwire_server.demo.raster import NAVIT
-from vitwire_server.demo.tiles import TILES
-from vitwire_server.demo.tiny import Tiny, write
+from vitwire_server.demo.demo_model import DemoModel, write
+from vitwire_server.demo.models.packed import PACKED
+from vitwire_server.demo.models.raster import RASTER
+from vitwire_server.demo.models.tiles import TILES
 
-_MODELS: Mapping[str, Tiny] = MappingProxyType({**PACKED, **TILES, **NAVIT})
+_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **RASTER})
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:

@@ -38,7 +38,7 @@ def plan_ascending(footprints: Sequence[Footprint], ladder: Ladder, max_items: i
 
 
 def _smallest(group: Sequence[int], footprints: Sequence[Footprint], ladder: Ladder) -> Budget | None:
-    """The smallest budget of enough tokens, and of enough views and crops where items have crops."""
+    """The smallest budget of enough tokens, and of enough overviews and crops where items have crops."""
     load = total([footprints[item] for item in group])
     return next(
         (

@@ -34,16 +34,16 @@ def _tiles(trace: Sequence[Footprint], longest: int) -> TileCapacities | None:
 
 
 def _crops(trace: Sequence[Footprint], longest: int) -> CropCapacities | None:
-    """Where an item has one view and any number of crops, whose tokens follow from two items that differ in them.
+    """Where an item has one overview and any number of crops, whose tokens follow from two items that differ in them.
 
-    Where none do, a view and a crop are taken to have as many tokens each.
+    Where none do, an overview and a crop are taken to have as many tokens each.
     """
     fewest, most = (choose(trace, key=lambda item: item.crops) for choose in (min, max))
     between = most.crops - fewest.crops
     crop = (most.tokens - fewest.tokens) // between if between else most.tokens // (1 + most.crops)
-    view = fewest.tokens - fewest.crops * crop
+    overview = fewest.tokens - fewest.crops * crop
     alike = (
-        item.patches == 1 and item.segments == 1 + item.crops and item.tokens == view + crop * item.crops
+        item.patches == 1 and item.segments == 1 + item.crops and item.tokens == overview + crop * item.crops
         for item in trace
     )
-    return CropCapacities(view, crop, longest) if view > 0 and crop > 0 and all(alike) else None
+    return CropCapacities(overview, crop, longest) if overview > 0 and crop > 0 and all(alike) else None

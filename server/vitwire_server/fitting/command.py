@@ -1,4 +1,4 @@
-"""`vitwire-server budgets`: a ladder fitted to a trace, and a judgement of one on another trace."""
+"""`vitwire-server budgets`: fit a ladder of budgets to a trace and evaluate it, on that trace or another."""
 
 import argparse
 import json
@@ -32,13 +32,13 @@ class Eager:
 
     @property
     def host_seconds(self) -> float:
-        """How long they hold the host, which serves nobody meanwhile."""
+        """Seconds that they block the host."""
         return self.launches * EAGER_HOST_SECONDS
 
 
 @dataclass(slots=True)
 class Score:
-    """What a way of packing did over a trace."""
+    """Results of a packing method on a trace."""
 
     real: int = 0
     computed: int = 0
@@ -47,11 +47,11 @@ class Score:
     per_budget: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Items and padded tokens by budget."""
     fallbacks: dict[Fallback, Eager] = field(default_factory=dict)
-    """Eager launches by the reason for them."""
+    """Eager launches by reason."""
 
     @property
     def padding(self) -> float:
-        """Share of computed tokens that no item asked for."""
+        """Share of padding among computed tokens."""
         return 1 - self.real / self.computed if self.computed else 0.0
 
     @property
@@ -61,19 +61,19 @@ class Score:
 
     @property
     def host_seconds(self) -> float:
-        """How long eager launches hold the host."""
+        """Seconds that eager launches block the host."""
         return sum(eager.host_seconds for eager in self.fallbacks.values())
 
     def document(self) -> dict[str, Any]:
-        """For the JSON document."""
+        """The results for the JSON document."""
         eager = {
             str(reason): {
-                "launches": own.launches,
-                "items": own.items,
-                "tokens": own.tokens,
-                "host_seconds": round(own.host_seconds, 6),
+                "launches": each.launches,
+                "items": each.items,
+                "tokens": each.tokens,
+                "host_seconds": round(each.host_seconds, 6),
             }
-            for reason, own in self.fallbacks.items()
+            for reason, each in self.fallbacks.items()
         }
         return {
             "padding": round(self.padding, 6),
@@ -84,7 +84,7 @@ class Score:
         }
 
     def add(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
-        """Count the batches of one queue."""
+        """Add the batches of one queue."""
         for batch in plan.batches:
             tokens = sum(footprints[item].tokens for item in batch.items)
             size = batch.budget.tokens if batch.budget else tokens
@@ -120,7 +120,7 @@ def _run(options: argparse.Namespace) -> int:
     weights = held_loads(trace, capacities, largest)
     sizes = optimal_ladder(weights, options.count, largest, ASSUMED)
     doubling = _ladder(powers_of_two(options.max_budget_tokens), capacities, options)
-    score, reference = _judge(judged, _ladder(sizes, capacities, options), doubling, options)
+    score, reference = _evaluate(judged, _ladder(sizes, capacities, options), doubling, options)
     _show(sizes, score, reference, options.queue_depth)
     gain = 1 - expected_seconds(weights, sizes, ASSUMED) / expected_seconds(
         weights, [budget.tokens for budget in doubling], ASSUMED
@@ -140,29 +140,29 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _judge(
+def _evaluate(
     trace: Sequence[Footprint], ladder: Ladder, doubling: Ladder, options: argparse.Namespace
 ) -> tuple[Score, Score]:
-    """Our planner on `ladder` and the reference on budgets that double, over queues of the depth asked for."""
+    """Scores of Vitwire's planner on `ladder` and of the reference on `doubling`, with queues of `--queue-depth`."""
     limits = Bounds(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
     planner = Planner(ladder, limits, without_graph=Fallback.GRAPHS_OFF)
-    ours, theirs = Score(), Score()
+    score, reference = Score(), Score()
     plans = options.plans.open("w", encoding="utf-8") if options.plans else None
     try:
         for number, queue in enumerate(queues(trace, options.queue_depth)):
             plan = planner.plan(queue)
-            ours.add(plan, queue)
-            theirs.add(plan_ascending(queue, doubling, options.max_items_per_batch), queue)
+            score.add(plan, queue)
+            reference.add(plan_ascending(queue, doubling, options.max_items_per_batch), queue)
             if plans:
                 _write(plans, number, plan)
     finally:
         if plans:
             plans.close()
-    return ours, theirs
+    return score, reference
 
 
 def _ladder(sizes: Iterable[int], capacities: Capacities, options: argparse.Namespace) -> Ladder:
-    """Budgets as a server makes them of these sizes."""
+    """The budgets that a server makes of these sizes."""
     return Ladder(tuple(sorted({_budget(capacities, size, options) for size in sizes})))
 
 
@@ -177,7 +177,7 @@ def _write(plans: TextIO, number: int, plan: Plan) -> None:
 
 
 def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> None:
-    from rich.console import Console  # noqa: PLC0415 - the judgement itself needs no table
+    from rich.console import Console  # noqa: PLC0415 - only for this output
     from rich.table import Table  # noqa: PLC0415 - as above
 
     items = sum(count for count, _ in score.per_budget.values())
@@ -188,7 +188,7 @@ def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> N
     console = Console(width=100)
     console.print(table)
     verdict = Table("packing", "padding", "launches", "eager", "host seconds of eager", "predicted seconds")
-    eager = Table("packing", "eager because", "launches", "items", "tokens", "host seconds")
+    eager = Table("packing", "reason for eager", "launches", "items", "tokens", "host seconds")
     for name, each in (("this ladder and planner", score), ("ascending on powers of two", reference)):
         counts = (str(each.launches), str(each.eager), f"{each.host_seconds:.2f}")
         verdict.add_row(name, f"{each.padding:.2%}", *counts, f"{each.seconds:.2f}")
@@ -218,21 +218,21 @@ def _plot(path: Path, tokens: Sequence[int], sizes: Sequence[int]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("vitwire-server budgets", description=__doc__)
     add = parser.add_argument
-    add("--trace", type=Path, required=True, help="recorded sizes to fit the ladder to (JSON lines)")
+    add("--trace", type=Path, required=True, help="trace to fit the ladder to, as written by serve --record-trace")
     add(
         "--merge-size",
         type=_positive,
         default=2,
-        help="side of the squares of patches that make a token, for lines without footprint",
+        help="merge size of the model, for lines of the trace without a footprint",
     )
-    add("--count", type=_positive, default=24, help="budgets at most")
+    add("--count", type=_positive, default=24, help="maximum number of budgets")
     add("--max-budget-tokens", type=_positive, default=4096, help="tokens of the largest budget")
-    add("--max-items-per-batch", type=_positive, default=64, help="items that share one forward")
-    add("--out", type=Path, help="write the ladder here, for serve --budgets FILE")
-    add("--plot", type=Path, help="write a plot of sizes and budgets here (PNG)")
-    add("--judge", type=Path, help="run the planner over this trace instead of the fitted one")
-    add("--queue-depth", type=_positive, default=1, help="items that wait together, in order of arrival")
-    add("--plans", type=Path, help="write one JSON line per batch here")
+    add("--max-items-per-batch", type=_positive, default=64, help="maximum items per forward")
+    add("--out", type=Path, help="write the ladder to this file, for serve --budgets FILE")
+    add("--plot", type=Path, help="write a plot of sizes and budgets to this file (PNG)")
+    add("--judge", type=Path, help="evaluate on this trace instead of the one fitted to")
+    add("--queue-depth", type=_positive, default=1, help="items queued together, in order of arrival")
+    add("--plans", type=Path, help="write one JSON line per batch to this file")
     return parser
 
 

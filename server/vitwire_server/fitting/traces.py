@@ -40,9 +40,9 @@ class TraceWriter:
         line = json.dumps({"t": round(time.monotonic() - self._start, 6), "items": sizes}).encode() + b"\n"
         try:
             if self._file.write(line) != len(line):
-                raise OSError("the line was cut short")
+                raise OSError("incomplete write")
         except OSError as error:
-            _log.error("recording to %s ends here: %s", self._file.name, error)
+            _log.error("stopped recording to %s: %s", self._file.name, error)
             self.close()
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ def read_trace(path: Path, merge: int) -> list[Footprint]:
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from error
     if not footprints:
-        raise TraceError(f"{path} holds no items")
+        raise TraceError(f"{path} has no items")
     return footprints
 
 
@@ -92,13 +92,13 @@ def _items(line: str, merge: int, where: str) -> Iterator[Footprint]:
 def _told(footprint: dict[str, int]) -> Footprint:
     told = Footprint(**{name: int(count) for name, count in footprint.items()})
     if min(told.patches, told.tokens, told.segments, told.longest) < 1 or min(told) < 0:
-        raise ValueError(f"a footprint of positive counts, not {footprint}")
+        raise ValueError(f"expected a footprint of positive counts, got {footprint}")
     return told
 
 
 def _footprint(grid: Grid, merge: int) -> Footprint:
     if min(grid) < 1 or not _divides(grid, merge):
-        raise ValueError(f"a grid of positive multiples of the merge size {merge}, not {list(grid)}")
+        raise ValueError(f"expected a grid of positive multiples of the merge size {merge}, got {list(grid)}")
     return _of(grid, merge)
 
 

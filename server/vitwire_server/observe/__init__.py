@@ -1,1 +1,1 @@
-"""Metrics, logs and progress: what an operator sees."""
+"""What an operator sees: metrics (`metrics/`), logs, traces and the status page."""

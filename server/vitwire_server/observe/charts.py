@@ -16,17 +16,17 @@ class Line:
 
     name: str
     style: str
-    """Class of the stroke: `first`, or `second`, which is dashed too."""
+    """CSS class: `first`, or `second`, which is dashed."""
     values: Sequence[float | None]
 
 
 def line_chart(title: str, unit: str, times: Sequence[float], span: float, lines: Sequence[Line]) -> str:
-    """Lines over the last `span` seconds, `times` being those of the values, the last one now."""
+    """Lines over the last `span` seconds; `times` are those of the values, the last one is now."""
     known = [value for line in lines for value in line.values if value is not None]
     top = nice(max(known, default=0.0))
-    told = ", ".join(f"{line.name} {_latest(line, unit)}" for line in lines)
+    latest = ", ".join(f"{line.name} {_latest(line, unit)}" for line in lines)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{title}, now: {told}")}">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{title}, now: {latest}")}">',
         *_axes(top, span),
     ]
     for line in lines:
@@ -40,7 +40,7 @@ def line_chart(title: str, unit: str, times: Sequence[float], span: float, lines
 
 
 def bar(first: float, second: float, most: float) -> str:
-    """A bar of two parts, as long as their sum is to `most`; the figures stand beside it."""
+    """A bar of two parts; its length is their sum relative to `most`."""
     scale = _BAR_WIDTH / most if most else 0.0
     width, rest = first * scale, second * scale
     return (
@@ -52,7 +52,7 @@ def bar(first: float, second: float, most: float) -> str:
 
 
 def nice(value: float) -> float:
-    """The next 1, 2 or 5 times a power of ten, at which an axis may end."""
+    """The next 1, 2 or 5 times a power of ten: the upper end of an axis."""
     if value <= 0:
         return 1.0
     power = 10.0 ** (ceil(log10(value)) - 1)
@@ -70,7 +70,7 @@ def _axes(top: float, span: float) -> Iterator[str]:
 
 
 def _runs(times: Sequence[float], values: Sequence[float | None]) -> Iterator[list[tuple[float, float]]]:
-    """Stretches without a gap."""
+    """The runs of values between gaps."""
     run: list[tuple[float, float]] = []
     for at, value in zip(times, values, strict=True):
         if value is not None:

@@ -1,7 +1,7 @@
 """The metrics port: `/metrics` for Prometheus, `/healthz` and `/livez` for probes, `/` for people.
 
-It has an event loop in a thread of its own, so that it answers while the server's event loop is busy and while the
-engine hangs. Connections cost neither a thread nor more than a bounded number of descriptors.
+Runs on an event loop and thread of its own, so that it answers while the server's event loop is busy or the engine
+hangs. The number of connections is bounded, and none takes a thread.
 """
 
 import asyncio
@@ -21,44 +21,44 @@ from vitwire_server.observe.page import page, policy
 from vitwire_server.observe.readings import History, Readings
 
 _SECONDS = 10.0
-"""A connection is closed after this time, whether its client is slow to ask or slow to read."""
+"""Time after which a connection is closed, whatever its state."""
 _HEADER_BYTES = 16 << 10
 _TOO_LARGE = b"HTTP/1.0 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n\r\n"
 _TEXT = "text/plain; charset=utf-8"
 
 
-class Answer(NamedTuple):
-    """What a path answers."""
+class Response(NamedTuple):
+    """The response of a path."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
 
 
-Routes = Mapping[str, Callable[[str], Answer]]
-"""By path; they are given the Accept header."""
+Routes = Mapping[str, Callable[[str], Response]]
+"""Handlers by path; the argument is the Accept header."""
 
 
 def _routes(registry: CollectorRegistry, history: History, health: Health) -> Routes:
     return {
         "/": lambda _: _document(page(Readings(registry), history.points, health)),
-        "/metrics": lambda accept: Answer(HTTPStatus.OK, *_exposition(registry, accept)),
-        "/healthz": lambda _: _verdict(health.is_ready, "not ready"),
-        "/livez": lambda _: _verdict(health.is_alive, "not alive"),
+        "/metrics": lambda accept: Response(HTTPStatus.OK, *_exposition(registry, accept)),
+        "/healthz": lambda _: _probe(health.is_ready, "not ready"),
+        "/livez": lambda _: _probe(health.is_alive, "not alive"),
     }
 
 
-def _document(text: str) -> Answer:
-    return Answer(HTTPStatus.OK, "text/html; charset=utf-8", text.encode())
+def _document(text: str) -> Response:
+    return Response(HTTPStatus.OK, "text/html; charset=utf-8", text.encode())
 
 
-def _verdict(is_well: bool, otherwise: str) -> Answer:
-    status = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
-    return Answer(status, _TEXT, b"ok\n" if is_well else f"{otherwise}\n".encode())
+def _probe(ok: bool, otherwise: str) -> Response:
+    status = HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE
+    return Response(status, _TEXT, b"ok\n" if ok else f"{otherwise}\n".encode())
 
 
 def _exposition(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
-    """Content type and body, in the format asked for, or in the plain one if that makes no sense."""
+    """Content type and body, in the format that `accept` asks for, else in plain text."""
     try:
         encode, content_type = choose_encoder(accept)
         return content_type, encode(registry)
@@ -67,46 +67,46 @@ def _exposition(registry: CollectorRegistry, accept: str) -> tuple[str, bytes]:
 
 
 class _Exchange(BaseHTTPRequestHandler):
-    """One request and its response, in memory: the standard library parses and formats them."""
+    """One request and its response in memory, parsed and formatted by the standard library."""
 
-    def __init__(self, routes: Routes, request: bytes) -> None:  # the base class's would take a socket
+    def __init__(self, routes: Routes, request: bytes) -> None:  # does not call the base class, which needs a socket
         self._routes = routes
         self.rfile = BytesIO(request)  # the base class only reads lines
         self.wfile = BytesIO()
         self.handle_one_request()
 
     @property
-    def response(self) -> bytes:
-        """Status, headers and body."""
+    def raw_response(self) -> bytes:
+        """Status line, headers and body."""
         return cast("BytesIO", self.wfile).getvalue()
 
     def do_GET(self) -> None:
         route = self._routes.get(self.path.partition("?")[0])
         if route:
-            self._answer(route(self.headers.get("Accept", "")))
+            self._respond(route(self.headers.get("Accept", "")))
         else:
-            self._answer(Answer(HTTPStatus.NOT_FOUND, _TEXT, f"{', '.join(self._routes)}\n".encode()))
+            self._respond(Response(HTTPStatus.NOT_FOUND, _TEXT, f"{', '.join(self._routes)}\n".encode()))
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def _answer(self, answer: Answer) -> None:
-        self.send_response(answer.status)
-        self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
+    def _respond(self, response: Response) -> None:
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
         self.send_header("Content-Security-Policy", policy())
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer.body)
+            self.wfile.write(response.body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's signature
-        """Scrapes are not worth a log line."""
+        """Do not log requests."""
 
 
 class _Connection(asyncio.Protocol):
-    """Answers one request and closes. `opened` holds all connections, oldest first; a new one may close the oldest."""
+    """Answers one request and closes. `opened` has all connections, oldest first; at the limit the oldest is closed."""
 
     def __init__(self, routes: Routes, opened: dict["_Connection", asyncio.Transport], most: int) -> None:
         self._routes = routes
@@ -124,15 +124,15 @@ class _Connection(asyncio.Protocol):
         self._opened[self] = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer once the header is whole; a body is not read."""
+        """Answer once the header is complete; a body is not read."""
         self._request += data
         if len(self._request) > _HEADER_BYTES:
             self._finish(_TOO_LARGE)
         elif b"\r\n\r\n" in self._request or b"\n\n" in self._request:
-            self._finish(_Exchange(self._routes, bytes(self._request)).response)
+            self._finish(_Exchange(self._routes, bytes(self._request)).raw_response)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the base class's signature
-        """Called by asyncio once, however the connection ended."""
+        """Called by asyncio once."""
         self._end.cancel()
         self._opened.pop(self, None)
 
@@ -142,12 +142,12 @@ class _Connection(asyncio.Protocol):
 
 
 class MetricsServer:
-    """Serves a registry and a server's health over HTTP, in a daemon thread."""
+    """Serves the metrics and the server's health over HTTP, on a thread of its own."""
 
     def __init__(self, registry: CollectorRegistry, health: Health, host: str, port: int, max_connections: int) -> None:
         """Bind; raises OSError if the address is taken. Port 0 takes a free one.
 
-        One connection more than `max_connections` closes the oldest, so that no crowd keeps a probe out.
+        A connection beyond `max_connections` closes the oldest one, so that probes always get through.
         """
         self._history = History(registry)
         self._routes = _routes(registry, self._history, health)
@@ -166,12 +166,12 @@ class MetricsServer:
         self._thread = Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Start the thread."""
         self._history.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the port."""
+        """Close the port and wait for the thread to end."""
         self._history.stop()
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
@@ -183,14 +183,15 @@ class MetricsServer:
     async def _serve(self) -> None:
         opened: dict[_Connection, asyncio.Transport] = {}
         most = self._max_connections
-        # A request is read three turns after its connection was accepted: by then, few others may have been accepted.
-        turn = max(1, most // 16)
+        # asyncio accepts up to `backlog` connections per loop iteration, and reads a request three iterations later:
+        # few others may be accepted in between, or they would close this connection.
+        burst = max(1, most // 16)
         server = await self._loop.create_server(
-            lambda: _Connection(self._routes, opened, most), sock=self._socket, backlog=turn
+            lambda: _Connection(self._routes, opened, most), sock=self._socket, backlog=burst
         )
-        self._socket.listen(socket.SOMAXCONN)  # asyncio asked for a queue of `turn`
+        self._socket.listen(socket.SOMAXCONN)  # asyncio set a queue of `burst`
         await self._stopping.wait()
         server.close()
         for transport in opened.values():
             transport.abort()
-        await asyncio.sleep(0)  # lets aborted connections close
+        await asyncio.sleep(0)  # let aborted connections close

@@ -1,4 +1,4 @@
-"""Log lines on stderr, as text or as one JSON object a line; of many that are alike only a few."""
+"""Log lines on stderr, as text or JSON; repeated lines are limited."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ _MOST_KINDS = 1000
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (RFC 3339, UTC), level, logger, message, request, trace, and the error if any."""
+    """One JSON object per line: time (RFC 3339, UTC), level, logger, message, request, trace and error."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Called by logging."""
@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line to read, with the request's id at its end."""
+    """A text line that ends with the request's id."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
@@ -47,25 +47,25 @@ class TextFormatter(logging.Formatter):
 
 
 def _request_id(record: logging.LogRecord) -> str:
-    """The request that a line is about: the record's own, as of the engine's thread, or the current task's."""
+    """The record's request id, as set by the engine thread, else that of the current task."""
     own: str = getattr(record, "request_id", "")
     return own or REQUEST_ID.get()
 
 
 @dataclass(slots=True)
 class _Window:
-    """Lines of one kind since `start`."""
+    """Counts of lines of one kind since `start`."""
 
     start: float
     shown: int = 0
-    left_out: int = 0
+    dropped: int = 0
 
 
-class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg] # to stderr, whatever that is
-    """Shows at most `most` lines of a kind in `seconds`, and then tells how many it left out.
+class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg] # to stderr
+    """Writes at most `most` lines of a kind in `seconds`, then a line with the number of dropped ones.
 
     A kind is a logger, a level, a message before its arguments are filled in, and the record's own `kind`
-    where it has one: all of them constants of the code, so there are only so many.
+    where it has one. All of these are constants in the code, so the number of kinds is bounded.
     """
 
     def __init__(self, most: int = _MOST, seconds: float = _SECONDS) -> None:
@@ -85,34 +85,34 @@ class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg] # to stde
         with self._counting:
             now = time.monotonic()
             window = self._windows.get(kind)
-            if len(self._windows) >= _MOST_KINDS:  # some other package's messages are no constants
-                self._windows = {each: held for each, held in self._windows.items() if held.left_out}
-            if window is None or (now - window.start >= self._seconds and not window.left_out):
+            if len(self._windows) >= _MOST_KINDS:  # messages of another package may not be constants
+                self._windows = {each: held for each, held in self._windows.items() if held.dropped}
+            if window is None or (now - window.start >= self._seconds and not window.dropped):
                 window = self._windows[kind] = _Window(now)
             if window.shown < self._most:
                 window.shown += 1
                 return True
-            window.left_out += 1
-            if window.left_out == 1:  # its timer tells the count, and closes the window
-                timer = Timer(max(0.0, window.start + self._seconds - now), self._tell, [kind, record])
+            window.dropped += 1
+            if window.dropped == 1:  # the timer reports the count and closes the window
+                timer = Timer(max(0.0, window.start + self._seconds - now), self._report, [kind, record])
                 timer.daemon = True
                 timer.start()
             return False
 
-    def _tell(self, kind: Hashable, example: logging.LogRecord) -> None:
+    def _report(self, kind: Hashable, example: logging.LogRecord) -> None:
         with self._counting:
-            count = self._windows.pop(kind).left_out
-        text = "%d more lines like this in %g s were left out, the first of them: %s"
+            count = self._windows.pop(kind).dropped
+        text = "%d more lines like this were dropped in %g s, the first: %s"
         arguments = (count, self._seconds, example.getMessage())
-        told = logging.LogRecord(example.name, example.levelno, "", 0, text, arguments, None)
+        summary = logging.LogRecord(example.name, example.levelno, "", 0, text, arguments, None)
         with self.lock or Lock():
-            super().emit(told)
+            super().emit(summary)
 
 
 def configure_logs(log_format: str, level: str) -> None:
-    """Send the server's log to stderr; other packages log warnings and errors only.
+    """Log to stderr; other packages log warnings and errors only.
 
-    In JSON, Python's own warnings and the traceback of an exception that nobody caught become log lines too.
+    In JSON, Python's warnings and tracebacks of uncaught exceptions become log lines too.
     """
     handler = LimitedHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
@@ -124,14 +124,14 @@ def configure_logs(log_format: str, level: str) -> None:
 
 
 def plain_line(text: str, log_format: str, level: str = "info") -> str:
-    """A line that is not a log line in text, such as "ready: …", in the format of the log."""
+    """A line such as "ready: …", plain in text format and a JSON object in JSON format."""
     if log_format != "json":
         return text
     return json.dumps(_json_line(time.time(), level, "vitwire_server", text), ensure_ascii=False)
 
 
 def message_of(line: bytes) -> str:
-    """The message of a line that a server wrote, in either format."""
+    """The message of a server's line in either format."""
     text = line.decode(errors="replace")
     if text.startswith("{"):
         with suppress(ValueError):

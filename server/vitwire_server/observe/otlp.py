@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry, sent to a collector over OTLP."""
+"""OpenTelemetry traces, sent to a collector over OTLP."""
 
 import os
 import time
@@ -19,7 +19,7 @@ from vitwire_server.release import release
 
 _CLOSE_SECONDS = 3.0
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Statuses that make a server's span an error, by OpenTelemetry's conventions for gRPC."""
+"""Statuses that count as errors of a server span in OpenTelemetry's conventions for gRPC."""
 
 
 class OtlpSpan:
@@ -33,23 +33,23 @@ class OtlpSpan:
         self.trace_id = format_trace_id(span.get_span_context().trace_id)
 
     def stage(self, name: str, start: float, seconds: float, attributes: Attributes) -> None:
-        """A child that began at `start` on the monotonic clock."""
+        """Record a child span that began at `start` on the monotonic clock."""
         began = round((self._epoch + start) * 1e9)
         child = self._tracer.start_span(name, self._parent, attributes=attributes, start_time=began)
         child.end(began + round(max(0.0, seconds) * 1e9))
 
     def end(self, code: str) -> None:
-        """The RPC ended with a status code of gRPC."""
+        """The RPC ended with this gRPC status code."""
         self._span.set_attribute("rpc.response.status_code", code)
         if code in _SERVER_FAULTS:
             self._span.set_status(Status(StatusCode.ERROR, code))
 
 
 class OtlpTracer:
-    """Sends spans to a collector in the background; `OTEL_` variables of its sampler, headers and so on hold."""
+    """Sends spans to a collector in the background; the SDK reads its `OTEL_` variables (sampler, headers, …)."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is host:port, or https://host:port for TLS; a collector that is away is tried again."""
+        """`endpoint` is host:port, or https://host:port for TLS; it need not be reachable yet."""
         attributes = {"service.version": release()}
         if "OTEL_SERVICE_NAME" not in os.environ:
             attributes["service.name"] = "vitwire-server"
@@ -61,7 +61,7 @@ class OtlpTracer:
 
     @contextmanager
     def rpc(self, service: str, method: str, headers: Mapping[str, str]) -> Iterator[OtlpSpan | None]:
-        """The span of an RPC, in the trace that `headers` (W3C) name; None where it is not sampled."""
+        """The span of an RPC in the trace of `headers` (W3C); None if it is not sampled."""
         attributes = {"rpc.system.name": "grpc", "rpc.method": f"{service}/{method}"}
         if name := REQUEST_ID.get():
             attributes["vitwire.request_id"] = name
@@ -76,7 +76,7 @@ class OtlpTracer:
             span.end()
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send remaining spans, for a few seconds at most."""
         closing = Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)

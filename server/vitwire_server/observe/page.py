@@ -1,6 +1,6 @@
-"""The status page: one self-contained document, made of the same metrics that Prometheus reads.
+"""The status page: one self-contained document made from the Prometheus metrics.
 
-It is whole without JavaScript; with it, the page asks for itself every two seconds and shows what came.
+It works without JavaScript; with it, the page refreshes itself every two seconds.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def _asset(name: str) -> str:
 
 @cache
 def policy() -> str:
-    """The Content-Security-Policy of the page: its own style and script, requests to itself, nothing else."""
+    """The Content-Security-Policy: only the page's own style and script, and requests to itself."""
     style, script = (_hash(_asset(name)) for name in ("page.css", "page.js"))
     allowed = f"style-src {style}; script-src {script}; connect-src 'self'"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -36,7 +36,7 @@ def _hash(text: str) -> str:
 
 
 def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
-    """The document."""
+    """The page as HTML."""
     model = readings.info("vitwire_model_info")
     name = escape(model.get("model", "no model yet"))
     body = "".join(
@@ -46,7 +46,7 @@ def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
             *_charts(points),
             _ladder(readings),
             _counts("Fallbacks", "Items that ran eagerly, by reason", _fallbacks(readings)),
-            _counts("Turned away", "Requests and items that were not served, by reason", _turned_away(readings)),
+            _counts("Rejected", "Requests and items that were not served, by reason", _rejected(readings)),
             _facts("Cache", _cache(readings)),
             _facts("Served", _served(readings)),
             _facts("Model", _model(model, readings)),
@@ -58,8 +58,8 @@ def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name} \u2013 Vitwire</title><style>{_asset('page.css')}</style></head><body>"
         f"<main>{body}</main>"
-        '<footer><p><label hidden><input type="checkbox" id="live" checked> renew every '
-        f'{EVERY_SECONDS:g} s</label> <span id="told" role="status"></span></p></footer>'
+        '<footer><p><label hidden><input type="checkbox" id="live" checked> refresh every '
+        f'{EVERY_SECONDS:g} s</label> <span id="status" role="status"></span></p></footer>'
         f"<script>{_asset('page.js')}</script></body></html>"
     )
 
@@ -81,7 +81,7 @@ def _charts(points: Sequence[Point]) -> list[str]:
     requests = [Line("requests", "first", [each.requests for each in points])]
     latency = [
         Line("median", "first", [_milliseconds(each.median) for each in points]),
-        Line("p95", "second", [_milliseconds(each.slow) for each in points]),
+        Line("p95", "second", [_milliseconds(each.p95) for each in points]),
     ]
     return [
         _section("Queue, items", line_chart("Items in the queue", "", times, KEPT_SECONDS, queued)),
@@ -122,7 +122,7 @@ def _ladder(readings: Readings) -> str:
     head = "".join(f'<th scope="col">{each}</th>' for each in ("budget, tokens", "hits", "replays", "padding"))
     keys = f"tokens computed: {_key('first', 'real')} {_key('second', 'padding')}"
     table = (
-        "<table><caption>Items that hit each captured budget, and what of its tokens was padding</caption>"
+        "<table><caption>Items and padding of each captured budget</caption>"
         f'<thead><tr>{head}<th scope="col" class="bars">{keys}</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
     return _section("Ladder", table, wide=True)
@@ -137,7 +137,7 @@ def _fallbacks(readings: Readings) -> dict[str, float]:
     return {_words(k): v for k, v in readings.by("vitwire_eager_fallbacks_total", "reason").items()}
 
 
-def _turned_away(readings: Readings) -> dict[str, float]:
+def _rejected(readings: Readings) -> dict[str, float]:
     refused = {f"full: {k}": v for k, v in readings.by("vitwire_rejected_total", "reason").items()}
     codes = readings.by("vitwire_requests_total", "code")
     failed = {_words(code): count for code, count in sorted(codes.items()) if code != "OK"}

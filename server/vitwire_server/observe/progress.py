@@ -10,6 +10,6 @@ T = TypeVar("T")
 
 
 def progress(items: Iterable[T], description: str, total: int) -> Iterable[T]:
-    """Yield `items` under a progress bar; silent where stderr is no terminal, as in a log."""
+    """Yield `items` under a progress bar; shown only on a terminal."""
     console = Console(stderr=True)
     return track(items, description, total, console=console, disable=not console.is_terminal)

@@ -1,4 +1,4 @@
-"""What the metrics say at one moment, and how that changed over the last minutes."""
+"""Snapshots of the metrics, and their history over the last minutes, for the status page."""
 
 import time
 from collections import deque
@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry
 EVERY_SECONDS = 2.0
 KEPT_SECONDS = 300.0
 _METHODS = ("Encode", "EncodeStream")
-"""RPCs that carry items: what latency is told of."""
+"""RPCs with items, whose latency is shown."""
 Labels = Mapping[str, str]
 
 
 class Readings:
-    """The samples of a registry, read at once."""
+    """A snapshot of all samples of a registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.time = time.time()
@@ -26,7 +26,7 @@ class Readings:
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the samples that have these labels; 0 without any."""
+        """The sum of the samples with these labels; 0 without any."""
         return sum(value for own, value in self._samples.get(name, []) if labels.items() <= own.items())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
@@ -38,13 +38,13 @@ class Readings:
         return sums
 
     def info(self, name: str) -> Labels:
-        """The labels of a metric that has one sample; empty before it has."""
+        """The labels of a metric's only sample; empty before it is set."""
         found = self._samples.get(name)
         return found[0][0] if found else {}
 
     @property
     def latencies(self) -> dict[float, float]:
-        """RPCs with items that took at most so many seconds, by the histogram's bounds, ascending."""
+        """Number of RPCs with items by upper bound of seconds, cumulative and ascending."""
         sums: dict[float, float] = {}
         for method in _METHODS:
             for bound, count in self.by("vitwire_request_seconds_bucket", "le", method=method).items():
@@ -54,23 +54,23 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A few seconds of the past."""
+    """A few seconds of history."""
 
     time: float
     queued: float
-    """Items that waited at its end."""
+    """Items waiting at the end."""
     requests: float
-    """RPCs with items that ended, per second."""
+    """Completed RPCs with items per second."""
     median: float | None
-    """Seconds that half of them took at most; None without any."""
-    slow: float | None
-    """Seconds that 95 of 100 of them took at most."""
+    """Median seconds of these RPCs; None without any."""
+    p95: float | None
+    """95th percentile of their seconds."""
 
 
 def quantile(counts: Mapping[float, float], share: float) -> float | None:
-    """The bound that `share` stays below, by cumulative counts up to ascending bounds; None without any count.
+    """The quantile `share` from cumulative counts by ascending bound; None without counts.
 
-    Within a bucket values are taken to be evenly spread; beyond the last finite bound they are that bound.
+    Interpolates linearly within a bucket; beyond the last finite bound, returns that bound.
     """
     total = max(counts.values(), default=0.0)
     if not total:
@@ -85,7 +85,7 @@ def quantile(counts: Mapping[float, float], share: float) -> float | None:
 
 
 def point(before: Readings, after: Readings) -> Point:
-    """What happened between two readings."""
+    """The history between two snapshots."""
     earlier = before.latencies
     counts = {bound: count - earlier.get(bound, 0.0) for bound, count in after.latencies.items()}
     ended = max(counts.values(), default=0.0)
@@ -94,12 +94,12 @@ def point(before: Readings, after: Readings) -> Point:
         queued=after.total("vitwire_queue_items"),
         requests=ended / max(after.time - before.time, 1e-3),
         median=quantile(counts, 0.5),
-        slow=quantile(counts, 0.95),
+        p95=quantile(counts, 0.95),
     )
 
 
 class History:
-    """Reads a registry every two seconds, in a daemon thread, and keeps five minutes of it."""
+    """Takes a snapshot every two seconds, on a thread of its own, and keeps five minutes of them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -109,15 +109,15 @@ class History:
 
     @property
     def points(self) -> Sequence[Point]:
-        """The past, oldest first."""
+        """The history, oldest first; any thread may read it."""
         return list(self._points)
 
     def start(self) -> None:
-        """Read from now on."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Read no more."""
+        """Stop the thread."""
         self._stopping.set()
 
     def _run(self) -> None:

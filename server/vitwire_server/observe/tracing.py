@@ -1,6 +1,6 @@
-"""What is told about an RPC while it runs: its stages to a trace, its id to logs and exemplars.
+"""Traces of RPCs: the current span, and the stages recorded in it.
 
-Without an endpoint nothing is traced, and OpenTelemetry is not even imported.
+Without an endpoint nothing is traced and OpenTelemetry is not imported.
 """
 
 import time
@@ -16,34 +16,34 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 class Span(Protocol):
-    """An RPC in a trace that is recorded."""
+    """The recorded span of an RPC."""
 
     trace_id: str
     """32 hex digits."""
 
     def stage(self, name: str, start: float, seconds: float, attributes: Attributes) -> None:
-        """A child that began at `start` on the monotonic clock."""
+        """Record a child span that began at `start` on the monotonic clock."""
         ...
 
     def end(self, code: str) -> None:
-        """The RPC ended with a status code of gRPC."""
+        """The RPC ended with this gRPC status code."""
         ...
 
 
 class Tracer(Protocol):
-    """Opens the span of an RPC, and makes it `SPAN` for the time of the block."""
+    """Opens the span of an RPC and sets `SPAN` to it within the block."""
 
     def rpc(self, service: str, method: str, headers: Mapping[str, str]) -> AbstractContextManager[Span | None]:
-        """None where the trace that `headers` (W3C) belong to is not sampled."""
+        """None if the trace of `headers` (W3C) is not sampled."""
         ...
 
 
 SPAN: ContextVar[Span | None] = ContextVar("span", default=None)
-"""Of the RPC that the current task serves; None outside of one and where it is not recorded."""
+"""Span of the current task's RPC; None outside of RPCs and if it is not recorded."""
 
 
 def trace_item(index: int, outcome: Outcome, sending: float) -> None:
-    """Item `index` was sent just now, in `sending` seconds: add its stages to the current span."""
+    """Add the stages of item `index`, sent just now in `sending` seconds, to the current span."""
     span = SPAN.get()
     if span is None:
         return
@@ -59,7 +59,7 @@ def trace_item(index: int, outcome: Outcome, sending: float) -> None:
 
 
 def _trace_batch(span: Span, report: ItemReport, attributes: Attributes) -> None:
-    """The stages up to the rows; on CUDA they overlap with those of other batches, and execution with copying."""
+    """The stages of the item's batch; on CUDA they overlap with those of other batches."""
     if report.timings is None:
         return
     start, timings = report.started, report.timings
@@ -70,7 +70,7 @@ def _trace_batch(span: Span, report: ItemReport, attributes: Attributes) -> None
 
 
 def exemplar() -> dict[str, str]:
-    """What leads from a histogram's bucket to the request: its trace, or its id in the log."""
+    """Exemplar of a histogram: the request's trace id, or its request id."""
     if span := SPAN.get():
         return {"trace_id": span.trace_id}
     return {"request_id": name} if (name := REQUEST_ID.get()) else {}

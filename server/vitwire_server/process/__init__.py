@@ -1,1 +1,1 @@
-"""The life of a server process: loading, serving, health, signals, and the supervisor."""
+"""A server process: start, load, serve, drain; and the supervisor of several."""

@@ -1,6 +1,6 @@
-"""A byte a second from a server's event loop to its supervisor, through a pipe that the server inherits.
+"""Heartbeats: one byte a second from a server's event loop to its supervisor, through an inherited pipe.
 
-It needs no port, no certificate and no output, and stops when the process is stopped or its event loop hangs.
+They need no port, certificate or output, and stop when the process is stopped or its event loop is blocked.
 """
 
 import asyncio
@@ -8,17 +8,17 @@ import os
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 VARIABLE = "VITWIRE_HEARTBEAT_FD"
 """Set by the supervisor for its children: the descriptor to write to."""
 SECONDS = 1.0
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 T = TypeVar("T")
 
 
 def inherited() -> int | None:
-    """The pipe to the supervisor, taken out of the environment; None in a process that has no supervisor."""
+    """The pipe to the supervisor, removed from the environment; None without a supervisor."""
     descriptor = os.environ.pop(VARIABLE, "")
     if not descriptor.isdigit():
         return None
@@ -27,8 +27,8 @@ def inherited() -> int | None:
     return int(descriptor)
 
 
-async def with_heartbeat(descriptor: int | None, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, with a heartbeat meanwhile if there is a supervisor."""
+async def with_heartbeat(descriptor: int | None, work: Coroutine[object, None, T]) -> T:
+    """Await `work`, sending heartbeats meanwhile if there is a supervisor."""
     beating = asyncio.create_task(_beat(descriptor)) if descriptor is not None else None
     try:
         return await work
@@ -45,8 +45,8 @@ async def _beat(descriptor: int) -> None:
             await asyncio.sleep(SECONDS)
 
 
-class Pulse:
-    """The supervisor's end: a pipe whose other end the child inherits, and how long it has been silent."""
+class HeartbeatMonitor:
+    """The supervisor's end: a pipe whose write end the child process inherits, and the time without heartbeats."""
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe()
@@ -54,15 +54,15 @@ class Pulse:
         self._began = False
         self._silent = 0.0
 
-    def started(self) -> None:
-        """The child has its end now."""
+    def child_started(self) -> None:
+        """The child process has inherited its end: close it here."""
         os.close(self.write_end)
 
-    async def silence(self, pid: int, seconds: float) -> str:
-        """Return once the child was silent for so long, with what it did instead.
+    async def wait_for_silence(self, pid: int, seconds: float) -> str:
+        """Wait until there was no heartbeat for `seconds`; returns what was wrong.
 
-        Before its first heartbeat, while modules are imported, only a process that is stopped counts as silent.
-        Time is counted by waking up, so that none passes while this process itself is stopped or starved.
+        Before the first heartbeat, while modules are imported, only a stopped process counts as silent. Seconds are
+        counted by wake-ups, so none are counted while the supervisor itself is stopped or starved.
         """
         while True:
             await asyncio.sleep(SECONDS)
@@ -74,18 +74,18 @@ class Pulse:
                 return "was stopped (SIGSTOP)" if stopped else "did not respond"
 
     def close(self) -> None:
-        """Close the supervisor's end."""
+        """Close the read end."""
         os.close(self._read_end)
 
     def _received(self) -> bool:
         try:
-            return bool(os.read(self._read_end, _MOST_BYTES))
+            return bool(os.read(self._read_end, _MAX_BYTES))
         except BlockingIOError:
             return False
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether job control or a debugger stopped the process; where /proc is missing nobody knows."""
+    """Whether job control or a debugger stopped the process; False without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""From settings to a tower with its graphs, ready to run."""
+"""Load a model: from settings to an engine that can encode."""
 
 import logging
 import time
@@ -18,13 +18,13 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.release import release
-from vitwire_server.runtime.attention.choice import Choice, choose
+from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, Simulated
-from vitwire_server.runtime.lanes import CudaLanes, HostLanes, Lanes
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, load_tower, open_checkpoint
@@ -36,28 +36,30 @@ _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
 _POOL_BYTES_PER_VALUE = 20
-"""Bytes of a graph's intermediates per patch and hidden column: 20-25 KB a patch at 1152 columns."""
+"""Estimated bytes of a graph's intermediates per patch and hidden column; measured 20-25 KB per patch at 1152."""
 _WARM_UP_TOKENS = 16
 _DENSE = "sdpa"
-"""What attention of towers without segments is called."""
+"""The only backend for towers without segments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Assembly:
-    """A model that can encode: the engine, how to pack for it, and what to tell of it."""
+class LoadedModel:
+    """A model that is ready to encode: its engine, its planner and its description."""
 
     engine: Engine
     planner: Planner
     card: ModelCard
     tower: Tower
     canary: Item
-    """Small, and known to encode."""
+    """A small item that was encoded successfully."""
 
 
-def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[], None] = lambda: None) -> Assembly:
+def load_model(
+    settings: ServeSettings, metrics: Metrics, on_weights_loaded: Callable[[], None] = lambda: None
+) -> LoadedModel:
     """Load the tower, capture its graphs and time them. Raises CheckpointError or UsageError.
 
-    `loaded_all` is called between the two.
+    `on_weights_loaded` is called before capture. Everything runs on the caller's thread.
     """
     device = _device(settings.device)
     mode = _mode(settings.graphs, device)
@@ -68,13 +70,13 @@ def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[],
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
     tower = loaded.tower
-    loaded_all()
+    on_weights_loaded()
     attention = _attention(settings, tower, captured=mode == "cuda")
-    lanes: Lanes = CudaLanes(device) if device.type == "cuda" else HostLanes()
+    streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
-        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, lanes), metrics)
+        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, streams), metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
-    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), lanes, hot)
+    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
@@ -98,7 +100,7 @@ def assemble(settings: ServeSettings, metrics: Metrics, loaded_all: Callable[[],
     reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
     dropped = Ladder(tuple(sorted(graphs.dropped)))
     planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
-    return Assembly(engine, planner, card, tower, canary)
+    return LoadedModel(engine, planner, card, tower, canary)
 
 
 def _device(name: str) -> torch.device:
@@ -116,31 +118,35 @@ def _device(name: str) -> torch.device:
 def _mode(graphs: str, device: torch.device) -> str:
     """cuda, simulated or off."""
     if graphs == "cuda" and device.type != "cuda":
-        raise UsageError(f"--graphs cuda: {device} has no CUDA graphs; simulated ones run anywhere")
+        raise UsageError(
+            f"--graphs cuda: {device} has no CUDA graphs; use a CUDA device, or --graphs simulated for tests"
+        )
     if graphs == "auto":
         return "cuda" if device.type == "cuda" else "off"
     return graphs
 
 
 def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
-    """Choose what attends within segments, and fuse the blocks around it; tiles attend densely, as torch does."""
+    """Choose the attention backend and fuse the blocks around it; returns its name. Tile towers always use SDPA."""
     if not tower.segmented:
         if settings.attention_backend not in ("auto", _DENSE):
-            raise UsageError(f"--attention-backend: tiles attend through {_DENSE}, {settings.attention_backend} cannot")
+            raise UsageError(f"--attention-backend {settings.attention_backend}: tile towers support only {_DENSE}")
         return _DENSE
     try:
-        choice = choose(settings.attention_backend, tower.device, tower.dtype, *tower.heads, captured=captured)
+        selection = select(
+            settings.attention_backend, tower.device, tower.dtype, *tower.attention_heads, captured=captured
+        )
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
-    tower.use_attention(choice.implementation)
+    tower.use_attention(selection.implementation)
     if settings.compile == "auto" and tower.device.type == "cuda":
-        _fuse(tower, choice)
-    return choice.name
+        _fuse(tower, selection)
+    return selection.name
 
 
-def _fuse(tower: Tower, attention: Choice) -> None:
+def _fuse(tower: Tower, attention: Selection) -> None:
     if fault := triton_fault():
-        _log.warning("blocks are not fused, which costs speed: %s", fault)
+        _log.warning("blocks are not fused, which is slower: %s", fault)
         return
     from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
 
@@ -148,20 +154,20 @@ def _fuse(tower: Tower, attention: Choice) -> None:
 
 
 def _compiles(setting: str, tower: Tower) -> bool:
-    """Whether hot shapes are compiled: on CPU, by default where it pays, which is in bfloat16."""
+    """Whether to compile frequent shapes: on CPU only, by default only for bfloat16, where it helps."""
     wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
     if not wanted or tower.device.type != "cpu":
         return False
     if fault := cxx_fault():
-        _log.warning("hot shapes are not compiled, which costs speed: %s", fault)
+        _log.warning("frequent shapes are not compiled, which is slower: %s", fault)
     return not fault
 
 
 def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
-    """The budgets asked for, or inferred ones as far as `--graph-memory` goes."""
+    """The budgets of `--budgets`; with auto, as many as fit in `--graph-memory`."""
     if mode == "off":
         if settings.budgets != "auto":
-            _log.warning("--budgets %s is not used: there are no graphs on %s", settings.budgets, tower.device)
+            _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
         return Ladder()
     sizes = settings.budget_sizes
     if sizes is None:
@@ -173,16 +179,16 @@ def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
 
 
 def _bytes_per_token(tower: Tower) -> int:
-    """Estimated memory of the largest budget per token: static buffers, and the shared pool."""
+    """Estimated memory per token of the largest budget: static buffers and the shared pool."""
     geometry = tower.geometry
-    heads, head_dim = tower.heads
+    heads, head_dim = tower.attention_heads
     columns = geometry.columns(frames=geometry.temporal)
     patch = columns * tower.dtype.itemsize + heads * head_dim * _POOL_BYTES_PER_VALUE
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
 
 
-def _recorder(mode: str, lanes: Lanes) -> Recorder:
-    return CudaRecorder(lanes.compute) if mode == "cuda" and isinstance(lanes, CudaLanes) else Simulated()
+def _recorder(mode: str, streams: Streams) -> Recorder:
+    return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
 
 
 def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
@@ -192,7 +198,8 @@ def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics)
     before = torch.cuda.memory_reserved(tower.device) if tower.device.type == "cuda" else 0
     graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
     reserved = torch.cuda.memory_reserved(tower.device) - before if tower.device.type == "cuda" else graphs.nbytes
-    metrics.graphs_captured(graphs.ladder, len(graphs.dropped), time.perf_counter() - start, reserved)
+    metrics.model.captured(len(graphs.ladder), len(graphs.dropped), time.perf_counter() - start, reserved)
+    metrics.engine.graphs_captured(graphs.ladder)
     return graphs
 
 
@@ -200,7 +207,7 @@ def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphS
     start = time.perf_counter()
     costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
     _log.info(
-        "timed %d budgets in %.1f s; eager costs %.2f ms + %.2f us a token, at least %.2f ms",
+        "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token, at least %.2f ms",
         len(costs.measured),
         time.perf_counter() - start,
         1e3 * costs.eager_fixed,
@@ -211,7 +218,7 @@ def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphS
 
 
 def _limits(settings: ServeSettings, tower: Tower) -> Limits:
-    """The largest message is, unless set, the largest item there may be, in float32."""
+    """Limits of requests; by default a message may be as large as the largest item in float32."""
     columns = tower.geometry.columns(frames=tower.geometry.temporal)
     largest = settings.max_patches_per_item * columns * _FLOAT32_BYTES + _MIB
     return Limits(
@@ -224,9 +231,9 @@ def _limits(settings: ServeSettings, tower: Tower) -> Limits:
 
 
 def _warm_up(engine: Engine, tower: Tower) -> Item:
-    """One eager forward, so that no request pays for lazy set-up; and a check of what it returns. Its item.
+    """Run one eager forward, so that no request pays for lazy initialisation; returns its item.
 
-    Raises CheckpointError if the rows are not what the configuration promises.
+    Raises CheckpointError if the rows do not have the shape that the configuration says.
     """
     (item,) = sample_items(tower, tower.samples(_WARM_UP_TOKENS, 1))
     (result,) = engine.launch([item], None).collect().results
@@ -234,12 +241,12 @@ def _warm_up(engine: Engine, tower: Tower) -> Item:
         raise CheckpointError(f"the warm-up forward failed: {result}")
     expected = (item.footprint.rows, tower.geometry.width)
     if result.shape != expected:
-        raise CheckpointError(f"the tower returns rows {result.shape}, its configuration promises {expected}")
+        raise CheckpointError(f"the tower returns rows of shape {result.shape}, its configuration says {expected}")
     return item
 
 
 def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None:
-    metrics.model_loaded(
+    metrics.model.loaded(
         model=card.model_id,
         model_type=card.model_type,
         dtype=card.dtype.label,

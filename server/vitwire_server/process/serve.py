@@ -1,4 +1,4 @@
-"""One server process from start to drained: load, serve, lame duck, stop."""
+"""One server process: load the model, serve, drain, stop."""
 
 import asyncio
 import logging
@@ -19,8 +19,8 @@ from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.process.descriptors import metrics_connections, raise_limit, rpc_connections
-from vitwire_server.process.life import EngineThread, Life
-from vitwire_server.process.loading import Assembly, assemble
+from vitwire_server.process.lifecycle import EngineThread, Lifecycle
+from vitwire_server.process.loading import LoadedModel, load_model
 from vitwire_server.process.signals import on_signals
 from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.certificates import Certificates
@@ -44,18 +44,18 @@ _EXIT_SECONDS = 10.0
 
 
 async def serve(settings: ServeSettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. A second signal ends at once.
+    """Serve until SIGTERM or SIGINT; returns the exit code. A second signal kills the process.
 
     Raises CheckpointError, UsageError, or OSError if a port is taken.
     """
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
     metrics = Metrics()
-    metrics.admits(settings.max_queued_items, settings.max_queued_bytes)
+    metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
     health = Health()
     slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes, settings.idle_seconds)
-    service = EncoderService(metrics, health, slots, settings.idle_seconds)
+    service = EncoderService(metrics.rpc, health, slots, settings.idle_seconds)
     pages = _pages(settings, metrics, health)
     tracer = _tracer(settings)
     rpc = RpcServer(
@@ -69,9 +69,9 @@ async def serve(settings: ServeSettings) -> int:
     if pages:
         pages.start()
     metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
-    _tell(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
+    _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
     try:
-        return await _until_stopped(settings, metrics, service, Life(health, rpc), trace, stopping)
+        return await _until_stopped(settings, metrics, service, Lifecycle(health, rpc), trace, stopping)
     finally:
         await rpc.stop(0)
         if pages:
@@ -83,7 +83,7 @@ async def serve(settings: ServeSettings) -> int:
 
 
 def _listen(settings: ServeSettings) -> Listen:
-    """Raises UsageError over files of certificates and tokens that cannot be used."""
+    """Where and how to listen. Raises UsageError for unusable certificate or token files."""
     cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
     try:
         certificates = Certificates(cert, key, settings.tls_client_ca) if cert and key else None
@@ -115,7 +115,7 @@ def _pages(settings: ServeSettings, metrics: Metrics, health: Health) -> Metrics
 def _tracer(settings: ServeSettings) -> "OtlpTracer | None":
     if not settings.otlp_endpoint:
         return None
-    from vitwire_server.observe.otlp import OtlpTracer  # noqa: PLC0415 - only those who trace pay for the import
+    from vitwire_server.observe.otlp import OtlpTracer  # noqa: PLC0415 - slow import, needed only for tracing
 
     return OtlpTracer(settings.otlp_endpoint)
 
@@ -131,57 +131,57 @@ async def _until_stopped(
     settings: ServeSettings,
     metrics: Metrics,
     service: EncoderService,
-    life: Life,
+    lifecycle: Lifecycle,
     trace: TraceWriter | None,
     stopping: asyncio.Event,
 ) -> int:
-    loading = _in_daemon(lambda: assemble(settings, metrics, life.warm))
-    await _first(loading, stopping.wait())
+    loading = _in_daemon_thread(lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe))
+    await _any_of(loading, stopping.wait())
     if loading.cancelled():
         return 0
     try:
-        assembly = loading.result()
+        model = loading.result()
     except (CheckpointError, UsageError):
         raise
-    except Exception as error:  # a file that is broken in a way nobody thought of
+    except Exception as error:  # a broken file may fail in any way
         _log.debug("loading failed", exc_info=True)
         raise CheckpointError(f"{settings.model} cannot be served: {error!r}") from error
-    (batch,) = assembly.planner.plan([assembly.canary.footprint]).batches
-    canary = Canary(assembly.canary, batch, settings.canary_seconds)
-    scheduler = Scheduler(assembly.engine, assembly.planner, metrics, canary=canary)
+    (batch,) = model.planner.plan([model.canary.footprint]).batches
+    canary = Canary(model.canary, batch, settings.canary_seconds)
+    scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary)
     engine = EngineThread(scheduler)
     engine.start()
-    service.serving = _serving(settings, metrics, assembly, scheduler.intake, trace)
-    await life.become(State.SERVING)
-    card = assembly.card
-    _tell(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
-    watching = asyncio.create_task(life.watch(scheduler, settings.wedge_seconds))
-    await _first(stopping.wait(), engine.ended.wait())
+    service.serving = _serving(settings, metrics, model, scheduler.intake, trace)
+    await lifecycle.set_state(State.SERVING)
+    card = model.card
+    _print(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
+    watching = asyncio.create_task(lifecycle.watch_engine(scheduler, settings.wedge_seconds))
+    await _any_of(stopping.wait(), engine.ended.wait())
     watching.cancel()
     if not engine.ended.is_set():
-        await life.drain()
-        _log.info("draining: not ready from now on, %g s of lame duck", settings.lame_duck_seconds)
-        await _first(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
+        await lifecycle.start_draining()
+        _log.info("draining: readiness is off; serving for another %g s", settings.lame_duck_seconds)
+        await _any_of(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
     if engine.ended.is_set():
-        await life.become(State.FAILED, "the engine stopped")
+        await lifecycle.set_state(State.FAILED, "the engine stopped")
     await service.drain(settings.drain_seconds)
-    await life.end()
+    await lifecycle.close_ports()
     scheduler.intake.close()
-    await _first(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
+    await _any_of(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
     return int(engine.failed)
 
 
 def _serving(
-    settings: ServeSettings, metrics: Metrics, assembly: Assembly, intake: Intake, trace: TraceWriter | None
+    settings: ServeSettings, metrics: Metrics, model: LoadedModel, intake: Intake, trace: TraceWriter | None
 ) -> Serving:
-    card = assembly.card
-    admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admitted_changed)
-    single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache_changed), metrics)
-    return Serving(card, Codec(card, assembly.tower.footprint), intake, admission, single_flight, trace)
+    card = model.card
+    admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
+    single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache.changed), metrics.cache)
+    return Serving(card, Codec(card, model.tower.footprint), intake, admission, single_flight, trace)
 
 
-def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `call` in a thread that does not keep the process from exiting."""
+def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `call` in a daemon thread, which does not keep the process from exiting."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -197,26 +197,26 @@ def _in_daemon(call: Callable[[], T]) -> asyncio.Future[T]:
         outcome: T | Exception
         try:
             outcome = call()
-        except Exception as error:  # noqa: BLE001 - the future's owner gets whatever it was
+        except Exception as error:  # noqa: BLE001 - raised again by the future
             outcome = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: the process is about to exit
             loop.call_soon_threadsafe(settle, outcome)
 
     Thread(target=run, name="loading", daemon=True).start()
     return future
 
 
-def _tell(line: str) -> None:
-    """A line on stdout, for whoever started this and may have read enough."""
+def _print(line: str) -> None:
+    """Print a line on stdout, whose reader may be gone."""
     try:
         print(line, flush=True)
     except OSError as error:
-        _log.warning("nobody reads stdout any more: %s", error)
+        _log.warning("stdout was closed: %s", error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-async def _first(*awaitables: Awaitable[object]) -> None:
-    """Return when one of them is done; cancel the others."""
+async def _any_of(*awaitables: Awaitable[object]) -> None:
+    """Wait until one of them is done and cancel the others."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -224,12 +224,12 @@ async def _first(*awaitables: Awaitable[object]) -> None:
 
 
 def _stop_on_signals(log_format: str) -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; the second ends the process at once."""
+    """An event that the first SIGTERM or SIGINT sets; the second kills the process."""
     stopping = asyncio.Event()
 
-    def end() -> None:
-        sys.stderr.write(plain_line("second signal, exiting at once", log_format, "warning") + "\n")
+    def kill() -> None:
+        sys.stderr.write(plain_line("second signal: exiting now", log_format, "warning") + "\n")
         signal.raise_signal(signal.SIGKILL)
 
-    on_signals(stopping.set, end)
+    on_signals(stopping.set, kill)
     return stopping

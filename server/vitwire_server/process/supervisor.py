@@ -1,4 +1,4 @@
-"""`--devices`: one server process per device, each started again when it dies or hangs. Imports no torch."""
+"""`--devices`: one server process per device, restarted when it dies or hangs. Does not import torch."""
 
 import asyncio
 import ctypes
@@ -23,29 +23,29 @@ from vitwire_server.process.signals import on_signals
 _log = logging.getLogger(__name__)
 _FAILURES = 5
 _FIRST_DELAY = 0.5
-"""Seconds before the first restart; each further one in a row waits twice as long."""
+"""Seconds before the first restart; doubled for each further failure in a row."""
 _STEADY_SECONDS = 60.0
-"""A child that was ready for so long did not fail at its start."""
+"""Seconds after which a ready process counts as started, which resets the count of failures."""
 _GRACE_SECONDS = 30.0
-"""What draining may take beyond lame duck and drain before the children are killed."""
+"""Extra time to drain, beyond the lame duck and drain settings, before processes are killed."""
 _LINE_BYTES = 1 << 20
 _LISTENING = re.compile(r"listening on \S+:(\d+), metrics (?:on \S+:(\d+)|off)$")
 _PR_SET_PDEATHSIG = 1
 
 
-class GaveUp(Exception):
-    """A child cannot be kept running; the message says which and why."""
+class StartFailed(Exception):
+    """A process cannot be kept running; the message says which and why."""
 
 
-class Child:
-    """The server of one device: a process, and the next one in its place when it died."""
+class DeviceProcess:
+    """The server process of one device, replaced by a new one when it dies."""
 
     def __init__(
         self, label: str, words: Sequence[str], ports: tuple[int, int], threads: int | None, settings: ServeSettings
     ) -> None:
-        """`words` are flags of `serve` without ports; `ports` those of gRPC and metrics, 0 for a free one.
+        """`words` are flags of `serve` without ports; `ports` are those of gRPC and metrics, 0 for a free port.
 
-        `threads` is its share of the cores, None where the process itself knows.
+        `threads` sets OMP_NUM_THREADS; None leaves the choice to the process.
         """
         self._label = label
         self._words = words
@@ -57,16 +57,16 @@ class Child:
         self._ready_at: float | None = None
         self._was_ever_ready = False
         self._failures = 0
-        self._last_words = ""
+        self._last_error = ""
 
-    async def keep(self, stopping: asyncio.Event) -> bool:
-        """Keep a process running until `stopping`; returns whether it drained. Raises GaveUp or OSError."""
+    async def keep_running(self, stopping: asyncio.Event) -> bool:
+        """Keep a process running until `stopping`; returns whether it drained. Raises StartFailed or OSError."""
         while not stopping.is_set():
-            code = await self._live(stopping)
+            code = await self._run_once(stopping)
             if stopping.is_set():
-                return code in (0, -signal.SIGTERM)  # killed by it before it had a handler: nothing was in flight
-            delay = self._delay(code)
-            _log.error("%s ended unexpectedly with %s; it starts again in %g s", self._label, _told(code), delay)
+                return code in (0, -signal.SIGTERM)  # -SIGTERM: stopped before its handler was set
+            delay = self._restart_delay(code)
+            _log.error("%s exited unexpectedly (%s); restarting in %g s", self._label, _exit(code), delay)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), delay)
         return True
@@ -77,28 +77,28 @@ class Child:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _live(self, stopping: asyncio.Event) -> int:
-        """One process from start to end; returns its exit code."""
+    async def _run_once(self, stopping: asyncio.Event) -> int:
+        """Start a process and wait for it to end; returns its exit code."""
         self._ready_at = None
-        pulse = heartbeat.Pulse()
+        monitor = heartbeat.HeartbeatMonitor()
         try:
-            self._process = process = await self._start(pulse)
-            watching = asyncio.create_task(self._kill_if_unresponsive(process, pulse))
+            self._process = process = await self._start(monitor)
+            watching = asyncio.create_task(self._kill_if_unresponsive(process, monitor))
             if stopping.is_set():
                 self.send(signal.SIGTERM)
             assert process.stdout
             assert process.stderr
             await asyncio.gather(
-                self._pass_on(process.stdout, sys.stdout.buffer, self._note_progress),
-                self._pass_on(process.stderr, sys.stderr.buffer, self._note_last_words),
+                self._forward(process.stdout, sys.stdout.buffer, self._on_stdout),
+                self._forward(process.stderr, sys.stderr.buffer, self._on_stderr),
             )
             code = await process.wait()
             watching.cancel()
             return code
         finally:
-            pulse.close()
+            monitor.close()
 
-    async def _start(self, pulse: heartbeat.Pulse) -> Process:
+    async def _start(self, monitor: heartbeat.HeartbeatMonitor) -> Process:
         try:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "vitwire_server", "serve", *self._words),
@@ -107,31 +107,31 @@ class Child:
                 stdout=PIPE,
                 stderr=PIPE,
                 limit=_LINE_BYTES,
-                env={**self._environment, **os.environ, heartbeat.VARIABLE: str(pulse.write_end)},
-                pass_fds=(pulse.write_end,),
-                process_group=0,  # Ctrl-C reaches the supervisor alone: a second signal would end a drain
-                preexec_fn=_dying_with(os.getpid()),
+                env={**self._environment, **os.environ, heartbeat.VARIABLE: str(monitor.write_end)},
+                pass_fds=(monitor.write_end,),
+                process_group=0,  # so that Ctrl-C reaches only the supervisor, which drains the processes
+                preexec_fn=_killed_with(os.getpid()),
             )
         finally:
-            pulse.started()
+            monitor.child_started()
 
-    async def _kill_if_unresponsive(self, process: Process, pulse: heartbeat.Pulse) -> None:
-        fault = await pulse.silence(process.pid, self._unresponsive_seconds)
-        _log.error("%s %s for %g s; it is killed", self._label, fault, self._unresponsive_seconds)
+    async def _kill_if_unresponsive(self, process: Process, monitor: heartbeat.HeartbeatMonitor) -> None:
+        fault = await monitor.wait_for_silence(process.pid, self._unresponsive_seconds)
+        _log.error("%s %s for %g s; killing it", self._label, fault, self._unresponsive_seconds)
         with suppress(ProcessLookupError):
             process.kill()
 
-    async def _pass_on(self, lines: asyncio.StreamReader, out: BinaryIO, note: Callable[[bytes], None]) -> None:
+    async def _forward(self, lines: asyncio.StreamReader, out: BinaryIO, on_line: Callable[[bytes], None]) -> None:
         while True:
             try:
                 line = await lines.readline()
-            except ValueError:  # longer than the reader's limit, which dropped it
+            except ValueError:  # longer than the limit: the reader dropped the line
                 continue
             if not line:
                 return
             line = line.rstrip(b"\r\n")
-            note(line)
-            with suppress(OSError):  # nobody reads; the child must not wait for it
+            on_line(line)
+            with suppress(OSError):  # nothing reads our output; keep draining the pipe
                 out.write(self._labelled(line))
                 out.flush()
 
@@ -139,12 +139,12 @@ class Child:
         label = self._label.encode()
         if not self._json_lines:
             return b"[%s] %s\n" % (label, line)
-        if not line.startswith(b'{"'):  # of a library that knows nothing of the log's format
+        if not line.startswith(b'{"'):  # written by a library, not by our logging
             line = json.dumps({"message": line.decode(errors="replace")}).encode()
         return b'{"process": "%s", %s\n' % (label, line[1:])
 
-    def _note_progress(self, line: bytes) -> None:
-        """Free ports stay the same over restarts, for clients that know them."""
+    def _on_stdout(self, line: bytes) -> None:
+        """Note the ports, to keep them over restarts, and when the process is ready."""
         message = message_of(line)
         if found := _LISTENING.match(message):
             self._ports = (int(found[1]), int(found[2] or 0))
@@ -152,59 +152,60 @@ class Child:
             self._ready_at = time.monotonic()
             self._was_ever_ready = True
 
-    def _note_last_words(self, line: bytes) -> None:
-        self._last_words = message_of(line).removeprefix("vitwire-server: ")
+    def _on_stderr(self, line: bytes) -> None:
+        self._last_error = message_of(line).removeprefix("vitwire-server: ")
 
-    def _delay(self, code: int) -> float:
-        """Seconds until the next start. Raises GaveUp if that would be no use."""
-        if code > 0 and not self._was_ever_ready:  # flags, checkpoint or port: it said which and would again
-            raise GaveUp(f"{self._label}: {self._last_words}")
+    def _restart_delay(self, code: int) -> float:
+        """Seconds until the next start. Raises StartFailed if another start would fail too."""
+        if code > 0 and not self._was_ever_ready:  # a wrong flag, checkpoint or port, which it has logged
+            raise StartFailed(f"{self._label}: {self._last_error}")
         steady = self._ready_at is not None and time.monotonic() - self._ready_at >= _STEADY_SECONDS
         self._failures = 1 if steady else self._failures + 1
         if self._failures == _FAILURES:
-            raise GaveUp(f"{self._label} ended {_FAILURES} times right after its start, at last with {_told(code)}")
+            raise StartFailed(
+                f"{self._label}: failed {_FAILURES} starts; last exit: {_exit(code).removeprefix('exit ')}"
+            )
         return _FIRST_DELAY * 2.0 ** (self._failures - 1)
 
 
 async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
     """Serve every device of `--devices` until SIGTERM or SIGINT; returns the exit code.
 
-    `words` are the flags that `settings` came from. The first signal lets the children drain, a second
-    one kills them.
+    `words` are the flags that `settings` came from. The first signal drains all processes, a second kills them.
     """
     configure_logs(settings.log_format, settings.log_level)
-    children = _children(words, settings)
+    processes = _processes(words, settings)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def kill() -> None:
-        for child in children:
-            child.send(signal.SIGKILL)
+        for process in processes:
+            process.send(signal.SIGKILL)
 
-    def insist() -> None:
-        sys.stderr.write(plain_line("second signal, killing all", settings.log_format, "warning") + "\n")
+    def kill_now() -> None:
+        sys.stderr.write(plain_line("second signal: killing all processes", settings.log_format, "warning") + "\n")
         kill()
 
     def stop() -> None:
         if not stopping.is_set():
             stopping.set()
             loop.call_later(settings.lame_duck_seconds + settings.drain_seconds + _GRACE_SECONDS, kill)
-            for child in children:
-                child.send(signal.SIGTERM)
+            for process in processes:
+                process.send(signal.SIGTERM)
 
-    on_signals(lambda: insist() if stopping.is_set() else stop(), insist)  # it may be stopping by itself
-    keeping = [asyncio.create_task(child.keep(stopping)) for child in children]
+    on_signals(lambda: kill_now() if stopping.is_set() else stop(), kill_now)  # it may be stopping after a failure
+    running = [asyncio.create_task(process.keep_running(stopping)) for process in processes]
     try:
-        return int(not all(await asyncio.gather(*keeping)))
-    except (GaveUp, OSError) as error:
+        return int(not all(await asyncio.gather(*running)))
+    except (StartFailed, OSError) as error:
         stop()
-        await asyncio.gather(*keeping, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         sys.stderr.write(plain_line(f"vitwire-server: {error}", settings.log_format, "error") + "\n")
         return 1
 
 
-def _children(words: Sequence[str], settings: ServeSettings) -> list[Child]:
-    children = []
+def _processes(words: Sequence[str], settings: ServeSettings) -> list[DeviceProcess]:
+    processes = []
     on_cpu = settings.device_list.count("cpu")
     threads = host.share_of_cores(on_cpu, len(settings.device_list) - on_cpu)
     for index, device in enumerate(settings.device_list):
@@ -213,23 +214,23 @@ def _children(words: Sequence[str], settings: ServeSettings) -> list[Child]:
         if settings.unix_socket:
             flags += ["--unix-socket", f"{settings.unix_socket}.{index}"]
         ports = (settings.port and settings.port + index, settings.metrics_port and settings.metrics_port + index)
-        children.append(Child(label, flags, ports, threads if device == "cpu" else None, settings))
-    return children
+        processes.append(DeviceProcess(label, flags, ports, threads if device == "cpu" else None, settings))
+    return processes
 
 
-def _dying_with(supervisor: int) -> Callable[[], None] | None:
-    """What a forked child runs before exec: the kernel kills it when the supervisor is gone. Linux only."""
+def _killed_with(supervisor: int) -> Callable[[], None] | None:
+    """The preexec function that has the kernel kill the process when the supervisor exits; None but on Linux."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != supervisor:  # gone before the kernel was told
+        if os.getppid() != supervisor:  # it exited before prctl
             os._exit(1)
 
     return prepare
 
 
-def _told(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+def _exit(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"code {code}"

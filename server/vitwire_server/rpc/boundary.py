@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from vitwire_server.core.errors import EncoderError, Overloaded
-from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import exemplar
 from vitwire_server.rpc.grpc_types import Context
 from vitwire_server.rpc.status import code_of, message_of, trailers_of
@@ -24,7 +24,7 @@ Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 class RpcBoundary:
     """Runs RPCs, counts those that are active, and is the only place that catches every error."""
 
-    def __init__(self, metrics: Metrics, stall_seconds: float) -> None:
+    def __init__(self, metrics: RpcMetrics, stall_seconds: float) -> None:
         """A client that does not read its RPC's status for `stall_seconds` is cut off."""
         self._metrics = metrics
         self._stall_seconds = stall_seconds

@@ -14,7 +14,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
-from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.answers import Answer, frames, model_message
 from vitwire_server.rpc.boundary import RpcBoundary
@@ -40,7 +40,7 @@ Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
 class EncoderService:
     """Serves the three methods on an event loop; answers UNAVAILABLE until a model is loaded."""
 
-    def __init__(self, metrics: Metrics, health: Health, slots: ReceiveSlots, stall_seconds: float) -> None:
+    def __init__(self, metrics: RpcMetrics, health: Health, slots: ReceiveSlots, stall_seconds: float) -> None:
         """A client that sends or reads nothing for `stall_seconds` loses its RPC."""
         self._metrics = metrics
         self._health = health
@@ -117,7 +117,7 @@ class EncoderService:
             yield call
         finally:
             for _ in range(call.close()):
-                self._metrics.item_dropped("send", "cancelled")
+                self._metrics.send_cancelled()
             self._metrics.tickets_closed.inc()
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""The device: attention backends, staging, graphs and the engine."""
+"""What runs on the device: the engine, graphs, streams, staging, attention backends and kernels."""

@@ -1,4 +1,4 @@
-"""Costs measured on the device: each budget's replay, and a line through eager forwards."""
+"""Costs measured on the device: the replay of each budget, and a linear fit of eager forwards."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _EAGER_TOKENS = (16, 64, 256, 1024, 4096)
 
 
 def sample_items(tower: Tower, grids: Sequence[Grid]) -> list[Item]:
-    """Images of these grids in uint8, all of the same grey."""
+    """Grey uint8 images of these grids."""
     geometry, output = tower.geometry, DType.of(str(tower.dtype).removeprefix("torch."))
     items = []
     for grid in grids:
@@ -35,10 +35,10 @@ def _grey(shape: tuple[int, ...]) -> Pixels:
 
 
 def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items: int) -> Costs:
-    """Time every captured budget, full, and eager forwards of a few sizes up to `most` tokens.
+    """Time each captured budget when full, and eager forwards of a few sizes up to `most` tokens.
 
-    Both run on images of 256 tokens and a rest, or of one tile, so that attention within segments, which
-    does not depend on how items are packed, weighs the same on both sides.
+    Both use images of 256 tokens and a remainder, or of one tile, so that attention within segments costs the same in
+    both.
     """
 
     def seconds(batch: list[Item], run: Callable[[list[Item]], float]) -> float:
@@ -59,7 +59,7 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
 
 
 def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:
-    """A line through the two largest eager sizes, above a floor: the fastest forward of all."""
+    """Costs with a line through the two largest eager sizes, and the fastest forward as floor."""
     sizes = sorted(eager)
     slope = ASSUMED.eager_token
     if len(sizes) > 1:

@@ -1,4 +1,4 @@
-"""torch.compile where shapes are static: hot exact shapes on CPU, a tower's blocks inside capture on CUDA."""
+"""torch.compile for static shapes: frequent shapes on CPU, a tower's blocks during graph capture on CUDA."""
 
 import logging
 import time
@@ -28,11 +28,10 @@ Forward = Callable[[Tensor, Metadata], Tensor]
 
 
 class HotShapes:
-    """Forwards compiled, with frozen weights, for the shapes that come again and again.
+    """Compiles forwards, with frozen weights, for frequent shapes.
 
-    A shape is compiled by a thread of its own after `hits` batches, while batches go on eagerly, and
-    is used from then on if it was measured to be faster. At most `most` shapes are compiled. One
-    thread calls `forward`.
+    After `hits` batches of a shape, its forward is compiled on the compiling thread while batches run eagerly, and used
+    from then on if it is faster. At most `most` shapes are compiled. `forward` belongs to the engine thread.
     """
 
     def __init__(self, tower: Tower, *, hits: int = 32, most: int = 8) -> None:
@@ -40,33 +39,33 @@ class HotShapes:
         self._hits = hits
         self._most = most
         self._counts: Counter[Capacity] = Counter()
-        self._asked: set[Capacity] = set()
+        self._requested: set[Capacity] = set()
         self._ready: dict[Capacity, Forward] = {}
         self._work: SimpleQueue[tuple[Tensor, Metadata]] = SimpleQueue()
         self._begun = self._ended = 0
-        """Compilations; while there are more of the former, the other thread may trace."""
+        """Numbers of compilations begun and ended; while they differ, the compiling thread may be tracing."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * most)  # noqa: SLF001
-        torch._dynamo.config.error_on_nested_fx_trace = False  # noqa: SLF001 - what is compiled runs eagerly meanwhile
+        torch._dynamo.config.error_on_nested_fx_trace = False  # noqa: SLF001 - the same forward runs eagerly meanwhile
         Thread(target=self._compile_all, name="compiling", daemon=True).start()
 
     @property
     def ready(self) -> frozenset[Capacity]:
-        """The shapes whose compiled forward is in use."""
+        """Shapes with a compiled forward in use."""
         return frozenset(self._ready)
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        """As `Tower.forward`, compiled if this shape is hot; never waits for a compilation."""
+        """As `Tower.forward`, compiled if the shape is ready; never waits for a compilation."""
         shape = metadata.capacity
         compiled = self._ready.get(shape)
         if compiled is None:
             self._count(shape, pixels, metadata)
-        return self._undisturbed(compiled or self._tower.forward, pixels, metadata)
+        return self._retrying(compiled or self._tower.forward, pixels, metadata)
 
-    def _undisturbed(self, forward: Forward, pixels: Tensor, metadata: Metadata) -> Tensor:
-        """The forward, again if the other thread got in its way.
+    def _retrying(self, forward: Forward, pixels: Tensor, metadata: Metadata) -> Tensor:
+        """Run the forward, again if tracing on the compiling thread breaks it.
 
-        torch.fx traces by redirecting the calls of all modules in all threads, and for moments refuses those that it
-        does not trace, with a NameError.
+        torch.fx traces by patching the calls of all modules in all threads; for moments, calls outside of the trace
+        then raise NameError.
         """
         while True:
             ended = self._ended
@@ -78,11 +77,11 @@ class HotShapes:
                 time.sleep(_MOMENT)
 
     def _count(self, shape: Capacity, pixels: Tensor, metadata: Metadata) -> None:
-        if shape in self._asked or len(self._asked) >= self._most:
+        if shape in self._requested or len(self._requested) >= self._most:
             return
         self._counts[shape] += 1
         if self._counts[shape] >= self._hits:
-            self._asked.add(shape)
+            self._requested.add(shape)
             self._work.put((pixels, metadata))
         if len(self._counts) > _MOST_COUNTED:
             self._counts = Counter(dict(self._counts.most_common(_MOST_COUNTED // 2)))
@@ -93,8 +92,8 @@ class HotShapes:
             self._begun += 1
             try:
                 self._compile(pixels, metadata)
-            except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager goes on
-                _log.warning("no compiled forward for %s: %s", metadata.capacity, str(error).partition("\n")[0])
+            except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the shape stays eager
+                _log.warning("cannot compile the forward for %s: %s", metadata.capacity, str(error).partition("\n")[0])
             finally:
                 self._ended += 1
 
@@ -109,8 +108,8 @@ class HotShapes:
         used = fast * _GAIN < eager
         if used:
             self._ready[metadata.capacity] = compiled
-        told = "in use" if used else "not used, as it is not faster"
-        _log.info("compiled %d patches in %.0f s: %.2f times eager, %s", len(pixels), took, eager / fast, told)
+        verdict = "used" if used else "not used, since not faster"
+        _log.info("compiled %d patches in %.0f s: %.2f times eager, %s", len(pixels), took, eager / fast, verdict)
 
 
 def _seconds(forward: Forward, pixels: Tensor, metadata: Metadata) -> float:
@@ -124,10 +123,9 @@ def _seconds(forward: Forward, pixels: Tensor, metadata: Metadata) -> float:
 
 @contextmanager
 def compiled_blocks(tower: Tower) -> Iterator[None]:
-    """Within it, calls of the tower's blocks are compiled for their static shapes.
+    """Compile calls of the tower's blocks within the block, for static shapes.
 
-    Capture runs in it, so graphs hold fused kernels while eager forwards, whose shapes vary, stay as
-    they are.
+    It surrounds graph capture, so that graphs have compiled kernels while eager forwards, whose shapes vary, do not.
     """
     blocks: list[Any] = list(tower.blocks)
     torch._dynamo.config.recompile_limit = 256  # noqa: SLF001 - one compilation per budget
@@ -137,4 +135,4 @@ def compiled_blocks(tower: Tower) -> Iterator[None]:
         yield
     finally:
         for block in blocks:
-            block._compiled_call_impl = None  # noqa: SLF001 - what Module.compile sets, and has no way to unset
+            block._compiled_call_impl = None  # noqa: SLF001 - undoes Module.compile, which has no inverse

@@ -1,4 +1,4 @@
-"""The engine: owns the device, the tower and its graphs; one thread calls it."""
+"""The engine: runs batches on the device. Used on the engine thread only, once the model is loaded."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,32 +12,32 @@ from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors,
 from vitwire_server.core.items import Embedding, Item, Pixels
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.graphs import GraphSet
-from vitwire_server.runtime.lanes import TORCH_TYPES, Landing, Lanes, flat
 from vitwire_server.runtime.pruning import prune
 from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import TORCH_TYPES, Download, Streams, flat
 from vitwire_server.towers.tower import Metadata, Tower
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A batch whose forward was started."""
+    """A batch in flight on the device."""
 
     items: Sequence[Item]
-    landing: Landing
-    """Rows of each item in the type asked for; `(items,)`: whether all of them are finite; the tokens
-    that pruning kept, of one item after the other."""
+    download: Download
+    """The rows of each item in its output type; `(items,)` whether they are finite; the tokens that pruning kept,
+    concatenated."""
     stage_in: float
     dtype: torch.dtype
-    """What the tower computes in."""
+    """The tower's dtype."""
 
     def collect(self) -> Collected:
-        """The rows, once they are on the host. Raises DeviceLost."""
+        """Wait for the rows to be on the host. Raises DeviceLost."""
         start = time.perf_counter()
         try:
-            execute = self.landing.wait()
+            execute = self.download.wait()
         except torch.AcceleratorError as error:
             raise DeviceLost(_first_line(error)) from None
-        *rows, finite, kept = self.landing.tensors
+        *rows, finite, kept = self.download.tensors
         kept_of_each = torch.split(kept, [item.rows if item.keep_ratio else 0 for item in self.items])
         results = [
             _embedding(item, own, tokens) if ok else _non_finite(item, self.dtype)
@@ -48,24 +48,24 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A batch that could not run; the same failure for each of its items."""
+    """A batch that could not run, with one failure for all its items."""
 
     items: Sequence[Item]
     failure: EncodeFailed
 
     def collect(self) -> Collected:
-        """The failure, item by item."""
+        """The failure for each item."""
         return Collected([self.failure] * len(self.items), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """Items that had to run one by one."""
+class Separately:
+    """Items of a batch that are run one by one, as the batch ran out of memory."""
 
     parts: Sequence[Running]
 
     def collect(self) -> Collected:
-        """All parts' results in order."""
+        """The results of all items in order, with summed timings."""
         collected = [part.collect() for part in self.parts]
         ran = [one.timings for one in collected if one.timings]
         spent = [sum(getattr(each, name) for each in ran) for name in ("stage_in", "execute", "stage_out")]
@@ -74,61 +74,61 @@ class Apart:
 
 
 class Engine:
-    """Runs batches on a tower: replays of its graphs, or eager forwards at the exact shape."""
+    """Runs batches on a tower, by replaying its graphs or by eager forwards at the exact shape."""
 
     def __init__(
         self,
         tower: Tower,
         graphs: GraphSet,
         stager: Stager,
-        lanes: Lanes,
+        streams: Streams,
         forward: Callable[[Tensor, Metadata], Tensor] | None = None,
     ) -> None:
-        """`forward` takes the place of the tower's own in eager batches."""
+        """`forward` replaces the tower's forward in eager batches."""
         self._forward = forward or tower.forward
-        self.depth = lanes.depth
+        self.depth = streams.depth
         self._tower = tower
         self._graphs = graphs
         self._stager = stager
-        self._lanes = lanes
+        self._streams = streams
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
         """Stage `items` and start their forward. Raises DeviceLost.
 
-        Out of memory, the cache is emptied and each item is tried alone and eagerly; an item that
-        does not fit even so fails with OutOfMemory.
+        When memory runs out, the allocator's cache is freed and each item runs alone and eagerly; an item that still
+        does not fit fails with OutOfMemory.
         """
         try:
             return self._launch(items, budget)
         except torch.OutOfMemoryError:
-            pass  # the traceback holds the forward's tensors: retry only after it is gone
+            pass  # retry outside of this block: the traceback keeps the forward's tensors alive
         except torch.AcceleratorError as error:
-            if "out of memory" not in str(error):  # as of pinned memory and of launches
+            if "out of memory" not in str(error):  # from pinned memory or launches
                 raise DeviceLost(_first_line(error)) from None
         except RuntimeError as error:
             return Failed(items, EncodeFailed(f"the forward failed: {_first_line(error)}"))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(items) == 1 and budget is None:
-            return Failed(items, OutOfMemory("the device has too little memory for this item, even alone"))
-        return Apart([self.launch([item], None) for item in items])
+            return Failed(items, OutOfMemory("the device does not have enough memory for this item"))
+        return Separately([self.launch([item], None) for item in items])
 
     def _launch(self, items: Sequence[Item], budget: Budget | None) -> Launch:
         start = time.perf_counter()
         crops = [item.crops for item in items if item.crops]
-        sources = self._lanes.upload([item.pixels for item in items] + crops)
+        sources = self._streams.upload([item.pixels for item in items] + crops)
         stage_in = time.perf_counter() - start
-        with self._lanes.computing():
+        with self._streams.computing():
             forward = self._replay(items, sources, budget) if budget else self._eager(items, sources)
             parts = self._tower.split(forward, [item.footprint for item in items])
-            # Rows leave the static buffer, which the next replay overwrites.
+            # Copied, as the next replay overwrites the static output.
             rows = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
             finite = _all_finite(rows)
             geometry = self._tower.geometry
             rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
-        landing = self._lanes.download([*rows, finite, kept])
-        return Launch(items, landing, stage_in, self._tower.dtype)
+        download = self._streams.download([*rows, finite, kept])
+        return Launch(items, download, stage_in, self._tower.dtype)
 
     def _replay(self, items: Sequence[Item], sources: Sequence[Tensor], budget: Budget) -> Tensor:
         graph = self._graphs[budget]
@@ -150,42 +150,44 @@ class Engine:
         return torch.empty(rows, columns, dtype=self._tower.dtype, device=self._tower.device)
 
     def _fill(self, items: Sequence[Item], sources: Sequence[Tensor], pixels: Tensor, crops: Tensor | None) -> None:
-        """Write the items' pixels, which are the first of `sources`, and their crops, which are the rest."""
+        """Write pixels (the first `sources`) and crops (the rest) into the tower's inputs."""
         patches = [item.footprint.patches for item in items]
         for item, source, rows in zip(items, sources[: len(items)], torch.split(pixels, patches), strict=True):
             self._stager.stage(source, item.modality, rows)
         if crops is None:
             return
-        twofold = [item for item in items if item.crops]
-        views = torch.split(crops, [item.footprint.crops for item in twofold])
-        for item, source, rows in zip(twofold, sources[len(items) :], views, strict=True):
+        cropped = [item for item in items if item.crops]
+        views = torch.split(crops, [item.footprint.crops for item in cropped])
+        for item, source, rows in zip(cropped, sources[len(items) :], views, strict=True):
             self._stager.stage(source, item.modality, rows, crops=True)
 
 
 def _all_finite(rows: Sequence[Tensor]) -> Tensor:
-    """`(items,)`: whether all elements of each are. NaN is both least and greatest, and one pass finds the two."""
+    """`(items,)`: whether all values of each item are finite. aminmax takes one pass and propagates NaN."""
     extremes = [extreme for own in rows for extreme in torch.aminmax(own)]
     return torch.stack(extremes).isfinite().view(-1, 2).all(1)
 
 
 def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:
-    """Rows on the host as bytes that keep the tensor alive."""
+    """Rows on the host as bytes, which keep the tensor alive."""
     count, width = rows.shape
     held = rows.view(torch.uint8).numpy().reshape(-1).data
     return Embedding(held, item.output, (count, width), tuple(kept.tolist()))
 
 
 def _non_finite(item: Item, dtype: torch.dtype) -> NonFinite | InvalidTensors:
-    """Whose fault it is that an embedding is not finite: what came in is looked at only here."""
+    """The error for an embedding that is not finite: InvalidTensors if the input is to blame."""
     views = {"pixels": item.pixels, "crops": item.crops}
-    wrong = {name: reason for name, view in views.items() if view and (reason := _unfit(view, dtype))}
+    wrong = {name: reason for name, view in views.items() if view and (reason := _input_fault(view, dtype))}
     if wrong:
         return InvalidTensors(wrong)
-    return NonFinite(f"the embedding of this {item.modality} of grid {item.grid} is not finite, though its pixels are")
+    return NonFinite(
+        f"the embedding of this {item.modality} with grid {item.grid} is not finite, though its pixels are"
+    )
 
 
-def _unfit(view: Pixels, dtype: torch.dtype) -> str:
-    """Why a tower of `dtype` cannot take these values; empty if it can."""
+def _input_fault(view: Pixels, dtype: torch.dtype) -> str:
+    """Why a tower of `dtype` cannot encode these values; empty if it can."""
     extremes = torch.stack(flat(view).aminmax())
     if not extremes.isfinite().all():
         return "holds NaN or infinity"

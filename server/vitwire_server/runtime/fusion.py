@@ -1,8 +1,7 @@
-"""Blocks of a tower in eight launches instead of thirty: our kernels around the matrix products.
+"""Fused blocks of a tower: eight launches instead of about thirty, with our kernels around the matrix products.
 
-transformers writes a block as some thirty operations, most of which only move rows. Blocks of the usual
-form, norm -> attention -> add -> norm -> MLP -> add, are replaced by the same arithmetic, rounded at most as often,
-and each is compared with the stock block before it is used.
+Blocks of the usual form (norm, attention, add, norm, MLP, add) are replaced by the same arithmetic with no more
+roundings. Each is compared with the stock block before it is used.
 """
 
 import logging
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitwire_server.runtime.attention.choice import Choice
+from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.kernels.activations import activate, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
@@ -21,37 +20,37 @@ from vitwire_server.runtime.kernels.rotary import rotate
 
 _log = logging.getLogger(__name__)
 _SEGMENTS = (48, 16)
-_ROUNDINGS = 4
-"""Units in the last place, in norm, that a block's own roundings may differ by."""
-_LEAST = 1e-5
-"""What sums in another order may differ by in float32."""
+_TOLERANCE_ULPS = 4
+"""Accepted relative difference to the stock block, in units in the last place."""
+_FLOAT32_TOLERANCE = 1e-5
+"""Accepted relative difference from summing in another order in float32."""
 
 _GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
 _PLAIN = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "act", "fc2"), ("fc1", "activation_fn", "fc2"))
-"""What the parts of an MLP are called, in the order of our own arguments."""
+"""Names of an MLP's parts, in the order of the arguments of `PlainMlp`."""
 
 
 class NotFusable(Exception):
-    """A block is not of the form that is known here; the message says where it differs."""
+    """A block does not have the supported form; the message says how it differs."""
 
 
 class KernelFailed(NotFusable):
-    """A block has the form that is known here, but Triton or the device failed; the message says how."""
+    """A block has the supported form, but Triton or the device failed; the message says how."""
 
 
 class Mlp(Protocol):
-    """Adds to the residual stream what it makes of normed rows, both `(rows, hidden)`."""
+    """An MLP that adds its result to the residual stream; both are `(rows, hidden)`."""
 
     last: nn.Linear
-    """Its last layer. Its bias is in the residual already when the MLP is called."""
+    """The last layer. Its bias is added to the residual before the MLP is called."""
 
     def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Add the MLP of normed rows, but for the last bias, to the residual stream, in place."""
+        """Add the MLP of normalised `rows`, without the last bias, to `hidden`, in place."""
         ...
 
 
 class PlainMlp:
-    """Two linear layers; tanh GELU in the first one's epilogue, any other activation in a pass of its own."""
+    """Two linear layers; tanh GELU is fused into the first, other activations are a separate kernel."""
 
     def __init__(self, first: nn.Linear, act: nn.Module, second: nn.Linear) -> None:
         self._first, self.last, self._kind = first, second, _kind(act)
@@ -67,7 +66,7 @@ class PlainMlp:
 
 
 class GatedMlp:
-    """Gate and up projection as one matrix product; the stock modules' weights become views of it."""
+    """Gate and up projection as one matrix product; the stock modules' weights become views of its weight."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, act: nn.Module, down: nn.Linear) -> None:
         """Raises ValueError."""
@@ -84,18 +83,18 @@ class GatedMlp:
         return hidden.addmm_(activate(both, self._kind, gated=True), self.last.weight.t())
 
 
-class Layout:
-    """What the layers of one forward share: which rows the programs of an attention kernel work on."""
+class TileCache:
+    """The tiles of the attention kernel, computed once per forward and shared by its layers."""
 
     def __init__(self) -> None:
         self._tiles: dict[int, Tensor] = {}
 
-    def begin(self) -> None:
-        """Forget the forward before; its boundaries may have changed where they lie."""
+    def clear(self) -> None:
+        """Start a new forward: the same boundary tensors may have new values."""
         self._tiles.clear()
 
-    def tiles(self, boundaries: Tensor, rows: int, heads: int) -> Tensor:
-        """The tiles of these boundaries, which stay alive as long as the forward does."""
+    def of(self, boundaries: Tensor, rows: int, heads: int) -> Tensor:
+        """The tiles of these boundaries; boundaries must stay alive during the forward."""
         if id(boundaries) not in self._tiles:
             self._tiles[id(boundaries)] = segment_tiles(boundaries, rows, heads)
         return self._tiles[id(boundaries)]
@@ -104,7 +103,7 @@ class Layout:
 class Block:
     """A block of the usual form over packed segments."""
 
-    def __init__(self, stock: nn.Module, attention: Choice, layout: Layout, *, first: bool) -> None:
+    def __init__(self, stock: nn.Module, attention: Selection, tiles: TileCache, *, first: bool) -> None:
         """Raises NotFusable."""
         try:
             stock_attention: Any = stock.attn
@@ -113,19 +112,19 @@ class Block:
             self._heads, self._scale = stock_attention.num_heads, float(stock_attention.scaling)
             for norm in self._norms:
                 epsilon(norm)
-            self._mlp = _mlp(stock.mlp)
+            self._mlp = _mlp(stock.get_submodule("mlp"))
         except (AttributeError, ValueError, KeyError) as error:
             raise NotFusable(str(error)) from error
         extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
         if extras:
             raise NotFusable(f"attention has {', '.join(sorted(extras))}")
         self._attention = attention
-        self._layout = layout
+        self._tiles = tiles
         self._first = first
 
-    def begin(self) -> None:
-        """Take up boundaries that no forward has shown yet."""
-        self._layout.begin()
+    def new_boundaries(self) -> None:
+        """Use new boundaries from now on, outside of a whole forward."""
+        self._tiles.clear()
 
     def __call__(
         self,
@@ -135,9 +134,9 @@ class Block:
         max_seqlen: int,
         **_: object,
     ) -> Tensor:
-        """`hidden_states (rows, hidden)` through the block, in the signature of transformers' blocks."""
+        """The block's forward on `hidden_states (rows, hidden)`, in the signature of transformers."""
         if self._first:
-            self._layout.begin()
+            self._tiles.clear()
         cos, sin = position_embeddings
         first, second = self._norms
         hidden, normed = add_norm(hidden_states, None, first)
@@ -146,7 +145,7 @@ class Block:
         rotate(qkv, cos, sin, contain=not chosen.isolates)
         q, k, v = qkv.unbind(1)
         if chosen.name == "triton":
-            tiles = self._layout.tiles(cu_seqlens, len(hidden), self._heads)
+            tiles = self._tiles.of(cu_seqlens, len(hidden), self._heads)
             attended = segment_attention(q, k, v, cu_seqlens, max_seqlen, self._scale, tiles)
         else:
             attended = chosen.attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
@@ -156,21 +155,21 @@ class Block:
 
 
 @torch.inference_mode()
-def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
-    """Replace the forward of the blocks up to the first one that cannot be fused; how many they are."""
+def fuse(blocks: Sequence[nn.Module], attention: Selection) -> int:
+    """Replace the forward of blocks, up to the first that cannot be fused; returns their number."""
     fused = 0
-    layout = Layout()
+    tiles = TileCache()
     for stock in blocks:
         try:
-            block = Block(stock, attention, layout, first=not fused)
-            offs = [_difference(stock, block, longest) for longest in attention.lengths]
+            block = Block(stock, attention, tiles, first=not fused)
+            errors = [_difference(stock, block, longest) for longest in attention.lengths]
         except NotFusable as error:
             level = logging.WARNING if isinstance(error, KernelFailed) else logging.INFO
-            _log.log(level, "blocks of %s are not fused: %s", type(stock).__name__, error)
+            _log.log(level, "blocks of type %s are not fused: %s", type(stock).__name__, error)
             return fused
-        limit = max(_LEAST, _ROUNDINGS * torch.finfo(next(stock.parameters()).dtype).eps)
-        if not all(off <= limit for off in offs):  # NaN is no less than anything
-            _log.warning("a fused %s is off by %s, not used", type(stock).__name__, offs)
+        limit = max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
+        if not all(each <= limit for each in errors):  # False for NaN
+            _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
             return fused
         stock.forward = block.__call__
         fused += 1
@@ -178,7 +177,7 @@ def fuse(blocks: Sequence[nn.Module], attention: Choice) -> int:
 
 
 def _difference(stock: nn.Module, block: Block, longest: int) -> float:
-    """Norm of the difference of what both add to random rows, over the norm of what stock adds."""
+    """Relative error, in norm, of what the block adds to random rows, compared with the stock block."""
     weight = next(stock.parameters())
     attention: Any = stock.attn
     columns, head_dim = attention.qkv.in_features, attention.qkv.in_features // attention.num_heads
@@ -186,15 +185,15 @@ def _difference(stock: nn.Module, block: Block, longest: int) -> float:
     rows = torch.randn(sum(_SEGMENTS), columns, generator=generator).to(weight)
     angles = (torch.rand(len(rows), head_dim // 2, generator=generator) * 6).to(weight.device).repeat(1, 2)
     ends = torch.tensor([0, *torch.tensor(_SEGMENTS).cumsum(0).tolist()], dtype=torch.int32, device=weight.device)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "cu_seqlens": ends,
         "position_embeddings": (angles.cos(), angles.sin()),
         "max_seqlen": longest,
     }
-    block.begin()
+    block.new_boundaries()
     try:
-        expected = stock(rows, **given).float() - rows.float()
-        got = block(rows.clone(), **given).float() - rows.float()
+        expected = stock(rows, **arguments).float() - rows.float()
+        got = block(rows.clone(), **arguments).float() - rows.float()
     except RuntimeError as error:
         raise KernelFailed(str(error).partition("\n")[0]) from error
     except (TypeError, ValueError) as error:
@@ -202,18 +201,18 @@ def _difference(stock: nn.Module, block: Block, longest: int) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def _mlp(stock: Any) -> Mlp:  # noqa: ANN401 - any module of transformers
+def _mlp(stock: nn.Module) -> Mlp:
     names = {name for name, _ in stock.named_children()}
     if names == set(_GATED):
         return GatedMlp(*(getattr(stock, name) for name in _GATED))
     for plain in _PLAIN:
         if names == set(plain):
             return PlainMlp(*(getattr(stock, name) for name in plain))
-    raise ValueError(f"an MLP of {', '.join(sorted(names))} is not known")
+    raise ValueError(f"unknown MLP with {', '.join(sorted(names))}")
 
 
 def _kind(act: nn.Module) -> str:
     kind = activation_name(act)
     if kind is None:
-        raise ValueError(f"the activation {type(act).__name__} is not known")
+        raise ValueError(f"unknown activation {type(act).__name__}")
     return kind

@@ -1,7 +1,7 @@
-"""Budget graphs: a forward recorded over static buffers, and the set of them.
+"""Budget graphs: forwards recorded over static buffers, one per budget. Used on the engine thread.
 
-A *simulated* graph calls what a CUDA graph would replay, on the same static buffers: so padding,
-packing and the reuse of buffers are those of a GPU, and tested wherever Python runs.
+A *simulated* graph calls the function that a CUDA graph would replay, on the same static buffers. Padding, packing
+and buffer reuse are then the same as on a GPU and can be tested on any machine.
 """
 
 import logging
@@ -20,11 +20,11 @@ _log = logging.getLogger(__name__)
 _WARM_UPS = 3
 
 Fill = Callable[[Tensor, Tensor | None], None]
-"""Writes the pixels of a batch, and its crops in towers that take some, into the rows it is given."""
+"""Writes the pixels of a batch, and its crops in towers that take them, into the given rows."""
 
 
 class Recorder(Protocol):
-    """Turns a forward over static buffers into something that can be replayed."""
+    """Records a forward over static buffers for replay."""
 
     name: str
 
@@ -33,8 +33,8 @@ class Recorder(Protocol):
         ...
 
 
-class Simulated:
-    """A replay is a call of the same function."""
+class SimulatedRecorder:
+    """A replay calls the recorded function again."""
 
     name = "simulated"
 
@@ -44,7 +44,7 @@ class Simulated:
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool, captured on the stream that they are replayed on."""
+    """CUDA graphs that share a memory pool, captured on the stream they are replayed on."""
 
     name = "cuda"
 
@@ -52,10 +52,10 @@ class CudaRecorder:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
         self._invalidated: list[torch.cuda.CUDAGraph] = []
-        """Kept, as torch's host allocator may go on asking them about their capture."""
+        """Kept alive, as torch's host allocator may still query their capture."""
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
-        # What the forward reads was written on the caller's stream.
+        # The inputs of the forward were written on the caller's stream.
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
@@ -64,7 +64,7 @@ class CudaRecorder:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context puts the caller's stream back, which a capture that fails does not.
+            # The outer context restores the caller's stream, which a failed capture does not.
             with torch.cuda.stream(caller), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 forward()
         except RuntimeError:
@@ -73,24 +73,24 @@ class CudaRecorder:
         return graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Leave torch's allocator as if this capture had never begun, and go on with another pool.
+        """Undo the capture in torch's allocator, and use a new pool from now on.
 
-        A capture that CUDA invalidated is never ended in the allocator: it would refuse the pool to every
-        later capture, and hold back all memory that streams share.
+        torch does not end a capture that CUDA invalidated: its allocator would then refuse the pool to later captures
+        and hold back all memory shared between streams.
         """
         try:
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)  # noqa: SLF001 - torch has no other way
         except RuntimeError:
-            pass  # ended, as after running out of memory
+            pass  # already ended, as after running out of memory
         else:
             self._invalidated.append(graph)
         self._pool = torch.cuda.graph_pool_handle()
 
 
-class Slab:
-    """Static input rows of all graphs, of which each uses the first so many.
+class InputBuffer:
+    """Static input rows shared by all graphs; each graph uses the first rows.
 
-    Rows from `_dirty` on are zero, which is all that the reset of a stale tail relies on.
+    Rows from `_dirty` on are zero, so only stale rows before it need to be cleared.
     """
 
     def __init__(self, rows: int, columns: int, tower: Tower) -> None:
@@ -98,32 +98,31 @@ class Slab:
         self._dirty = 0
 
     def take(self, used: int, capacity: int) -> Tensor:
-        """The first `used` rows, for the caller to write; those from there to `capacity` become padding.
+        """The first `used` rows, for the caller to write; the rest up to `capacity` is zeroed as padding.
 
-        Raises ValueError if there are more rows than the capacity.
+        Raises ValueError if `used` is more than `capacity`.
         """
         if used > capacity:
-            raise ValueError(f"{used} rows of pixels do not fit a budget of {capacity}")
+            raise ValueError(f"{used} rows of pixels do not fit in a budget of {capacity} rows")
         stale = self._dirty
         self._dirty = used if stale <= capacity else stale
         self.tensor[used : max(used, min(stale, capacity))].zero_()
         return self.tensor[:used]
 
 
-class Arena:
-    """Static inputs and output of all graphs, sized for the largest of their budgets.
+class StaticBuffers:
+    """Static inputs and output shared by all graphs, sized for the largest budget.
 
-    Graphs replay one after the other, so each uses the first rows of the same buffers, which lie
-    outside the pool of the graphs.
+    Graphs replay one after another, so they can share these buffers, which are outside the graphs' memory pool.
     """
 
     def __init__(self, tower: Tower, budgets: Sequence[Budget]) -> None:
         geometry = tower.geometry
         capacities = [tower.capacity(budget) for budget in budgets]
         tokens = max(budget.tokens for budget in budgets)
-        self.inputs = Slab(max(capacity.patches for capacity in capacities), geometry.row, tower)
+        self.inputs = InputBuffer(max(capacity.patches for capacity in capacities), geometry.row, tower)
         crops = max(capacity.crops for capacity in capacities)
-        self.views = Slab(crops, geometry.crop_row, tower) if geometry.crop_row else None
+        self.crop_inputs = InputBuffer(crops, geometry.crop_row, tower) if geometry.crop_row else None
         self.rows = torch.zeros(tokens, geometry.width, dtype=tower.dtype, device=tower.device)
 
     @property
@@ -133,8 +132,8 @@ class Arena:
 
     @property
     def crops(self) -> Tensor | None:
-        """The buffer of the second view, in towers that take one."""
-        return self.views.tensor if self.views else None
+        """The input buffer of crops, in towers that take them."""
+        return self.crop_inputs.tensor if self.crop_inputs else None
 
     @property
     def nbytes(self) -> int:
@@ -143,31 +142,31 @@ class Arena:
 
 
 class Graph:
-    """One recorded forward with the metadata buffers it reads."""
+    """A recorded forward and its metadata buffers."""
 
-    def __init__(self, tower: Tower, budget: Budget, arena: Arena, recorder: Recorder) -> None:
+    def __init__(self, tower: Tower, budget: Budget, buffers: StaticBuffers, recorder: Recorder) -> None:
         """Record the forward on a batch of the budget's size. Raises RuntimeError."""
         self.budget = budget
         self.metadata = tower.reserve(tower.capacity(budget))
-        if arena.crops is not None:
-            self.metadata.crops = arena.crops[: self.metadata.capacity.crops]
+        if buffers.crops is not None:
+            self.metadata.crops = buffers.crops[: self.metadata.capacity.crops]
         self._tower = tower
-        self._arena = arena
-        self._pixels = arena.pixels[: self.metadata.capacity.patches]
-        self._rows = arena.rows[: budget.tokens]
+        self._buffers = buffers
+        self._pixels = buffers.pixels[: self.metadata.capacity.patches]
+        self._rows = buffers.rows[: budget.tokens]
         self.load(tower.samples(budget.tokens, budget.max_items), _no_pixels)
         self._replay = recorder.record(self._forward)
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
         capacity, load = self.metadata.capacity, total([self._tower.footprint(grid) for grid in grids])
-        pixels = self._arena.inputs.take(load.patches, capacity.patches)
-        crops = self._arena.views.take(load.crops, capacity.crops) if self._arena.views else None
+        pixels = self._buffers.inputs.take(load.patches, capacity.patches)
+        crops = self._buffers.crop_inputs.take(load.crops, capacity.crops) if self._buffers.crop_inputs else None
         fill(pixels, crops)
         self._tower.prepare(grids, self.metadata)
 
     def replay(self) -> Tensor:
-        """Run the recorded forward; returns the static rows, valid until the next replay."""
+        """Run the recorded forward; returns rows of the static output, valid until the next replay."""
         self._replay()
         return self._rows
 
@@ -176,7 +175,7 @@ class Graph:
 
 
 class GraphSet:
-    """The captured graphs by budget, and why others could not be captured."""
+    """The captured graphs by budget, and the errors of budgets that failed."""
 
     @torch.inference_mode()
     def __init__(
@@ -186,14 +185,14 @@ class GraphSet:
         recorder: Recorder,
         track: Callable[[Iterable[Budget]], Iterable[Budget]] = lambda budgets: budgets,
     ) -> None:
-        """Capture every budget of `ladder`, largest first; one that fails is dropped."""
-        self.arena: Arena | None = None
+        """Capture every budget of `ladder`, largest first; budgets that fail are dropped."""
+        self.buffers: StaticBuffers | None = None
         self.dropped: dict[Budget, str] = {}
         self._graphs: dict[Budget, Graph] = {}
         for budget in track(sorted(ladder, reverse=True)):
             try:
-                self.arena = self.arena or Arena(tower, [each for each in ladder if each <= budget])
-                self._graphs[budget] = Graph(tower, budget, self.arena, recorder)
+                self.buffers = self.buffers or StaticBuffers(tower, [each for each in ladder if each <= budget])
+                self._graphs[budget] = Graph(tower, budget, self.buffers, recorder)
             except RuntimeError as error:
                 self._drop(budget, str(error).partition("\n")[0])
 
@@ -211,10 +210,10 @@ class GraphSet:
     @property
     def nbytes(self) -> int:
         """Bytes of the static buffers that the graphs share."""
-        return self.arena.nbytes if self.arena else 0
+        return self.buffers.nbytes if self.buffers else 0
 
     def _drop(self, budget: Budget, reason: str) -> None:
-        _log.warning("no graph for a budget of %d tokens: %s", budget.tokens, reason)
+        _log.warning("cannot capture the budget of %d tokens: %s", budget.tokens, reason)
         self.dropped[budget] = reason
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

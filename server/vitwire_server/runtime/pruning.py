@@ -1,4 +1,4 @@
-"""Efficient Video Sampling (arXiv 2510.14624): tokens that repeat the frame before them are left out."""
+"""Efficient Video Sampling (arXiv 2510.14624): drops tokens that repeat the previous frame."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from vitwire_server.core.items import Item
 
 _TINY = 1e-8
-"""Norm below which a row has no direction; it then resembles nothing."""
+"""Norm below which a row has no direction and counts as different from all others."""
 
 
 def prune(
     items: Sequence[Item], parts: Sequence[Tensor], rows: Sequence[Tensor], *, main: int
 ) -> tuple[list[Tensor], Tensor]:
-    """The rows that each item asks for, and the tokens that were kept, of one item after the other.
+    """The rows to return for each item, and the concatenated indices of kept tokens.
 
-    `parts` are the tower's own rows, by whose first `main` columns tokens are chosen; `rows` are the
-    same in the type asked for. Rows of items that are not pruned are passed on as they are.
+    Tokens are chosen by the first `main` columns of `parts`, the tower's rows; `rows` are the same in the output type.
+    Rows of items without pruning are returned as they are.
     """
     kept = {
         i: kept_tokens(parts[i][:, :main], item.grid.t, item.rows) for i, item in enumerate(items) if item.keep_ratio
@@ -30,9 +30,9 @@ def prune(
 def kept_tokens(main: Tensor, frames: int, retained: int) -> Tensor:
     """Indices `(retained,)`, ascending, of the tokens to keep of a clip's rows `(tokens, width)`.
 
-    The first frame stays whole; beside it stay the tokens that differ most, by cosine, from the token
-    at the same place one frame before; the earlier one where two differ as much. `retained` is at
-    least the tokens of one frame. Shapes follow from the arguments alone: nothing waits for the device.
+    All tokens of the first frame are kept, then those that differ most, by cosine, from the token at the same position
+    in the previous frame; ties go to the earlier token. `retained` is at least the tokens of one frame. Shapes depend
+    only on the arguments, so nothing waits for the device.
     """
     tokens = main.shape[0] // frames
     first = torch.arange(tokens, device=main.device)
@@ -41,10 +41,9 @@ def kept_tokens(main: Tensor, frames: int, retained: int) -> Tensor:
 
 
 def _changes(rows: Tensor) -> Tensor:
-    """One minus the cosine of each token with its predecessor, `((frames - 1) * tokens,)`, in float32.
+    """One minus the cosine of each token and its predecessor, `((frames - 1) * tokens,)`, in float32.
 
-    Taken as half the squared distance of the directions, which is the same and exactly 0 for equal
-    rows, where `1 - cos` would leave rounding noise to decide.
+    Computed as half the squared distance of the directions, which is exactly 0 for equal rows, unlike `1 - cos`.
     """
     rows = rows.float()
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)

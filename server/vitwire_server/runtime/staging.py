@@ -1,4 +1,4 @@
-"""Pixels of any accepted form to the tower's input, on the device."""
+"""Staging: conversion of pixels to the tower's input, on the device."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,8 +13,8 @@ from vitwire_server.core.models import Geometry, Preprocessing
 class Stager:
     """Writes pixels into the tower's input.
 
-    Accepted are floats as the processor emits them, uint8 before rescaling and normalisation, and
-    either of them with one frame where the processor would duplicate it.
+    Accepts floats as from the Hugging Face processor, or uint8 before rescaling and normalisation; images may have one
+    frame where the processor would duplicate it.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Stager:
     def stage(self, source: Tensor, modality: Modality, out: Tensor, *, crops: bool = False) -> None:
         """Write `patches * C*T*p*p` or `patches * C*1*p*p` elements into `out (patches, C*T*p*p)`.
 
-        Tiles, which are rows too, are `C*H*W` elements each; those of `crops` may be normalised differently.
+        A tile is one row of `C*H*W` elements; `crops` may be normalised differently.
         """
         geometry = self._geometry
         if geometry.channels_last:

@@ -1,7 +1,7 @@
-"""Compilers that Triton and torch call while a server runs, and what to do where they are missing.
+"""The compilers that Triton and torch need at run time, and what to install if they are missing.
 
-Triton (3.7 to 3.9) compiles one C file, `driver.c`, when its first kernel is launched: it includes Python.h and the C
-library's headers, and links with libcuda.so.1. All else, its own cuda.h and ptxas too, is in its wheel. torch.compile
+Triton (3.7 to 3.9) compiles one C file, `driver.c`, at its first launch: it includes Python.h and the C library's
+headers, and links with libcuda.so.1. Everything else, including cuda.h and ptxas, is in its wheel. torch.compile
 compiles C++ on CPU. `python -m vitwire_server.runtime.toolchain` checks an image for both, without a GPU.
 """
 
@@ -27,11 +27,11 @@ _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
 
 
 def triton_fault() -> str:
-    """Why Triton can launch no kernel on this machine's GPU, and the remedy; empty if it can."""
+    """Why Triton cannot launch kernels on this machine's GPU, and the remedy; empty if it can."""
     try:
         from triton.runtime import driver  # noqa: PLC0415 - comes with CUDA builds of torch only
 
-        driver.active.utils  # noqa: B018 - compiled when it is first asked for
+        driver.active.utils  # noqa: B018 - compiled at first access
     except ImportError as error:
         return f"{error}; {EXEC_REMEDY}" if find_spec("triton") else str(error)
     except (subprocess.CalledProcessError, OSError) as error:

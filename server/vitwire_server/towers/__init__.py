@@ -1,1 +1,1 @@
-"""Vision towers: one row per model family, loading, and what a forward needs."""
+"""Vision towers: models, layouts of pixels, processor settings, checkpoints."""

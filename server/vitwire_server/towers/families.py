@@ -6,6 +6,7 @@ from types import MappingProxyType
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
     deepseek,
+    deepseek_ocr,
     ernie,
     gemma,
     glm,
@@ -21,6 +22,23 @@ from vitwire_server.towers.models import (
     step,
 )
 
-_MAKERS = (qwen, glm, kimi, paddleocr, minimax, ernie, internvl, llava, gemma, deepseek, llama, step, mistral, siglip)
+_MAKERS = (
+    qwen,
+    glm,
+    kimi,
+    paddleocr,
+    minimax,
+    ernie,
+    internvl,
+    llava,
+    gemma,
+    deepseek,
+    deepseek_ocr,
+    llama,
+    step,
+    mistral,
+    siglip,
+)
+"""In the order of the tables of models."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({row.model_type: row for maker in _MAKERS for row in maker.ROWS})

@@ -1,11 +1,11 @@
-"""What a row of the table of models says, whatever the shape of its tower."""
+"""A row of the table of models: what every model declares, for every layout of pixels."""
 
 import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,10 +13,13 @@ from transformers import AutoConfig
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
+from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.served import Served, same_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from vitwire_server.towers.tower import Tower
 
 Weights = dict[str, "Tensor"]
 Parts = Mapping[str, Any]
@@ -33,19 +36,7 @@ def in_model(*names: str) -> dict[str, str]:
     return stripped(*(f"{outer}{name}" for name in names for outer in ("model.", "")))
 
 
-def at(config: Any, path: str) -> Any:  # noqa: ANN401 - configurations are of many classes
-    """The field of a configuration at a dotted path; all of it where the path is empty. Raises AttributeError."""
-    return reduce(getattr, filter(None, path.split(".")), config)
-
-
-def last_layer(config: Any) -> None:  # noqa: ANN401 - configurations are of many classes
-    """Raises ValueError unless rows are those of the last layer."""
-    layer = getattr(config, "vision_feature_layer", -1)
-    if layer != -1:
-        raise ValueError(f"vision_feature_layer {layer} is not served, only -1, the last one, is")
-
-
-def unchanged(weights: Weights, config: Any) -> Weights:  # noqa: ANN401 - configurations are of many classes
+def unchanged(weights: Weights, config: Config) -> Weights:
     """Weights that are stored as the module holds them."""
     del config
     return weights
@@ -56,14 +47,14 @@ class Module:
     """A module to load: its class, its configuration, and what its weights are called in checkpoints."""
 
     source: str
-    """Module and class; `transformers.models.` is left out, modules of our own are named in full."""
+    """Module and class; `transformers.models.` is left out, modules of this package are named in full."""
     prefixes: Mapping[str, str]
-    """Beginnings of its weights' names in checkpoints of whatever layout, and what stands for them in the module."""
+    """Beginnings of its weights' names in checkpoints of any layout, and what replaces them in the module."""
     renames: tuple[tuple[str, str], ...] = ()
     """Regular expressions and what they become, one after the other, once the prefix is replaced."""
     ignored: tuple[str, ...] = ()
     """Beginnings of renamed names that the module has no use for."""
-    convert: Callable[[Weights, Any], Weights] = unchanged
+    convert: Callable[[Weights, Config], Weights] = unchanged
     """From renamed weights, and this module's configuration, to the weights of the module.
 
     Linear in the weights, and content with a part of them.
@@ -80,12 +71,13 @@ class Module:
         found: type[nn.Module] = getattr(importlib.import_module(package), name)
         return found
 
-    def configuration(self, whole: Any) -> Any:  # noqa: ANN401 - configurations are of many classes
+    def configuration(self, whole: Config) -> Config:
         """This module's part of a checkpoint's configuration. Raises AttributeError."""
-        return at(whole, self.config)
+        own: Config = at(whole, self.config)
+        return own
 
-    def problem(self, whole: Any) -> str | None:  # noqa: ANN401 - configurations are of many classes
-        """Why a checkpoint's configuration is not served; None if it is. Raises AttributeError where a field lacks."""
+    def problem(self, whole: Config) -> str | None:
+        """Why a checkpoint's configuration is not served; None if it is. Raises AttributeError over a missing field."""
         own = self.configuration(whole)
         expected = getattr(self.resolve(), "config_class", None)
         if expected and isinstance(whole, expected):  # transformers 5.17 names the whole model's class for some towers
@@ -109,6 +101,16 @@ class Module:
         return None if name.startswith(self.ignored) else name
 
 
+class Accepts(StrEnum):
+    """What clients may send of a modality; the values are those of the table of models."""
+
+    PICTURES = "yes"
+    """Images or frames, which the client prepares as the model's own processor does."""
+    PIXELS = "pixels only"
+    """What the model's own processor makes of them."""
+    NOTHING = "no"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
     """A row of the table: one `model_type`, what to load of it, and how to build its tower."""
@@ -123,16 +125,10 @@ class Family(ABC):
     """Other modules that rows pass through, such as a projector, by name."""
     transformers: str = "5.17.0"
     """Oldest release of transformers that computes this tower correctly."""
-    videos: bool = True
-    """Takes clips too."""
-    pooled: bool = False
-    """Tokens of a clip are of several frames each, so that none can be pruned."""
-    prepared: bool = True
-    """Clients can prepare images as the model's own processor does."""
+    images: Accepts = Accepts.PICTURES
+    videos: Accepts = Accepts.PICTURES
     converts: bool = True
     """The class of the model's own processor converts images to RGB where the checkpoint's files do not say."""
-    prepared_videos: bool = True
-    """Clients can prepare clips as the model's own processor does."""
     architecture: str = ""
     """Sizes of the published towers, for the table of models."""
     attention: str = "full"
@@ -143,22 +139,28 @@ class Family(ABC):
     """Shape of the family's pixels, for the table of models."""
 
     @property
+    def prunes(self) -> bool:
+        """Whether tokens of a clip are of one frame each, so that they can be pruned."""
+        return True
+
+    @property
     def modules(self) -> dict[str, Module]:
         """Everything to load, by name."""
         return {"tower": self.tower, **(self.beside or {})}
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of many classes
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """The checkpoint's configuration; `settings` is its config.json.
 
         Raises what transformers raises over one that is broken.
         """
         del settings
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return config
 
     @abstractmethod
-    def build(self, parts: Parts, config: Any) -> Any:  # noqa: ANN401
+    def build(self, parts: Parts, config: Config) -> "Tower":
         """The tower around its loaded modules; `config` is the whole checkpoint's."""
 
     @abstractmethod
-    def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+    def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
         """Settings of the checkpoint's processor for each modality it takes. Raises CheckpointError."""

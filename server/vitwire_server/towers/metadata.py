@@ -27,7 +27,7 @@ class Capacity:
     windows: int = 0
     """Slots for attention windows, those of padding included; 0 in towers without windows."""
     crops: int = 0
-    """Rows of the second view, in towers that take one."""
+    """Rows of crops, in towers that take them."""
 
 
 class Kind(Protocol):

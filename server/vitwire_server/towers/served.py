@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from vitwire_server.towers.configs import Config
+
 _DEPTHS = ("depth", "num_hidden_layers")
 """Fields that hold a number of layers; where a configuration has several, the first counts."""
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
 _MOST_LAYERS = 10_000
 """Of any part of a model; transformers makes a list as long as the number that config.json gives."""
 
@@ -22,12 +22,12 @@ class Served:
 
     field: str
     """Name within the module's configuration."""
-    holds: Callable[[Any, Any], bool]
+    holds: Callable[[Any, Config], bool]
     """From the field's value and the module's configuration; may raise ArithmeticError or TypeError for False."""
     accepted: str
     """What the value must be, in words."""
 
-    def problem(self, config: Any) -> str | None:  # noqa: ANN401 - configurations are of many classes
+    def problem(self, config: Config) -> str | None:
         """What is wrong about the value; None if nothing is."""
         value = getattr(config, self.field)
         try:
@@ -37,14 +37,14 @@ class Served:
         return None if served else f"{self.field} is {value!r}, but must be {self.accepted}"
 
 
-def same_class(config: Any, expected: type[Any] | None) -> str | None:  # noqa: ANN401
+def same_class(config: Config, expected: type[Any] | None) -> str | None:
     """What is wrong about the kind of a configuration; None if it is of the class that its module takes."""
     if expected is None or isinstance(config, expected):
         return None
     return f"model_type is {config.model_type!r}, but must be {expected.model_type!r}"
 
 
-def surplus_layers(config: Any, names: Iterable[str]) -> str | None:  # noqa: ANN401
+def surplus_layers(config: Config, names: Iterable[str]) -> str | None:
     """What is wrong where a configuration asks for more layers than weights are named; None if it does not."""
     held = _most_layers(names)
     for path, layers in _depths(config):
@@ -76,7 +76,7 @@ def _most_layers(names: Iterable[str]) -> int:
     return max(map(len, lists.values()), default=0)
 
 
-def _depths(config: Any, path: str = "") -> Iterator[tuple[str, int]]:  # noqa: ANN401
+def _depths(config: Config, path: str = "") -> Iterator[tuple[str, int]]:
     """Each number of layers that a configuration asks for, and its name."""
     name = next((name for name in _DEPTHS if isinstance(getattr(config, name, None), int)), None)
     if name:

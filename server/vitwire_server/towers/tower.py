@@ -1,4 +1,4 @@
-"""What the engine needs to know of a tower, whatever the shape of its pixels."""
+"""What the engine needs to know of a tower, for every layout of pixels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Metadata:
     tensors: dict[str, Tensor]
     bounds: dict[str, int]
     crops: Tensor | None = None
-    """Rows of the second view `(crops, C*H*W)`, in towers that take one; whoever runs the forward sets it."""
+    """Crops `(crops, C*H*W)`, in towers that take them; set by the caller of `forward`."""
 
 
 class Tower(ABC):
@@ -54,7 +54,7 @@ class Tower(ABC):
         """Move everything that a forward reads."""
         self.model.to(device)
 
-    def rewrite(self) -> None:  # noqa: B027 - most towers have nothing to exchange
+    def rewrite(self) -> None:  # noqa: B027 - optional
         """Exchange modules for ones that compute the same faster: once, after the weights were loaded."""
 
     def use_attention(self, implementation: str) -> None:
@@ -64,8 +64,8 @@ class Tower(ABC):
 
     @property
     @abstractmethod
-    def heads(self) -> tuple[int, int]:
-        """Attention heads and the size of one."""
+    def attention_heads(self) -> tuple[int, int]:
+        """Their number, and the size of one."""
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -77,7 +77,7 @@ class Tower(ABC):
         """What an item of this grid costs. The grid must be one that the geometry finds nothing wrong about."""
 
     def sizes(self, most: int) -> list[int]:
-        """Tokens of the budgets to capture where nobody named any, up to `most`."""
+        """Tokens of the budgets to capture if none are configured, up to `most`."""
         return default_tokens(most) if most else []
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:

@@ -1,1 +1,1 @@
-"""Attention within segments: the backends, and how one is chosen by measurement."""
+"""Attention within packed segments: a file per backend in `backends/`, their registry, and selection by measurement."""

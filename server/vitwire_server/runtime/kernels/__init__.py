@@ -1,1 +1,1 @@
-"""Triton kernels of the graph path, each with the torch operations it replaces as its reference."""
+"""Triton kernels, tested against the torch operations they replace."""

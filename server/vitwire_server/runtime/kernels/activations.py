@@ -1,4 +1,4 @@
-"""Activations of the MLP in one pass, gated or not."""
+"""Activations of MLPs, gated or not, as one kernel."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ _BLOCK = 1024
 def activate(values: Tensor, kind: str, *, gated: bool = False) -> Tensor:
     """The activation of `values (rows, columns)`, computed in float32; in place unless gated.
 
-    Gated, the first half of the columns is activated and multiplied with the second: `(rows, columns / 2)`.
+    If gated, multiplies the activation of the first half of the columns by the second half: `(rows, columns / 2)`.
     """
     rows, columns = values.shape
     out_columns = columns // 2 if gated else columns
@@ -56,7 +56,7 @@ def _activate(
     else:
         y = x * tl.sigmoid(x)
     if GATED:
-        # As two operations would: the activation is rounded before it gates.
+        # Round the activation before gating, as separate operations would.
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         y *= tl.load(in_ptr + row * in_columns + out_columns + column, mask=there, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_columns + column, y.to(out_ptr.dtype.element_ty), mask=there)

@@ -1,11 +1,10 @@
-"""Attention within packed segments, whose grid grows with the rows and not with the slots.
+"""Attention within packed segments, with a launch grid that depends on rows rather than on slots.
 
-A kernel that launches `slots * longest / block` programs, as flash attention for sequences of varying
-length does, spends most of them on slots without a segment. Here a list says which rows a program works on, so
-the grid needs `rows / block + slots` programs, and no bound of the longest segment at all. Programs never
-mix segments, since 0 * NaN would carry one item's NaN to another's rows. Softmax is computed online (Milakov and
-Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Scores of heads of 72 or 80 columns are computed
-as 64 + 16 rather than padded to 128; their values as 64 + 64, since triton 3.6 miscompiles products that are
+Variable-length flash attention launches `slots * longest / block` programs, most of them for slots without a segment.
+Here a list of tiles says which rows a program works on, so the grid has `rows / block + slots` programs, whatever the
+longest segment. A program never mixes segments, so NaN does not spread between items. Softmax is computed online
+(Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Scores of heads of 72 or 80 columns are
+computed as 64 + 16 rather than padded to 128; their values as 64 + 64, since triton 3.6 miscompiles products that are
 narrower on Hopper.
 """
 
@@ -17,17 +16,17 @@ from triton import language as tl
 
 _LOG2_E = 1.4426950408889634
 _DENSE = 8192
-"""Patches of a segment beyond which cuDNN is used where it can be."""
+"""Segment length in patches above which cuDNN is used if possible."""
 _FEW_ROWS = 64
 _MANY_ROWS = 128
 _BUSY_PROGRAMS = 264
-"""Programs of `_MANY_ROWS` from which on a device of 132 multiprocessors is busy with them."""
+"""Number of programs of `_MANY_ROWS` that keeps a device with 132 multiprocessors busy."""
 
 
 def segment_tiles(boundaries: Tensor, rows: int, heads: int) -> Tensor:
-    """What each program of `segment_attention` works on: `(tiles, 3)` int32, the same for every layer of a forward.
+    """The tiles for `segment_attention`, `(tiles, 3)` int32, the same for every layer of a forward.
 
-    First row of the tile, begin and end of its segment; zeros in tiles that are left over.
+    Each is its first row and the begin and end of its segment; unused tiles are zero.
     """
     block, slots = _block(rows, heads), len(boundaries) - 1
     tiles = torch.empty((triton.cdiv(rows, block) + slots, 3), dtype=torch.int32, device=boundaries.device)
@@ -40,13 +39,13 @@ def segment_attention(
 ) -> Tensor:
     """Attention of `q, k, v (rows, heads, head_dim)` within the segments that `boundaries` end.
 
-    `boundaries (slots + 1,)` is int32, the first 0, the last the number of rows. Heads lie one after the other in
-    a row; rows may lie apart, as in the output of one linear layer for all three. `tiles` are those of
-    `segment_tiles`. Returns a contiguous `(rows, heads, head_dim)`. Runs on a CPU only in Triton's interpreter.
+    `boundaries (slots + 1,)` is int32, the first 0, the last the number of rows. Heads of a row must be
+    contiguous; rows may be strided, as in the output of one linear layer for all three. `tiles` come from
+    `segment_tiles`. Returns a contiguous `(rows, heads, head_dim)`. On a CPU it runs only in Triton's interpreter.
     """
     rows, heads, head_dim = q.shape
     if longest > _DENSE and rows == (len(boundaries) - 1) * longest:
-        # All segments are equal and long: cuDNN is faster, and a plan of it for each shape is worth its time.
+        # All segments are equal and long: cuDNN is faster, even with a plan for each shape.
         query, key, value = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
         attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
         return attended.transpose(1, 2).flatten(0, 1).contiguous()
@@ -79,7 +78,7 @@ def segment_attention(
 
 
 def _block(rows: int, heads: int) -> int:
-    """Rows of a tile: fewer where there would be too few tiles for the device."""
+    """Rows per tile: fewer if there would be too few tiles for the device."""
     return _MANY_ROWS if triton.cdiv(rows, _MANY_ROWS) * heads >= _BUSY_PROGRAMS else _FEW_ROWS
 
 
@@ -193,7 +192,7 @@ def _keys(
     SPARE: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Take keys from `start` to `stop` in; only in the last, partial block are there keys beyond the segment."""
+    """Process keys from `start` to `stop`; only the last, partial block has keys beyond the segment."""
     columns = tl.arange(0, WHOLE)
     spare = tl.arange(0, SPARE)
     for block in tl.range(start, stop, KEYS, num_stages=1 if LAST else None):

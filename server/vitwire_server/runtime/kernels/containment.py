@@ -1,4 +1,4 @@
-"""Values that are not finite, kept to the segment that they are in."""
+"""Containment of NaN and infinity within their segment."""
 
 import torch
 import triton
@@ -7,12 +7,12 @@ from triton import language as tl
 
 
 def contain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values `(rows, heads, head_dim)` that leave NaN and infinity in a value to its own segment.
+    """Keys and values `(rows, heads, head_dim)` with which NaN and infinity stay in their segment.
 
-    Flash attention reads whole blocks of keys, those of the next segment too, and masks their shares to 0; but
-    0 * NaN is NaN. Here a value that is not finite becomes 0 and its key NaN: queries of its own segment get NaN by
-    their scores, as they would have by the value, and scores of other segments are masked before they count.
-    Heads must lie one after the other in a row; rows may lie apart. Both results are new and contiguous.
+    Flash attention reads whole blocks of keys, including those of the next segment, and masks their weights to 0; but
+    0 * NaN is NaN. Here a value that is not finite becomes 0 and its key NaN: queries of its segment get NaN from their
+    scores, while scores of other segments are masked before they are used. Heads of a row must be contiguous; rows
+    may be strided. Both results are new and contiguous.
     """
     rows, heads, head_dim = k.shape
     assert k.stride(1) == v.stride(1) == head_dim

@@ -1,4 +1,4 @@
-"""Layer and RMS norm, after a residual was added."""
+"""Residual addition followed by layer or RMS norm."""
 
 import torch
 import triton
@@ -11,9 +11,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`hidden + added`, rounded to their dtype, and its norm; `(rows, columns)` each, contiguous.
 
-    `norm` is an `nn.LayerNorm` or any module of `weight` and `eps` that divides by the root of the mean square.
-    Without `added`, the first of the two is `hidden` itself. `ahead (columns,)` is added to the first only, before
-    that is rounded: a bias of what will be added next.
+    `norm` is an `nn.LayerNorm`, or an RMS norm with `weight` and `eps`. Without `added`, the first result is `hidden`
+    itself. `ahead (columns,)`, the bias of the next layer, is added to the first result only, before rounding.
     """
     assert added is not None or ahead is None
     rows, columns = hidden.shape
@@ -42,7 +41,7 @@ def add_norm(
 
 
 def epsilon(norm: nn.Module) -> float:
-    """What the norm adds to the variance."""
+    """The epsilon of a norm."""
     for name in ("eps", "variance_epsilon"):
         if isinstance(value := getattr(norm, name, None), float):
             return value
@@ -83,7 +82,7 @@ def _add_norm(
     scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
     if not CENTRE:
-        # RMS norms of the models round before they scale.
+        # The models' RMS norms round before scaling.
         scaled = scaled.to(normed_ptr.dtype.element_ty).to(tl.float32)
     scaled *= weight
     if BIAS:

@@ -7,11 +7,11 @@ from triton import language as tl
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> None:
-    """Turn queries and keys of `qkv (rows, 3, heads, head_dim)` in place, in float32, rounding once.
+    """Rotate queries and keys of `qkv (rows, 3, heads, head_dim)` in place, in float32, rounding once.
 
-    `cos` and `sin (rows, head_dim)` are float32; column `i` of a head turns with `i + head_dim / 2` (the halves of
-    Su et al., arXiv 2104.09864, as in GPT-NeoX). `qkv` must be contiguous. With `contain`, also does what
-    `containment.contain` does.
+    `cos` and `sin (rows, head_dim)` are float32; column `i` of a head is paired with `i + head_dim / 2` (Su et al.,
+    arXiv 2104.09864, in the layout of GPT-NeoX). `qkv` must be contiguous. `contain` also applies
+    `containment.contain`.
     """
     rows, _, heads, head_dim = qkv.shape
     _rotate[(rows,)](
@@ -29,7 +29,7 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> N
 
 
 def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What `rotate` leaves, out of torch operations."""
+    """The result of `rotate`, with torch operations."""
     turned = qkv[:, :2].float()
     one, two = turned.chunk(2, dim=-1)
     crossed = torch.cat((-two, one), dim=-1)
@@ -65,7 +65,7 @@ def _rotate(
     first = one * cos_one - two * sin_one
     second = two * cos_two + one * sin_two
     if CONTAIN:
-        keys = there & (line >= HEADS)[:, None]  # a key's value is as far behind it as it is behind its query
+        keys = there & (line >= HEADS)[:, None]  # the value is as far after its key as the key is after its query
         value = at + HEADS * 2 * HALF
         value_one = tl.load(value, mask=keys, other=0.0).to(tl.float32)
         value_two = tl.load(value + HALF, mask=keys, other=0.0).to(tl.float32)

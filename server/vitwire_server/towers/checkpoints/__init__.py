@@ -1,1 +1,1 @@
-"""Reading checkpoints in hub layout: the tower's weights, adapters, JSON files."""
+"""Checkpoints in hub layout: configuration, weights, building modules of them, adapters."""

@@ -1,4 +1,4 @@
-"""Building one module of a tower of its configuration and its weights."""
+"""Build one module of a tower from its configuration and its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Weights
 from vitwire_server.towers.files import CheckpointError
 
 BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-"""What transformers and torch raise over numbers in a configuration that make no sense."""
+"""What transformers and torch raise over impossible numbers in a configuration."""
 
 
 def build_module(
     folder: Path,
     name: str,
     module: Module,
-    config: Any,  # noqa: ANN401 - configurations are of many classes
+    config: Config,
     weights: Weights,
     dtype: torch.dtype,
 ) -> nn.Module:
@@ -30,17 +31,17 @@ def build_module(
         make = _pretrained if issubclass(source, PreTrainedModel) else _plain
         built, info = make(source, own, weights, dtype)
     except BROKEN as error:
-        told = str(error).partition("\n")[0]
-        raise CheckpointError(f"{folder}: no vision {name} can be built of it: {told}") from error
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{folder}: the vision {name} cannot be built: {reason}") from error
     wrong = {key: sorted(map(str, keys)) for key, keys in info.items() if keys}
     if wrong:
-        told = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in wrong.items())
-        raise CheckpointError(f"{folder}: the weights do not fit the vision {name} ({told})")
+        listed = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in wrong.items())
+        raise CheckpointError(f"{folder}: the weights do not fit the vision {name} ({listed})")
     return built.eval().requires_grad_(requires_grad=False)
 
 
-def _other_shape(source: type[nn.Module], config: Any, weights: Weights) -> str | None:  # noqa: ANN401
-    """The first weight of another shape than the configuration asks for, found before any memory is taken."""
+def _other_shape(source: type[nn.Module], config: Config, weights: Weights) -> str | None:
+    """The first weight of another shape than the configuration asks for, found before memory is allocated."""
     with torch.device("meta"):
         held = {name: tuple(tensor.shape) for name, tensor in source(config).named_parameters()}
     for name in sorted(held.keys() & weights.keys()):
@@ -52,7 +53,7 @@ def _other_shape(source: type[nn.Module], config: Any, weights: Weights) -> str 
 
 def _pretrained(
     source: Any,  # noqa: ANN401 - from_pretrained is typed in part only
-    config: Any,  # noqa: ANN401
+    config: Config,
     weights: Weights,
     dtype: torch.dtype,
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -64,11 +65,11 @@ def _pretrained(
 
 def _plain(
     source: type[nn.Module],
-    config: Any,  # noqa: ANN401
+    config: Config,
     weights: Weights,
     dtype: torch.dtype,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A module that is no model of transformers: its buffers stay as they are computed, in float32."""
+    """A module that is not a transformers model: its buffers stay in float32, as computed."""
     module = source(config)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)

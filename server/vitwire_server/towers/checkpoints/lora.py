@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
 
@@ -32,12 +33,12 @@ _VARIANTS = (
 )
 """Settings with which an adapter is more than a product of two factors that is added to a weight."""
 _PLAIN_STARTS = ("gaussian", "eva")
-"""Ways of starting that leave the base's weights as they were."""
+"""Initialisations that leave the base's weights as they were."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter on disk that can be merged; its name is for people."""
+    """An adapter on disk that can be merged; `name` appears in logs and GetModel."""
 
     name: str
     folder: Path
@@ -57,10 +58,10 @@ class Adapter:
             raise CheckpointError(f"{folder} trained biases (bias={config['bias']!r}): only plain LoRA can be merged")
         start = config.get("init_lora_weights", True)
         if isinstance(start, str) and start not in _PLAIN_STARTS:
-            raise CheckpointError(f"{folder} was started by {start!r}, which changes the base's own weights")
+            raise CheckpointError(f"{folder} was initialised by {start!r}, which changes the base's own weights")
         return cls(name, folder, config)
 
-    def merge(self, family: Family, config: Any, weights: Mapping[str, Weights]) -> None:  # noqa: ANN401
+    def merge(self, family: Family, config: Config, weights: Mapping[str, Weights]) -> None:
         """Add the adapter to the weights, in float32, of each module of `family`; `config` is the whole checkpoint's.
 
         Raises CheckpointError if it has nothing for the vision tower, or something that does not fit.
@@ -104,7 +105,7 @@ class Adapter:
         try:
             return load_file(path)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is no safetensors file: {error}") from error
+            raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
 
     def _change(self, module: str, own: Mapping[str, Tensor]) -> Tensor:
         if own.keys() not in ({"A", "B"}, {"embedding_A", "embedding_B"}):

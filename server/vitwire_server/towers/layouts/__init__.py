@@ -1,1 +1,1 @@
-"""How pixels become one forward: packed patches, raster patches, tiles, two views."""
+"""How pixels become one forward: a family and a tower for each layout of pixels."""

@@ -1,10 +1,12 @@
 """The packed `grid_thw` family: stock towers of transformers, called with their data-dependent part computed ahead."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,59 +16,83 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
-from vitwire_server.towers.family import Parts, at
+from vitwire_server.towers.configs import Config, at
+from vitwire_server.towers.family import Accepts, Parts
+from vitwire_server.towers.layouts.heads import Head
 from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
 from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
-from vitwire_server.towers.processors.areas import Rule, read_preprocessing
+from vitwire_server.towers.processors.areas import AreaRule, read_preprocessing
 from vitwire_server.towers.tower import Metadata
 
 _TAPS = {"bilinear": 4, "bicubic": 16}
 """Neighbours that a resampled position is made of."""
+_IMAGE_AREAS, _VIDEO_AREAS = AreaRule(), AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28))
+"""How most families resize."""
+
+
+class AttentionSpan(Enum):
+    """What a patch attends to in most layers."""
+
+    FRAME = auto()
+    CLIP = auto()
+    """All frames of a clip."""
+    WINDOWS = auto()
+    """A window of a frame; in some layers, the frame."""
+
+
+def unshaped(rows: Tensor, side: int) -> Tensor:
+    """Rows of pixels as they come, `(patches, C*T*p*p)`."""
+    del side
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a tower's forward takes beside the ends of its segments, and in which form."""
+
+    learned_positions: str | None = None
+    """Path of the tower's module whose positions are resampled to each grid; empty for the tower itself."""
+    frame_positions: bool = False
+    """Position ids are `(frame, row, column)`, rather than `(row, column)`."""
+    grids: bool = False
+    """The forward reads a row of `grid_thw` for each frame."""
+    raster: bool = False
+    """Patches of a frame lie line by line, rather than token by token."""
+    shape: Callable[[Tensor, int], Tensor] = unshaped
+    """From rows of pixels and the side of a patch to the tower's pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFamily(PatchFamily):
     """What differs between the packed `grid_thw` towers; the rest is in `PackedTower`."""
 
-    adapter: "type[PackedTower] | None" = None
-    """`PackedTower`, or one of its kind for towers that need more than keyword arguments."""
-    positions: str | None = None
-    """Path of the tower's module whose learned positions are resampled to each grid; empty for the tower itself."""
-    windows: bool = False
-    """Most layers attend within windows."""
-    deepstack: bool = False
-    """Features of inner layers are appended to each row."""
-    whole_clips: bool = False
-    """Attention spans all frames of a clip."""
-    counts_frames: bool = False
-    """Position ids are `(frame, row, column)`."""
-    raster: bool = False
-    """Patches of a frame lie line by line, not token by token."""
-    reads_grids: bool = False
-    """The forward reads a row of `grid_thw` for each frame."""
-    resizing: Resizing = Resizing.AREA
-    """How images are resized that clients can prepare."""
-    image_pixels: tuple[int, int] | None = None
-    """Area bounds of images where the checkpoint's processor has none of the usual form."""
-    images_span_frames: bool = False
-    """The area bounds of images count the repeated frames."""
-    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)
-    """Area bounds of videos where the checkpoint has no video preprocessor."""
-    videos_span_frames: bool = False
-    """The area bounds of videos count all frames of a clip together."""
+    head: type[Head] = Head
+    """What follows the tower."""
+    span: AttentionSpan = AttentionSpan.FRAME
+    inputs: Inputs = Inputs()
+    image_areas: AreaRule = _IMAGE_AREAS
+    """How clients resize images."""
+    video_areas: AreaRule = _VIDEO_AREAS
+    """How clients resize the frames of clips."""
     layout = "packed patches"
 
-    def build(self, parts: Parts, config: Any) -> "PackedTower":  # noqa: ANN401
+    @property
+    def prunes(self) -> bool:
         """See Family."""
-        return (self.adapter or PackedTower)(self, parts, config)
+        return not self.head.pools_frames
 
-    def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+    def build(self, parts: Parts, config: Config) -> "PackedTower":
         """See Family."""
-        images = self.resizing if self.prepared else Resizing.OTHER
-        videos = Resizing.AREA if self.prepared_videos else Resizing.OTHER
-        rules = {Modality.IMAGE: Rule(self.images_span_frames, self.image_pixels, images)}
-        if self.videos:
-            rules[Modality.VIDEO] = Rule(self.videos_span_frames, self.video_pixels, videos)
+        return PackedTower(self, parts, config)
+
+    def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
+        """See Family."""
+        areas = {Modality.IMAGE: (self.images, self.image_areas), Modality.VIDEO: (self.videos, self.video_areas)}
+        rules = {
+            modality: rule if accepts is Accepts.PICTURES else replace(rule, resizing=Resizing.OTHER)
+            for modality, (accepts, rule) in areas.items()
+            if accepts is not Accepts.NOTHING
+        }
         channels = sizes(self.tower.configuration(config)).channels
         return read_preprocessing(folder, rules, channels=channels, converts=self.converts)
 
@@ -80,7 +106,7 @@ class Sizes(NamedTuple):
     channels: int
 
 
-def sizes(config: Any) -> Sizes:  # noqa: ANN401 - configurations are of many classes
+def sizes(config: Config) -> Sizes:
     """Those of a tower's configuration. Raises AttributeError."""
     merge = config.merge_kernel_size[0] if hasattr(config, "merge_kernel_size") else config.spatial_merge_size
     channels = next((getattr(config, key) for key in ("in_channels", "num_channels") if hasattr(config, key)), 3)
@@ -91,31 +117,32 @@ class PackedTower(PatchTower):
     """A stock tower that takes `grid_thw`, and keyword arguments in place of what it would compute of it."""
 
     family: PackedFamily
-    after: ClassVar[frozenset[str]] = frozenset()
-    """Metadata that the rows need after the tower's own forward."""
 
-    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, family: PackedFamily, parts: Parts, config: Config) -> None:
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
-        own: Any = self.model.config
-        levels = len(own.deepstack_visual_indexes) if family.deepstack else 0
-        width = at(config, family.width) * (1 + levels)
-        self.geometry = Geometry(**sizes(own)._asdict(), width=width, levels=levels, raster=family.raster)
-        self._positions: Any = None if family.positions is None else self.model.get_submodule(family.positions)
-        self._window_side = own.window_size // own.patch_size if family.windows else 0
-        self._kinds |= self._keywords()
+        own: Config = self.model.config
+        width = at(config, family.width)
+        self.head = family.head(
+            parts, Geometry(**sizes(own)._asdict(), width=width, levels=0, raster=family.inputs.raster)
+        )
+        self.geometry = self.head.geometry
+        learned = family.inputs.learned_positions
+        self._learned: Any = None if learned is None else self.model.get_submodule(learned)
+        self._window_side = own.window_size // own.patch_size if family.span is AttentionSpan.WINDOWS else 0
 
     @property
-    def heads(self) -> tuple[int, int]:
+    def attention_heads(self) -> tuple[int, int]:
         """See Tower."""
-        config: Any = self.model.config
+        config: Config = self.model.config
         hidden = getattr(config, "embed_dim", None) or config.hidden_size
         return config.num_attention_heads, hidden // config.num_attention_heads
 
     def footprint(self, grid: Grid) -> Footprint:
         """See Tower."""
-        own = super().footprint(grid)
-        return own._replace(segments=1, longest=grid.patches) if self.family.whole_clips else own
+        own = super().footprint(grid)._replace(pooled=self.head.pooled(grid))
+        clip = self.family.span is AttentionSpan.CLIP
+        return own._replace(segments=1, longest=grid.patches) if clip else own
 
     def capacity(self, budget: Budget) -> Capacity:
         """See Tower."""
@@ -135,74 +162,72 @@ class PackedTower(PatchTower):
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, C*T*p*p)` to rows `(tokens, width)`: `[main | deepstack 0 | ...]`."""
-        tensors = metadata.tensors
-        grids = tensors["grid_thw"] if self.family.reads_grids else pixels.new_empty((0, 3), dtype=torch.int64)
-        output = self.model(self._shaped(pixels), grid_thw=grids, **self._given(tensors), **metadata.bounds)
-        return self._finish(output, tensors)
+        tensors, inputs = metadata.tensors, self.family.inputs
+        grids = tensors["grid_thw"] if inputs.grids else pixels.new_empty((0, 3), dtype=torch.int64)
+        given = {key: tensor for key, tensor in tensors.items() if key not in self._no_keywords}
+        output = self.model(
+            inputs.shape(pixels, self.geometry.patch),
+            grid_thw=grids,
+            **given,
+            **self.head.keywords(tensors),
+            **metadata.bounds,
+        )
+        return self.head.rows(output, tensors)
 
-    def _given(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keyword arguments of the tower."""
-        return {key: tensor for key, tensor in tensors.items() if key not in {*self.after, "grid_thw"}}
+    @cached_property
+    def _no_keywords(self) -> frozenset[str]:
+        """Metadata that the tower does not take under its own name."""
+        return frozenset({*self.head.inputs(), "grid_thw"})
 
-    def _shaped(self, pixels: Tensor) -> Tensor:
-        """Rows of pixels in the shape that the tower takes."""
-        return pixels
-
-    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401 - of many classes
-        """From the tower's output to rows `(tokens, width)`."""
-        del tensors
-        rows: Tensor = output.pooler_output
-        return torch.cat([rows, *output.deepstack_features], dim=-1) if self.family.deepstack else rows
-
-    def _keywords(self) -> dict[str, Kind]:
-        """The metadata that the family's forward takes besides its segments."""
-        kinds: dict[str, Kind] = {"position_ids": Rows((3 if self.family.counts_frames else 2,), torch.int64)}
-        if self._positions is not None:
-            taps = _TAPS[self._positions.interpolation_mode]
+    def _inputs(self) -> dict[str, Kind]:
+        inputs = self.family.inputs
+        kinds: dict[str, Kind] = {"position_ids": Rows((3 if inputs.frame_positions else 2,), torch.int64)}
+        if self._learned is not None:
+            taps = _TAPS[self._learned.interpolation_mode]
             kinds["interp_indices"] = Rows((taps,), torch.int64)
             kinds["interp_weights"] = Rows((taps,), torch.float32)
-        if self.family.windows:
+        if self._window_side:
             window = self._window_side**2
             kinds["window_index"] = Order()
             kinds["cu_window_seqlens"] = Boundaries(slots=lambda c: c.windows, longest=lambda _: window)
-        if self.family.reads_grids:
+        if inputs.grids:
             kinds["grid_thw"] = Grids()
-        return kinds
+        return kinds | self.head.inputs()
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """transformers' own functions, on the host; rows of a frame are computed once for all frames."""
-        family, computed = self.family, super()._compute(grid)
+        inputs, computed = self.family.inputs, super()._compute(grid)
         frame = torch.tensor([(1, grid.h, grid.w)])
         places = vision_utils.get_vision_position_ids(frame, self._block).repeat(grid.t, 1)
         computed["position_ids"] = places
-        if family.whole_clips:
+        if self.family.span is AttentionSpan.CLIP:
             computed["cu_seqlens"] = computed["cu_seqlens"][-1:]
-        if family.counts_frames:
+        if inputs.frame_positions:
             computed["position_ids"] = torch.cat([frame_of(grid)[:, None], places], dim=-1)
-        if self._positions is not None:
+        if self._learned is not None:
             taps = self._taps(frame)
             computed["interp_indices"], computed["interp_weights"] = (rows.repeat(grid.t, 1) for rows in taps)
-        if family.windows:
+        if self._window_side:
             order, ends = vision_utils.get_vision_window_index(
                 torch.tensor([grid]), self.geometry.merge, self.model.window_size, self.model.patch_size
             )
             computed["window_index"], computed["cu_window_seqlens"] = order, ends[1:]
-        if family.reads_grids:
+        if inputs.grids:
             computed["grid_thw"] = frame.repeat(grid.t, 1)
-        return computed
+        return computed | self.head.compute(grid)
 
     @property
     def _block(self) -> int:
         """Patches a side that lie one after the other: those of a token, unless the order is a raster's."""
-        return 1 if self.family.raster else self.geometry.merge
+        return 1 if self.family.inputs.raster else self.geometry.merge
 
     def _taps(self, frame: Tensor) -> tuple[Tensor, Tensor]:
         """Of each patch of a frame, the learned positions that its own is resampled from, and their weights."""
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             frame,
-            num_grid_per_side=self._positions.num_grid_per_side,
-            mode=self._positions.interpolation_mode,
-            align_corners=self._positions.interpolation_align_corners,
+            num_grid_per_side=self._learned.num_grid_per_side,
+            mode=self._learned.interpolation_mode,
+            align_corners=self._learned.interpolation_align_corners,
             spatial_merge_size=self._block,
         )
         return indices, weights

@@ -1,8 +1,10 @@
 """Towers of packed patches: all items in one sequence, attention within segments of it."""
 
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 import torch
@@ -22,7 +24,7 @@ _KEPT_PATCHES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PatchFamily(Family):
-    """What rows of all towers of packed patches say."""
+    """Fields of every family of packed patches."""
 
     width: str
     """Path of the field that holds the columns of an embedding's main part, in the whole configuration."""
@@ -33,7 +35,7 @@ class PatchFamily(Family):
 class PatchTower(Tower):
     """What these towers cost, and their metadata: measured once for each grid, laid out for each batch.
 
-    Each class adds to `_kinds` what its forward takes, and to `_compute` what that is for an item alone.
+    Each class names in `_inputs` what its forward takes, and adds to `_compute` what that is for an item alone.
     """
 
     def __init__(self, family: PatchFamily, parts: Parts) -> None:
@@ -41,11 +43,17 @@ class PatchTower(Tower):
         self.family = family
         self.model = parts["tower"]
         self._modules = parts
-        self._kinds: dict[str, Kind] = {
-            "cu_seqlens": Boundaries(slots=lambda c: c.segments, longest=lambda c: c.longest),
-        }
         self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
         self._kept = 0
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, Kind]:
+        """All metadata of a forward, by name."""
+        return {"cu_seqlens": Boundaries(slots=lambda c: c.segments, longest=lambda c: c.longest), **self._inputs()}
+
+    @abstractmethod
+    def _inputs(self) -> dict[str, Kind]:
+        """The metadata that the forward takes beside the ends of its segments."""
 
     def to(self, device: torch.device | str) -> None:
         """See Tower."""

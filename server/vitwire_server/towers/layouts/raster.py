@@ -1,7 +1,7 @@
-"""Packed towers without `grid_thw`: images of any size as patches in raster order, positions of our own."""
+"""Packed towers without `grid_thw`: images of any size as patches in raster order."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
@@ -13,9 +13,10 @@ from torch import Tensor
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
-from vitwire_server.towers.family import Parts, at
+from vitwire_server.towers.configs import Config, at
+from vitwire_server.towers.family import Parts
 from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
-from vitwire_server.towers.processors.settings import Processor, read_settings
+from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
 from vitwire_server.towers.tower import Metadata
 
 _SQUARE = 16
@@ -23,51 +24,56 @@ _SQUARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class NavitFamily(PatchFamily):
-    """Rows whose tower is a NavitTower."""
+class RasterFamily(PatchFamily):
+    """Rows whose tower is a RasterTower."""
 
-    adapter: "type[NavitTower]"
-    """What computes the tower's forward."""
+    forward: "type[RasterTower]"
+    """What computes the tower's forward on its modules."""
     merge: str | None = None
     """Path of the field with the root of a token's patches, in the whole configuration; None for one patch a token."""
     channels_last: bool = False
     """The processor emits the columns of a patch as (p, p, C)."""
-    processor: Callable[[Processor, Any], dict[Modality, Preprocessing]]
-    """From the processor's files and the checkpoint's configuration; raises what `read_settings` tells of."""
+    processor: ReadProcessor
     layout = "packed patches, raster order"
 
-    def build(self, parts: Parts, config: Any) -> "NavitTower":  # noqa: ANN401
+    def build(self, parts: Parts, config: Config) -> "RasterTower":
         """See Family."""
-        return self.adapter(self, parts, config)
+        return self.forward(self, parts, config)
 
-    def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+    def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
         """See Family."""
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
-class NavitTower(PatchTower):
+class RasterTower(PatchTower):
     """Attention within images; what a family's stock forward derives from image sizes is laid out ahead."""
 
-    def __init__(self, family: NavitFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    family: RasterFamily
+
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
-        vision: Any = self.model.config
-        self.geometry = Geometry(
-            patch=vision.patch_size,
-            merge=1 if family.merge is None else at(config, family.merge),
-            temporal=1,
-            channels=getattr(vision, "num_channels", 3),
-            width=at(config, family.width),
-            levels=0,
-            raster=True,
-            channels_last=family.channels_last,
-        )
+        self.geometry = self._geometry(config)
         self._projector: Any = parts.get("projector")
 
+    def _geometry(self, config: Config) -> Geometry:
+        """Sizes of the tower; `config` is the whole checkpoint's."""
+        vision: Config = self.model.config
+        return Geometry(
+            patch=vision.patch_size,
+            merge=1 if self.family.merge is None else at(config, self.family.merge),
+            temporal=1,
+            channels=getattr(vision, "num_channels", 3),
+            width=at(config, self.family.width),
+            levels=0,
+            raster=True,
+            channels_last=self.family.channels_last,
+        )
+
     @property
-    def heads(self) -> tuple[int, int]:
+    def attention_heads(self) -> tuple[int, int]:
         """See Tower."""
-        config: Any = self.model.config
+        config: Config = self.model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_attention_heads, size
 

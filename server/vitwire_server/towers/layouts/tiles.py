@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,33 +15,36 @@ from vitwire_server.core.capacities import Capacities, TileCapacities
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Modality, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
+from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.metadata import Capacity
-from vitwire_server.towers.processors.settings import Processor, read_settings
+from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
 from vitwire_server.towers.tower import Metadata, Tower
 
 
-class View(NamedTuple):
-    """What one tile is."""
+class TileShape(NamedTuple):
+    """Sizes of one tile, or of one crop."""
 
     height: int
     width: int
     tokens: int
-    """Rows of an embedding that it becomes."""
+    """Rows that it becomes."""
 
 
 class Encoder(ABC):
-    """From tiles to rows, on stock modules. No forward of it looks at the host."""
+    """From tiles to rows, on stock modules. `encode` never synchronises with the host."""
 
-    view: View
+    tile: TileShape
     patch: int
     merge: int
     """Root of the patches that become one token."""
     channels: int = 3
     width: int
-    heads: tuple[int, int]
-    """Attention heads and the size of one."""
+    attention_heads: tuple[int, int]
+    """Their number, and the size of one."""
     blocks: Sequence[nn.Module]
+    constants: Mapping[str, nn.Module] = MappingProxyType({})
+    """Modules beside the loaded ones, which move with them."""
 
     @abstractmethod
     def encode(self, tiles: Tensor) -> Tensor:
@@ -56,84 +60,83 @@ class Encoder(ABC):
             channels=self.channels,
             width=self.width,
             levels=0,
-            tile=(self.view.height, self.view.width),
+            tile=(self.tile.height, self.tile.width),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileFamily(Family):
-    """What differs between towers of tiles: how rows come of a tile, and how tiles of an image."""
+    """What differs between towers of tiles: how a tile becomes rows, and how an image becomes tiles."""
 
-    encoder: Callable[[Parts, Any], Encoder]
-    """From the loaded modules and the checkpoint's configuration. Raises ValueError over what it cannot compute."""
-    processor: Callable[[Processor, Any], dict[Modality, Preprocessing]]
-    """From the processor's files and the checkpoint's configuration; raises what `read_settings` tells of."""
+    encoder: Callable[[Parts, Config], Encoder]
+    """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
+    processor: ReadProcessor
     attention: str = "within each tile"
     layout = "tiles"
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. SigLIP's pooling head, which no rows pass through, is left out."""
         config = super().read_config(folder, settings)
         if hasattr(config.vision_config, "vision_use_head"):
-            config.vision_config.vision_use_head = False
+            return changed(config, {"vision_config.vision_use_head": False})
         return config
 
-    def build(self, parts: Parts, config: Any) -> Tower:  # noqa: ANN401
+    def build(self, parts: Parts, config: Config) -> Tower:
         """See Family."""
         return TileTower(self.encoder(parts, config), parts)
 
-    def preprocessing(self, folder: Path, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+    def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
         """See Family."""
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
 class TileTower(Tower):
-    """An encoder of tiles; padding is whole tiles, so that a forward needs nothing but pixels."""
+    """An encoder of tiles; padding is whole tiles, so a forward needs pixels only."""
 
     segmented = False
 
     def __init__(self, encoder: Encoder, parts: Parts) -> None:
-        self.model = nn.ModuleDict(parts)
+        self.model = nn.ModuleDict({**parts, **encoder.constants})
         self.encoder = encoder
         self.geometry: TileGeometry = encoder.geometry
 
     @property
-    def heads(self) -> tuple[int, int]:
-        return self.encoder.heads
+    def attention_heads(self) -> tuple[int, int]:
+        return self.encoder.attention_heads
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return self.encoder.blocks
 
     def use_attention(self, implementation: str) -> None:
-        """Nothing: tiles attend densely, through torch's own kernels."""
+        """Has no effect: tiles attend densely, through torch's own kernels."""
 
     @property
     def _longest(self) -> int:
         return self.geometry.patches(Grid(1, 1, 1))
 
     def footprint(self, grid: Grid) -> Footprint:
-        return Footprint(grid.t, grid.t * self.encoder.view.tokens, grid.t, self._longest)
+        return Footprint(grid.t, grid.t * self.encoder.tile.tokens, grid.t, self._longest)
 
     def sizes(self, most: int) -> list[int]:
-        return [tiles * self.encoder.view.tokens for tiles in tile_steps(most // self.encoder.view.tokens)]
+        return [tiles * self.encoder.tile.tokens for tiles in tile_steps(most // self.encoder.tile.tokens)]
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
         return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
 
     @property
     def capacities(self) -> Capacities:
-        """The budgets there can be."""
-        return TileCapacities(self.encoder.view.tokens, self._longest)
+        """The budgets that the tower can have."""
+        return TileCapacities(self.encoder.tile.tokens, self._longest)
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """At most `items` images that together have as many tiles as go into `tokens`, one at least."""
-        tiles = max(1, tokens // self.encoder.view.tokens)
+        tiles = max(1, tokens // self.encoder.tile.tokens)
         alone = min(tiles, items) - 1
         return [Grid(1, 1, 1)] * alone + [Grid(tiles - alone, 1, tiles - alone)]
 
     def capacity(self, budget: Budget) -> Capacity:
-        tiles = budget.tokens // self.encoder.view.tokens
+        tiles = budget.tokens // self.encoder.tile.tokens
         return Capacity(tiles, budget.tokens, tiles, budget.max_segment_patches)
 
     def exact(self, grids: Sequence[Grid]) -> Capacity:
@@ -164,14 +167,14 @@ def tile_steps(most: int) -> list[int]:
     return [*steps, most] if most > 0 else []
 
 
-def module_heads(config: Any) -> tuple[int, int]:  # noqa: ANN401 - configurations are of many classes
+def heads_of(config: Config) -> tuple[int, int]:
     """Attention heads of a vision configuration, and the size of one."""
     return config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
 
-def side(value: Any) -> int:  # noqa: ANN401 - one number or two
+def side(value: int | list[int] | tuple[int, ...]) -> int:
     """One side of a square that a configuration gives as one number or two. Raises ValueError unless square."""
     sides = set(value) if isinstance(value, list | tuple) else {value}
     if len(sides) != 1:
-        raise ValueError(f"{value} is no square")
+        raise ValueError(f"{value} is not square")
     return int(sides.pop())

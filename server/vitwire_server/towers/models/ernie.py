@@ -1,43 +1,40 @@
 """ERNIE's vision towers (Baidu)."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitwire_server.core.grids import Footprint, Grid
-from vitwire_server.towers.family import Family, Module, Parts, in_model
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.models import Geometry
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import PackedFamily
-from vitwire_server.towers.layouts.projected import ProjectedTower, of_clips
-from vitwire_server.towers.metadata import Sources
+from vitwire_server.towers.metadata import Kind, Sources
 from vitwire_server.towers.served import Served
 
-_TEXT = "text_config.hidden_size"
 
+class FramePairs(Head):
+    """A resampler that makes one token of two frames; an image is its own second frame."""
 
-class ErnieTower(ProjectedTower):
-    """Tokens of two frames become one; an image is its own second frame."""
+    pools_frames = True
 
-    after = frozenset({"pairs"})
+    def sizes(self, bare: Geometry) -> Geometry:
+        return of_clips(bare, pooled=2)
 
-    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
-        super().__init__(family, parts, config)
-        self.geometry = of_clips(self.geometry, pooled=2)
-        self._kinds["pairs"] = Sources(2, patches=self.geometry.merge**2)
+    def inputs(self) -> dict[str, Kind]:
+        return {"pairs": Sources(2, patches=self.geometry.merge**2)}
 
-    def footprint(self, grid: Grid) -> Footprint:
-        """See Tower."""
-        own = super().footprint(grid)
-        return own._replace(pooled=own.tokens // 2 if grid.t > 1 else 0)
-
-    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+    def compute(self, grid: Grid) -> dict[str, Tensor]:
         frame = torch.arange(grid.frame_patches // self.geometry.merge**2)
         starts = torch.arange(grid.t).view(-1, 2) if grid.t > 1 else torch.zeros(1, 2, dtype=torch.int64)
         pairs = starts[:, None] * len(frame) + frame[:, None]
-        return super()._compute(grid) | {"pairs": pairs.flatten(0, 1)}
+        return {"pairs": pairs.flatten(0, 1)}
 
-    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+    def pooled(self, grid: Grid) -> int:
+        return grid.patches // self.geometry.merge**2 // 2 if grid.t > 1 else 0
+
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
         resampler, hidden = self.projector, output.last_hidden_state
         tokens = resampler.spatial_linear(hidden.reshape(-1, self.geometry.merge**2 * hidden.shape[-1]))
         pairs = resampler.temporal_linear(tokens[tensors["pairs"]].flatten(1))
@@ -65,11 +62,10 @@ _ERNIE = PackedFamily(
             config="",
         )
     },
-    adapter=ErnieTower,
-    width=_TEXT,
-    prepared_videos=False,
+    head=FramePairs,
+    width="text_config.hidden_size",
+    videos=Accepts.PIXELS,
     architecture="32 x 1280, patch 14",
-    pooled=True,
     attention="per frame",
     special="a resampler makes one token of two frames; clips have an even number of frames",
 )

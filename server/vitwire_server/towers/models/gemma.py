@@ -11,81 +11,39 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.family import Family, Module, Parts, in_model
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.patches import neighbours
-from vitwire_server.towers.layouts.raster import NavitFamily, NavitTower, places
-from vitwire_server.towers.layouts.siglip import Siglip, siglip
+from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.layouts.tiles import TileFamily
-from vitwire_server.towers.metadata import Rows, Sources
-from vitwire_server.towers.processors.settings import (
-    BICUBIC,
-    BILINEAR,
-    HALF,
-    Normalisation,
-    Processor,
-    bounded,
-)
+from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
-
-_IDENTITY = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-
-
-_PROJECTOR = in_model("multi_modal_projector.")
-
-
-_TOWER = in_model("vision_tower.")
-
-
-def _settings(
-    config: Mapping[str, Any],
-    most: int,
-    factor: int,
-    resizing: Resizing,
-    normalisation: Normalisation,
-    resample: int = BICUBIC,
-) -> Preprocessing:
-    """Settings of images of at most `most` pixels whose sides are multiples of `factor`."""
-    if not config.get("do_normalize", normalisation is not _IDENTITY):
-        config, normalisation = {**config, "image_mean": None, "image_std": None}, _IDENTITY
-    return replace(bounded(config, (factor**2, most), normalisation, resample), resizing=resizing)
-
+from vitwire_server.towers.shared.siglip import Siglip, siglip
 
 _GEMMA4_TOKENS = {Modality.IMAGE: 280, Modality.VIDEO: 70}
 
 
-def _gemma4_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+def _gemma4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     vision = config.vision_config
     factor = vision.patch_size * vision.pooling_kernel_size
 
     def of(modality: Modality, own: Mapping[str, Any]) -> Preprocessing:
         tokens = int(own.get("max_soft_tokens", _GEMMA4_TOKENS[modality]))
-        return _settings(own, tokens * factor**2, factor, Resizing.MOST_TOKENS, _IDENTITY)
+        return bounded_above(own, tokens * factor**2, factor, Resizing.MOST_TOKENS, IDENTITY)
 
     return {Modality.IMAGE: of(Modality.IMAGE, files.image), Modality.VIDEO: of(Modality.VIDEO, files.own_video)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gemma4Family(NavitFamily):
-    """Gemma 4, whose attention is served with as many keys as queries."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """See Family. Raises ValueError over grouped queries."""
-        config = super().read_config(folder, settings)
-        vision = config.vision_config
-        if vision.num_key_value_heads != vision.num_attention_heads:
-            raise ValueError("a vision tower with grouped queries is not served")
-        return config
-
-
-def _gemma3_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+def _gemma3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     tile = (config.vision_config.image_size,) * 2
     return {Modality.IMAGE: tiled(files.image, Tiling(TilingRule.STRETCH, tile), HALF, BILINEAR)}
 
 
-def _pools(tokens: int, config: Any) -> bool:  # noqa: ANN401
+def _pools(tokens: int, config: Config) -> bool:
     """Whether pooling squares of patches leaves so many tokens."""
     patches, side = config.vision_config.image_size // config.vision_config.patch_size, isqrt(tokens)
     return side**2 == tokens and patches // (patches // side) == side
@@ -94,28 +52,29 @@ def _pools(tokens: int, config: Any) -> bool:  # noqa: ANN401
 class Gemma3(Siglip):
     """The projector pools patches to a fixed number of tokens."""
 
-    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
-        super().__init__(parts, config)
-        tokens: int = config.mm_tokens_per_image
-        self.view = self.view._replace(tokens=tokens)
-        self.merge = self.view.height // self.patch // round(tokens**0.5)
+    def _merge(self, config: Config, side: int) -> int:
+        return side // isqrt(config.mm_tokens_per_image)
 
 
-class Gemma4Tower(NavitTower):
+class Gemma4Tower(RasterTower):
     """Learned and rotary positions by column and row; tokens are means of squares of patches."""
 
-    def __init__(self, family: NavitFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
-        merge = self.geometry.merge
-        self.geometry = replace(self.geometry, longest_side=self.model.config.position_embedding_size // merge * merge)
-        self._kinds |= {"positions": Rows((2,), torch.int64), "squares": Sources(merge**2)}
-        self._clear = torch.zeros(1, 1, dtype=torch.bool, device=self.device)
-        """No patch is padding in the stock sense: what pads a budget has rows that nobody reads."""
+        self._no_padding = torch.zeros(1, 1, dtype=torch.bool, device=self.device)
+        """The stock tower sees no padding: rows that pad a budget are left out afterwards."""
+
+    def _geometry(self, config: Config) -> Geometry:
+        own = super()._geometry(config)
+        return replace(own, longest_side=self.model.config.position_embedding_size // own.merge * own.merge)
+
+    def _inputs(self) -> dict[str, Kind]:
+        return {"positions": Rows((2,), torch.int64), "squares": Sources(self.geometry.merge**2)}
 
     def to(self, device: torch.device | str) -> None:
         """See Tower."""
         super().to(device)
-        self._clear = self._clear.to(device)
+        self._no_padding = self._no_padding.to(device)
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         squares = neighbours(grid, self.geometry.merge)
@@ -123,10 +82,10 @@ class Gemma4Tower(NavitTower):
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model, positions = self.model, tensors["positions"].unsqueeze(0)
-        states = model.patch_embedder(pixels.unsqueeze(0), positions, self._clear)
-        turns = model.encoder.rotary_emb(states, positions)
+        states = model.patch_embedder(pixels.unsqueeze(0), positions, self._no_padding)
+        rotary = model.encoder.rotary_emb(states, positions)
         for layer in model.encoder.layers:
-            states = layer(states, position_embeddings=turns, position_ids=positions, **attended)
+            states = layer(states, position_embeddings=rotary, position_ids=positions, **attended)
         return self._projector(self._pooled(states[0], tensors["squares"]))  # type: ignore[no-any-return]
 
     def _pooled(self, states: Tensor, squares: Tensor) -> Tensor:
@@ -139,11 +98,24 @@ class Gemma4Tower(NavitTower):
         return rows.to(states.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Family(RasterFamily):
+    """Gemma 4, whose attention is served with as many keys as queries."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises ValueError over grouped queries."""
+        config = super().read_config(folder, settings)
+        vision = config.vision_config
+        if vision.num_key_value_heads != vision.num_attention_heads:
+            raise ValueError("a vision tower with grouped queries is not served")
+        return config
+
+
 _GEMMA4 = Gemma4Family(
     model_type="gemma4",
     title="Gemma 4",
     architecture="16 x 768, patch 16",
-    tower=Module(source="gemma4.modeling_gemma4:Gemma4VisionModel", prefixes=_TOWER),
+    tower=Module(source="gemma4.modeling_gemma4:Gemma4VisionModel", prefixes=in_model("vision_tower.")),
     beside={
         "projector": Module(
             source="vitwire_server.towers.models.gemma_projector:Embedder",
@@ -152,14 +124,13 @@ _GEMMA4 = Gemma4Family(
         )
     },
     width="text_config.hidden_size",
-    adapter=Gemma4Tower,
+    forward=Gemma4Tower,
     merge="vision_config.pooling_kernel_size",
     channels_last=True,
     layers="encoder.layers",
     processor=_gemma4_settings,
     special="a frame is an image of fewer tokens",
 )
-
 
 _GEMMA3 = TileFamily(
     model_type="gemma3",
@@ -169,16 +140,15 @@ _GEMMA3 = TileFamily(
     beside={
         "projector": Module(
             source="gemma3.modeling_gemma3:Gemma3MultiModalProjector",
-            prefixes=_PROJECTOR,
+            prefixes=in_model("multi_modal_projector."),
             config="",
             served=(Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),),
         )
     },
     encoder=Gemma3,
     processor=_gemma3_settings,
-    videos=False,
+    videos=Accepts.NOTHING,
     special="pan and scan, where wanted, sends its pictures as images of their own",
 )
-
 
 ROWS: tuple[Family, ...] = (_GEMMA4, _GEMMA3)

@@ -3,10 +3,8 @@
 from dataclasses import replace
 
 from vitwire_server.towers.family import Family, Module, in_model
-from vitwire_server.towers.layouts.packed import PackedFamily
-
-_OUT = "vision_config.out_hidden_size"
-
+from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
+from vitwire_server.towers.processors.areas import AreaRule
 
 _VISUAL = in_model("visual.")
 
@@ -15,10 +13,10 @@ _GLM4V = PackedFamily(
     model_type="glm4v",
     title="GLM-4.1V",
     tower=Module(source="glm4v.modeling_glm4v:Glm4vVisionModel", prefixes=_VISUAL),
-    width=_OUT,
-    reads_grids=True,
-    images_span_frames=True,
-    videos_span_frames=True,
+    width="vision_config.out_hidden_size",
+    inputs=Inputs(grids=True),
+    image_areas=AreaRule(spans_frames=True),
+    video_areas=AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28), spans_frames=True),
     architecture="24 x 1536, patch 14",
     attention="per frame",
     special="learned positions, resampled on the device",
@@ -41,7 +39,7 @@ _GLM_OCR = replace(
     model_type="glm_ocr",
     title="GLM-OCR",
     tower=Module(source="glm_ocr.modeling_glm_ocr:GlmOcrVisionModel", prefixes=_VISUAL),
-    reads_grids=False,
+    inputs=Inputs(),
     architecture="24 x 1024, patch 14",
     special="no learned positions",
 )

@@ -1,4 +1,4 @@
-"""InternVL in transformers' layout and in OpenGVLab's own: two rows, and what the latter's checkpoints need."""
+"""InternVL (OpenGVLab), in transformers' layout and in the authors' own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ from transformers.models.internvl.configuration_internvl import InternVLConfig
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, last_layer, stripped
-from vitwire_server.towers.layouts.shuffling import SHUFFLED, shuffles
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, View, module_heads, side
-from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, Processor
+from vitwire_server.towers.configs import Config, changed, last_layer
+from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import stretched, tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 
 _SAME = (
     "hidden_size",
@@ -30,20 +31,60 @@ _SAME = (
     "patch_size",
 )
 
-
 _PROJECTION = (
     Served("downsample_ratio", shuffles, SHUFFLED),
     Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
 )
 
-
 _DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
+
+
+def _internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    image = files.image
+    tile = (side(config.vision_config.image_size),) * 2
+    tiling = Tiling(
+        TilingRule.CLOSEST_RATIO,
+        tile,
+        overview=Overview.LAST,
+        min_tiles=int(image.get("min_patches", 1)),
+        max_tiles=int(image.get("max_patches", 12)),
+    )
+    frames = tiled(files.video, tiling, IMAGENET)
+    return {Modality.IMAGE: tiled(image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tile)}
+
+
+def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """The original's processor is code beside the weights; its numbers are in config.json."""
+    tile = (side(config.vision_config.image_size),) * 2
+    cut = config.dynamic_image_size
+    tiling = Tiling(
+        TilingRule.CLOSEST_RATIO if cut else TilingRule.STRETCH,
+        tile,
+        overview=Overview.LAST if cut and config.use_thumbnail else Overview.NONE,
+        min_tiles=config.min_dynamic_patch if cut else 1,
+        max_tiles=config.max_dynamic_patch if cut else 1,
+    )
+    settings = tiled({**files.image, "resample": BICUBIC}, tiling, IMAGENET)
+    return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, tile)}
+
+
+def _unfused(weights: Weights, config: Config) -> Weights:
+    """Query, key and value apart, as transformers holds them."""
+    del config
+    apart: Weights = {}
+    for name, tensor in weights.items():
+        if ".attn.qkv." in name:
+            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
+                apart[name.replace("attn.qkv", f"attention.{part}")] = own
+        else:
+            apart[name] = tensor
+    return apart
 
 
 class InternVL(Encoder):
     """A ViT with a class token, pixel shuffle, then the projector."""
 
-    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, parts: Parts, config: Config) -> None:
         last_layer(config)
         vision = config.vision_config
         size = side(vision.image_size)
@@ -52,10 +93,10 @@ class InternVL(Encoder):
         self._side = size // self.patch
         if self._side % self.merge:
             raise ValueError(f"{self._side} patches a side cannot be merged by {self.merge}")
-        self.view = View(size, size, (self._side // self.merge) ** 2)
+        self.tile = TileShape(size, size, (self._side // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.encoder.layer)
@@ -71,53 +112,11 @@ class InternVL(Encoder):
         return tokens.flatten(3).flatten(1, 2)
 
 
-def _internvl_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
-    image = files.image
-    tile = (side(config.vision_config.image_size),) * 2
-    tiling = Tiling(
-        TilingRule.CLOSEST_RATIO,
-        tile,
-        overview=Overview.LAST,
-        min_tiles=int(image.get("min_patches", 1)),
-        max_tiles=int(image.get("max_patches", 12)),
-    )
-    frames = tiled(files.video, tiling, IMAGENET)
-    return {Modality.IMAGE: tiled(image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tile)}
-
-
-def _original_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
-    """The original's processor is code beside the weights; its numbers are in config.json."""
-    tile = (side(config.vision_config.image_size),) * 2
-    cut = config.dynamic_image_size
-    tiling = Tiling(
-        TilingRule.CLOSEST_RATIO if cut else TilingRule.STRETCH,
-        tile,
-        overview=Overview.LAST if cut and config.use_thumbnail else Overview.NONE,
-        min_tiles=config.min_dynamic_patch if cut else 1,
-        max_tiles=config.max_dynamic_patch if cut else 1,
-    )
-    settings = tiled({**files.image, "resample": BICUBIC}, tiling, IMAGENET)
-    return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, tile)}
-
-
-def _unfused(weights: Weights, config: Any) -> Weights:  # noqa: ANN401
-    """Query, key and value apart, as transformers holds them."""
-    del config
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if ".attn.qkv." in name:
-            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
-                apart[name.replace("attn.qkv", f"attention.{part}")] = own
-        else:
-            apart[name] = tensor
-    return apart
-
-
 @dataclass(frozen=True, kw_only=True)
 class OriginalInternVL(TileFamily):
     """Checkpoints whose config.json names the language model `llm_config` and the tower's fields in OpenGVLab's way."""
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Raises ValueError over a generation that computes rows in another way."""
         del folder
         vision = dict(settings["vision_config"])
@@ -138,12 +137,10 @@ class OriginalInternVL(TileFamily):
             vision_feature_layer=settings.get("select_layer", -1),
             dtype=settings.get("torch_dtype") or settings.get("dtype"),
         )
-        for name, default in _DYNAMIC.items():
-            setattr(config, name, settings.get(name, default))
-        return config
+        return changed(config, {name: settings.get(name, default) for name, default in _DYNAMIC.items()})
 
 
-INTERNVL = TileFamily(
+_INTERNVL = TileFamily(
     model_type="internvl",
     title="InternVL",
     architecture="24 x 1024 or 45 x 3200, patch 14",
@@ -161,8 +158,7 @@ INTERNVL = TileFamily(
     special="transformers' own layout (`-hf`)",
 )
 
-
-INTERNVL_CHAT = OriginalInternVL(
+_INTERNVL_CHAT = OriginalInternVL(
     model_type="internvl_chat",
     title="InternVL 2, 2.5, 3 and 3.5",
     architecture="24 x 1024 or 45 x 3200, patch 14",
@@ -195,5 +191,4 @@ INTERNVL_CHAT = OriginalInternVL(
     special="OpenGVLab's layout",
 )
 
-
-ROWS: tuple[Family, ...] = (INTERNVL, INTERNVL_CHAT)
+ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT)

@@ -1,4 +1,4 @@
-"""Rows of Kimi's models, and what is particular about loading them: the layout that their authors publish."""
+"""Kimi K2.5 and Kimi-VL (Moonshot AI), in the layout that their authors publish."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,69 +9,21 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from vitwire_server.core.grids import Footprint, Grid
-from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, stripped
-from vitwire_server.towers.layouts.packed import PackedFamily, frame_of
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.models import Geometry
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, Weights, in_model, stripped
+from vitwire_server.towers.layouts.heads import Head, Output, of_clips
+from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily, frame_of
 from vitwire_server.towers.layouts.patches import neighbours
-from vitwire_server.towers.layouts.projected import ProjectedTower, of_clips
-from vitwire_server.towers.metadata import Rows, Sources
+from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.served import Served
 
 _FUSED = ".attn.wqkv."
 
 
-class KimiTower(ProjectedTower):
-    """Attention over a whole chunk of a clip, whose frames are averaged; then the projector."""
-
-    after = frozenset({"patches", "shares"})
-
-    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
-        super().__init__(family, parts, config)
-        self._chunk: int = self.model.config.pos_emb_time
-        """Frames at most."""
-        self.geometry = of_clips(self.geometry, most_frames=self._chunk, pooled=0)
-        self._kinds |= {
-            "frame_index": Rows((), torch.int64),
-            "patches": Sources(self._chunk * self.geometry.merge**2),
-            "shares": Rows((self._chunk,), torch.float32, per_token=True),
-        }
-
-    def footprint(self, grid: Grid) -> Footprint:
-        """See Tower."""
-        frame = grid.frame_patches // self.geometry.merge**2
-        return super().footprint(grid)._replace(pooled=frame * (grid.t - 1))
-
-    def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        """Chunks of fewer frames name their first one for those that they lack, with a share of 0."""
-        patches = neighbours(grid, self.geometry.merge).unflatten(0, (grid.t, -1)).transpose(0, 1)
-        lacking = patches[:, :1].expand(-1, self._chunk - grid.t, -1)
-        shares = torch.zeros(len(patches), self._chunk)
-        shares[:, : grid.t] = 1 / grid.t
-        return super()._compute(grid) | {
-            "frame_index": frame_of(grid) + int(grid.t > 1),
-            "patches": torch.cat([patches, lacking], dim=1).flatten(1),
-            "shares": shares,
-        }
-
-    def _shaped(self, pixels: Tensor) -> Tensor:
-        side = self.geometry.patch
-        return pixels.view(len(pixels), -1, side, side)
-
-    def _given(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tower's own pooling takes clips of one length only: it gets a single token, which nobody uses."""
-        return super()._given(tensors) | {"temporal_merge_index": tensors["patches"][:1, :, None]}
-
-    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
-        hidden = output.last_hidden_state
-        frames = tensors["patches"].unflatten(1, (self._chunk, -1)).unbind(1)
-        shares = tensors["shares"].unbind(1)
-        mean = sum(hidden[frame] * share[:, None, None] for frame, share in zip(frames, shares, strict=True))
-        rows: Tensor = self.projector(mean.to(hidden.dtype)).squeeze(1)
-        return rows
-
-
-def _unfused(weights: Weights, config: Any) -> Weights:  # noqa: ANN401 - a configuration of transformers
-    """One projection each for queries, keys and values, the rotary pairs of a head first halves, then second.
+def _unfused(weights: Weights, config: Config) -> Weights:
+    """Separate projections for queries, keys and values; of each head, the first columns of rotary pairs come first.
 
     The published weights rotate neighbouring columns, transformers those half a head apart.
     """
@@ -93,12 +45,66 @@ def _halves(rows: Tensor, heads: int) -> Tensor:
     return halves
 
 
+def squares(rows: Tensor, side: int) -> Tensor:
+    """Rows of pixels as `(patches, C, p, p)`."""
+    return rows.view(len(rows), -1, side, side)
+
+
+class FrameMeans(Head):
+    """Frames of a clip, at most those of a chunk, are averaged before the projector."""
+
+    pools_frames = True
+
+    def sizes(self, bare: Geometry) -> Geometry:
+        return of_clips(bare, most_frames=self._chunk, pooled=0)
+
+    @property
+    def _chunk(self) -> int:
+        """Frames of a chunk."""
+        frames: int = self.config.pos_emb_time
+        return frames
+
+    def inputs(self) -> dict[str, Kind]:
+        return {
+            "frame_index": Rows((), torch.int64),
+            "patches": Sources(self._chunk * self.geometry.merge**2),
+            "shares": Rows((self._chunk,), torch.float32, per_token=True),
+        }
+
+    def compute(self, grid: Grid) -> dict[str, Tensor]:
+        """Clips of fewer frames than a chunk repeat their first one with a share of 0."""
+        patches = neighbours(grid, self.geometry.merge).unflatten(0, (grid.t, -1)).transpose(0, 1)
+        lacking = patches[:, :1].expand(-1, self._chunk - grid.t, -1)
+        shares = torch.zeros(len(patches), self._chunk)
+        shares[:, : grid.t] = 1 / grid.t
+        return {
+            "frame_index": frame_of(grid) + int(grid.t > 1),
+            "patches": torch.cat([patches, lacking], dim=1).flatten(1),
+            "shares": shares,
+        }
+
+    def pooled(self, grid: Grid) -> int:
+        return grid.frame_patches // self.geometry.merge**2 * (grid.t - 1)
+
+    def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower's own pooling takes clips of one length only: it gets a single token, whose result is not used."""
+        return {"frame_index": tensors["frame_index"], "temporal_merge_index": tensors["patches"][:1, :, None]}
+
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
+        hidden = output.last_hidden_state
+        frames = tensors["patches"].unflatten(1, (self._chunk, -1)).unbind(1)
+        shares = tensors["shares"].unbind(1)
+        mean: Any = sum(hidden[frame] * share[:, None, None] for frame, share in zip(frames, shares, strict=True))
+        rows: Tensor = self.projector(mean.to(hidden.dtype)).squeeze(1)
+        return rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class KimiVLFamily(PackedFamily):
-    """Kimi-VL, which transformers has no classes for: its tower is that of Kimi K2.5 for single images."""
+    """Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images."""
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """See Family. Raises KeyError, TypeError or ValueError where config.json is not of a model that is served."""
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
         del folder
         own = settings["vision_config"]
         height, width = own["init_pos_emb_height"], own["init_pos_emb_width"]
@@ -117,12 +123,13 @@ class KimiVLFamily(PackedFamily):
         }
         text = {"model_type": "deepseek_v3", "hidden_size": settings["text_config"]["hidden_size"]}
         config_class: Any = CONFIG_MAPPING["kimi_k25"]
-        return config_class(
+        config: Config = config_class(
             vision_config=vision,
             text_config=text,
             projection_hidden_size=own["hidden_size"],
             dtype=settings.get("torch_dtype") or settings.get("dtype"),
         )
+        return config
 
 
 _KIMI_TOWER = Module(
@@ -151,6 +158,8 @@ _KIMI_TOWER = Module(
 )
 
 
+_KIMI_INPUTS = Inputs(learned_positions="patch_embed.pos_emb", raster=True, shape=squares)
+
 _KIMI_K25 = PackedFamily(
     model_type="kimi_k25",
     title="Kimi K2.5, K2.6",
@@ -163,16 +172,14 @@ _KIMI_K25 = PackedFamily(
             config="",
         )
     },
-    adapter=KimiTower,
+    head=FrameMeans,
     width="text_config.hidden_size",
-    positions="patch_embed.pos_emb",
     layers="layers",
-    whole_clips=True,
-    raster=True,
-    prepared=False,
-    prepared_videos=False,
+    span=AttentionSpan.CLIP,
+    inputs=_KIMI_INPUTS,
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
     architecture="27 x 1152, patch 14",
-    pooled=True,
     attention="over a chunk of up to 4 frames",
     special="frames of a chunk are averaged, so a chunk has the tokens of one frame; projector",
 )
@@ -190,14 +197,13 @@ _KIMI_VL = KimiVLFamily(
             config="",
         )
     },
-    adapter=KimiTower,
+    head=FrameMeans,
     width="text_config.hidden_size",
-    positions="patch_embed.pos_emb",
     layers="layers",
-    whole_clips=True,
-    raster=True,
-    prepared=False,
-    videos=False,
+    span=AttentionSpan.CLIP,
+    inputs=_KIMI_INPUTS,
+    images=Accepts.PIXELS,
+    videos=Accepts.NOTHING,
     architecture="27 x 1152, patch 14",
     attention="full",
     special="MoonViT, through the classes of Kimi K2.5; projector",

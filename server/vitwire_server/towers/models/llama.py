@@ -7,17 +7,16 @@ from torch import Tensor
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.family import Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.shuffling import SHUFFLED, shuffles
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, View, module_heads
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, Processor
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 
-_PROJECTOR = in_model("multi_modal_projector.")
 
-
-def _llama4_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+def _llama4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     size = config.vision_config.image_size
     if files.image.get("resize_to_max_canvas"):
         raise ValueError("resize_to_max_canvas is not served")
@@ -30,17 +29,17 @@ def _llama4_settings(files: Processor, config: Any) -> dict[Modality, Preprocess
 class Llama4(Encoder):
     """A ViT whose adapter shuffles pixels; its class token comes last and is dropped."""
 
-    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, parts: Parts, config: Config) -> None:
         vision = config.vision_config
         self.patch = vision.patch_size
         self.merge = round(1 / vision.pixel_shuffle_ratio)
         patches = vision.image_size // self.patch
         if patches % self.merge:
             raise ValueError(f"{patches} patches a side cannot be merged by {self.merge}")
-        self.view = View(vision.image_size, vision.image_size, (patches // self.merge) ** 2)
+        self.tile = TileShape(vision.image_size, vision.image_size, (patches // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.model.layers)
@@ -60,12 +59,15 @@ _LLAMA4 = TileFamily(
         served=(Served("pixel_shuffle_ratio", shuffles, SHUFFLED),),
     ),
     beside={
-        "projector": Module(source="llama4.modeling_llama4:Llama4MultiModalProjector", prefixes=_PROJECTOR, config="")
+        "projector": Module(
+            source="llama4.modeling_llama4:Llama4MultiModalProjector",
+            prefixes=in_model("multi_modal_projector."),
+            config="",
+        )
     },
     encoder=Llama4,
     processor=_llama4_settings,
-    videos=False,
+    videos=Accepts.NOTHING,
 )
-
 
 ROWS: tuple[Family, ...] = (_LLAMA4,)

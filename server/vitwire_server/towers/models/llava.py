@@ -1,22 +1,19 @@
 """LLaVA-OneVision."""
 
-from typing import Any
-
 from torch import Tensor
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.siglip import Siglip, siglip
 from vitwire_server.towers.layouts.tiles import TileFamily
-from vitwire_server.towers.processors.settings import CLIP, Processor
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
 from vitwire_server.towers.processors.tiles import stretched, tiled
+from vitwire_server.towers.shared.siglip import Siglip, siglip
 
-_PROJECTOR = in_model("multi_modal_projector.")
 
-
-def _onevision_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+def _onevision_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     size = config.vision_config.image_size
     pinpoints = files.image.get("image_grid_pinpoints") or config.image_grid_pinpoints
     if any(length % size for pair in pinpoints for length in pair):
@@ -33,16 +30,20 @@ def _onevision_settings(files: Processor, config: Any) -> dict[Modality, Preproc
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
+def _left_out(config: Config) -> int:
+    """Rows that the strategy leaves out: `default` the first of a tile, which is a class token in other towers."""
+    return int(config.vision_feature_select_strategy == "default")
+
+
 class LlavaOnevision(Siglip):
-    """As published: rows of SigLIP's last layer before its final norm.
+    """As published: rows of SigLIP's last layer before its final norm."""
 
-    The strategy `default` leaves out the first row of a tile, which is a class token in other towers.
-    """
-
-    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, parts: Parts, config: Config) -> None:
         super().__init__(parts, config)
-        self._left_out = int(config.vision_feature_select_strategy == "default")
-        self.view = self.view._replace(tokens=self.view.tokens - self._left_out)
+        self._left_out = _left_out(config)
+
+    def _tokens(self, config: Config, merged: int) -> int:
+        return merged - _left_out(config)
 
     def encode(self, tiles: Tensor) -> Tensor:
         patches = self._tower.encoder(inputs_embeds=self._tower.embeddings(tiles)).last_hidden_state
@@ -57,7 +58,7 @@ _LLAVA_ONEVISION = TileFamily(
     beside={
         "projector": Module(
             source="llava_onevision.modeling_llava_onevision:LlavaOnevisionMultiModalProjector",
-            prefixes=_PROJECTOR,
+            prefixes=in_model("multi_modal_projector."),
             config="",
         )
     },
@@ -65,6 +66,5 @@ _LLAVA_ONEVISION = TileFamily(
     processor=_onevision_settings,
     special="rows of every tile, whole image first; unpadding, line breaks and pooling of frames stay with the LLM",
 )
-
 
 ROWS: tuple[Family, ...] = (_LLAVA_ONEVISION,)

@@ -1,11 +1,9 @@
 """MiniMax's vision towers."""
 
-from vitwire_server.towers.family import Family, Module, in_model
-from vitwire_server.towers.layouts.packed import PackedFamily
-from vitwire_server.towers.layouts.projected import ProjectedTower
-
-_TEXT = "text_config.hidden_size"
-
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.layouts.heads import Projected
+from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
+from vitwire_server.towers.processors.areas import AreaRule
 
 _MINIMAX = PackedFamily(
     model_type="minimax_m3_vl",
@@ -25,13 +23,13 @@ _MINIMAX = PackedFamily(
             config="",
         )
     },
-    adapter=ProjectedTower,
-    width=_TEXT,
+    head=Projected,
+    width="text_config.hidden_size",
     layers="layers",
-    whole_clips=True,
-    counts_frames=True,
-    prepared_videos=False,
-    image_pixels=(4 * 28 * 28, 451584),
+    span=AttentionSpan.CLIP,
+    inputs=Inputs(frame_positions=True),
+    videos=Accepts.PIXELS,
+    image_areas=AreaRule(pixels=(4 * 28 * 28, 451584)),
     architecture="32 x 1280, patch 14",
     attention="over whole clips",
     special="positions in time, height and width; clips come in chunks of 4 groups of frames; projector",

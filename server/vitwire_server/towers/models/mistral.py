@@ -1,7 +1,7 @@
 """Pixtral and Mistral 3."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +11,31 @@ from torch import Tensor
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.family import Family, Module, Parts, in_model, last_layer
+from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
 from vitwire_server.towers.layouts.patches import neighbours
-from vitwire_server.towers.layouts.raster import NavitFamily, NavitTower, places
-from vitwire_server.towers.metadata import Rows, Sources
-from vitwire_server.towers.processors.settings import (
-    BICUBIC,
-    CLIP,
-    Normalisation,
-    Processor,
-    bounded,
-    square,
-)
+from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
+from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, bounded_above, square
 from vitwire_server.towers.served import Served
 
-_PROJECTOR = in_model("multi_modal_projector.")
 
-
-_TOWER = in_model("vision_tower.")
-
-
-_IDENTITY = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-
-
-def _settings(
-    config: Mapping[str, Any],
-    most: int,
-    factor: int,
-    resizing: Resizing,
-    normalisation: Normalisation,
-    resample: int = BICUBIC,
-) -> Preprocessing:
-    """Settings of images of at most `most` pixels whose sides are multiples of `factor`."""
-    if not config.get("do_normalize", normalisation is not _IDENTITY):
-        config, normalisation = {**config, "image_mean": None, "image_std": None}, _IDENTITY
-    return replace(bounded(config, (factor**2, most), normalisation, resample), resizing=resizing)
-
-
-def _pixtral_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
+def _pixtral_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     longest = square(files.image)
     factor = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
     if longest < factor:
         raise ValueError(f"size {longest} is less than one token of {factor} pixels")
-    return {Modality.IMAGE: _settings(files.image, longest**2, factor, Resizing.LONGEST_SIDE, CLIP)}
+    return {Modality.IMAGE: bounded_above(files.image, longest**2, factor, Resizing.LONGEST_SIDE, CLIP)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PixtralFamily(NavitFamily):
-    """Checkpoints of which only those with Pixtral's tower are served."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """See Family. Raises ValueError over another tower."""
-        config = super().read_config(folder, settings)
-        if config.vision_config.model_type != "pixtral":
-            raise ValueError(f"its tower is {config.vision_config.model_type}, only Pixtral's is served")
-        last_layer(config)
-        return config
-
-
-class PixtralTower(NavitTower):
+class PixtralTower(RasterTower):
     """Rotary positions by row and column; in Mistral 3, a learned merger of neighbours before the projector."""
 
-    def __init__(self, family: NavitFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
-        super().__init__(family, parts, config)
-        self._kinds["positions"] = Rows((2,), torch.int64)
+    def _inputs(self) -> dict[str, Kind]:
+        kinds: dict[str, Kind] = {"positions": Rows((2,), torch.int64)}
         if self.geometry.merge > 1:
-            self._kinds["neighbours"] = Sources(self.geometry.merge**2)
+            kinds["neighbours"] = Sources(self.geometry.merge**2)
+        return kinds
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         computed = {**super()._compute(grid), "positions": places(grid)}
@@ -88,41 +47,55 @@ class PixtralTower(NavitTower):
         model, side = self.model, self.geometry.patch
         patches = model.patch_conv(pixels.view(len(pixels), -1, side, side)).flatten(1)
         states = model.ln_pre(patches.unsqueeze(0))
-        turns = model.patch_positional_embedding(states, tensors["positions"])
-        states = model.transformer(states, attention_mask=None, position_embeddings=turns, **attended).last_hidden_state
+        rotary = model.patch_positional_embedding(states, tensors["positions"])
+        states = model.transformer(
+            states, attention_mask=None, position_embeddings=rotary, **attended
+        ).last_hidden_state
         if self.geometry.merge == 1:
             return self._projector(states[0])  # type: ignore[no-any-return]
         return self._merged(states[0], tensors["neighbours"])
 
     def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
-        """Of a token's columns, those of all its patches lie side by side."""
+        """The columns of all patches of a token lie side by side."""
         projector = self._projector
         beside = projector.norm(states)[neighbours].transpose(1, 2).flatten(1)
         hidden = projector.act(projector.linear_1(projector.patch_merger.merging_layer(beside)))
         return projector.linear_2(hidden)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PixtralFamily(RasterFamily):
+    """Checkpoints of which only those with Pixtral's tower are served."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises ValueError over another tower."""
+        config = super().read_config(folder, settings)
+        if config.vision_config.model_type != "pixtral":
+            raise ValueError(f"its tower is {config.vision_config.model_type}, only Pixtral's is served")
+        last_layer(config)
+        return config
+
+
 _PIXTRAL = PixtralFamily(
     model_type="llava",
     title="Pixtral",
     architecture="24 x 1024, patch 16",
-    tower=Module(source="pixtral.modeling_pixtral:PixtralVisionModel", prefixes=_TOWER),
+    tower=Module(source="pixtral.modeling_pixtral:PixtralVisionModel", prefixes=in_model("vision_tower.")),
     beside={
         "projector": Module(
             source="llava.modeling_llava:LlavaMultiModalProjector",
-            prefixes=_PROJECTOR,
+            prefixes=in_model("multi_modal_projector."),
             config="",
             served=(Served("vision_feature_select_strategy", lambda strategy, _: strategy == "full", "'full'"),),
         )
     },
     width="text_config.hidden_size",
-    adapter=PixtralTower,
+    forward=PixtralTower,
     layers="transformer.layers",
     processor=_pixtral_settings,
-    videos=False,
+    videos=Accepts.NOTHING,
     special="LLaVA's layout with Pixtral's tower",
 )
-
 
 _MISTRAL3 = PixtralFamily(
     model_type="mistral3",
@@ -131,16 +104,17 @@ _MISTRAL3 = PixtralFamily(
     tower=_PIXTRAL.tower,
     beside={
         "projector": Module(
-            source="mistral3.modeling_mistral3:Mistral3MultiModalProjector", prefixes=_PROJECTOR, config=""
+            source="mistral3.modeling_mistral3:Mistral3MultiModalProjector",
+            prefixes=in_model("multi_modal_projector."),
+            config="",
         )
     },
     width="text_config.hidden_size",
-    adapter=PixtralTower,
+    forward=PixtralTower,
     merge="spatial_merge_size",
     layers="transformer.layers",
     processor=_pixtral_settings,
-    videos=False,
+    videos=Accepts.NOTHING,
 )
-
 
 ROWS: tuple[Family, ...] = (_PIXTRAL, _MISTRAL3)

@@ -1,42 +1,37 @@
 """PaddleOCR-VL's vision tower (Baidu)."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.models import Resizing
-from vitwire_server.towers.family import Family, Module, Parts, in_model, stripped
-from vitwire_server.towers.layouts.packed import PackedFamily
+from vitwire_server.core.models import Geometry, Resizing
+from vitwire_server.towers.family import Accepts, Family, Module, in_model, stripped
+from vitwire_server.towers.layouts.heads import Head, Output, of_clips
+from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
 from vitwire_server.towers.layouts.patches import neighbours
-from vitwire_server.towers.layouts.projected import ProjectedTower, of_clips
-from vitwire_server.towers.metadata import Sources
-
-_TEXT = "text_config.hidden_size"
+from vitwire_server.towers.metadata import Kind, Sources
+from vitwire_server.towers.processors.areas import AreaRule
 
 
-_VISUAL = in_model("visual.")
+def one_image(rows: Tensor, side: int) -> Tensor:
+    """Rows of pixels as `(1, patches, C, p, p)`."""
+    return rows.view(1, len(rows), -1, side, side)
 
 
-class PaddleTower(ProjectedTower):
-    """Patches in raster order, which only the projector groups to tokens; single images."""
+class PatchProjector(Head):
+    """A projector that groups patches in raster order to tokens; single images."""
 
-    after = frozenset({"patches"})
+    def sizes(self, bare: Geometry) -> Geometry:
+        return of_clips(bare, most_frames=1)
 
-    def __init__(self, family: PackedFamily, parts: Parts, config: Any) -> None:  # noqa: ANN401
-        super().__init__(family, parts, config)
-        self.geometry = of_clips(self.geometry, most_frames=1)
-        self._kinds["patches"] = Sources(self.geometry.merge**2)
+    def inputs(self) -> dict[str, Kind]:
+        return {"patches": Sources(self.geometry.merge**2)}
 
-    def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        return super()._compute(grid) | {"patches": neighbours(grid, self.geometry.merge)}
+    def compute(self, grid: Grid) -> dict[str, Tensor]:
+        return {"patches": neighbours(grid, self.geometry.merge)}
 
-    def _shaped(self, pixels: Tensor) -> Tensor:
-        side = self.geometry.patch
-        return pixels.view(1, len(pixels), -1, side, side)
-
-    def _finish(self, output: Any, tensors: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
         projector = self.projector
         patches = projector.pre_norm(output.last_hidden_state)[tensors["patches"]]
         rows: Tensor = projector.linear_2(projector.act(projector.linear_1(patches.flatten(1))))
@@ -48,7 +43,7 @@ _PADDLE = PackedFamily(
     title="PaddleOCR-VL",
     tower=Module(
         source="paddleocr_vl.modeling_paddleocr_vl:PaddleOCRVisionModel",
-        prefixes=_VISUAL,
+        prefixes=in_model("visual."),
         ignored=("vision_model.head.", "vision_model.embeddings.packing_position_embedding."),
     ),
     beside={
@@ -58,13 +53,12 @@ _PADDLE = PackedFamily(
             config="",
         )
     },
-    adapter=PaddleTower,
-    width=_TEXT,
-    positions="vision_model.embeddings",
+    head=PatchProjector,
+    width="text_config.hidden_size",
+    inputs=Inputs(learned_positions="vision_model.embeddings", raster=True, shape=one_image),
     layers="vision_model.encoder.layers",
-    raster=True,
-    resizing=Resizing.ENLARGED_AREA,
-    videos=False,
+    image_areas=AreaRule(resizing=Resizing.ENLARGED_AREA),
+    videos=Accepts.NOTHING,
     architecture="27 x 1152, patch 14",
     attention="full",
     special="patches in raster order; projector",

@@ -1,20 +1,16 @@
-"""Rows of Qwen's models: towers of packed patches and `grid_thw`."""
+"""Qwen's vision towers, the Omni models' included (Alibaba)."""
 
 from dataclasses import replace
 
 from vitwire_server.towers.family import Family, Module, in_model, stripped
-from vitwire_server.towers.layouts.packed import PackedFamily
+from vitwire_server.towers.layouts.heads import Deepstack, Head
+from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
+from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.served import Served
 
 _OUT = "vision_config.out_hidden_size"
-
-
 _VISUAL = in_model("visual.")
-
-
 _THINKER = stripped("thinker.visual.", "thinker.model.visual.", "model.visual.", "visual.")
-
-
 _WINDOWS = Served(
     "window_size",
     lambda pixels, vision: pixels >= vision.patch_size * vision.spatial_merge_size,
@@ -41,7 +37,7 @@ _QWEN2_5_VL = PackedFamily(
         served=(_WINDOWS,),
     ),
     width=_OUT,
-    windows=True,
+    span=AttentionSpan.WINDOWS,
     architecture="32 x 1280, patch 14, SwiGLU",
     attention="within windows, full in some layers",
 )
@@ -52,10 +48,9 @@ _QWEN3_VL = PackedFamily(
     title="Qwen3-VL",
     tower=Module(source="qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel", prefixes=_VISUAL),
     width=_OUT,
-    positions="",
-    deepstack=True,
-    video_pixels=(128 * 32 * 32, 768 * 32 * 32),
-    videos_span_frames=True,
+    head=Deepstack,
+    inputs=Inputs(learned_positions=""),
+    video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),
     architecture="27 x 1152 or 24 x 1024, patch 16",
     attention="per frame",
     special="deepstack: rows are `[main, 0, 1, 2]`",
@@ -75,7 +70,7 @@ _QWEN3_5 = replace(
     model_type="qwen3_5",
     title="Qwen3.5, Qwen3.6",
     tower=Module(source="qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel", prefixes=_VISUAL),
-    deepstack=False,
+    head=Head,
     special="Qwen3-VL without deepstack",
 )
 
@@ -122,8 +117,7 @@ _QWEN3_OMNI = replace(
         config="thinker_config.vision_config",
     ),
     width="thinker_config.vision_config.out_hidden_size",
-    video_pixels=(128 * 28 * 28, 768 * 28 * 28),
-    videos_span_frames=False,
+    video_areas=AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28)),
     special="the thinker's tower, with deepstack; audio stays with the LLM",
 )
 

@@ -7,30 +7,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.vision_utils import get_vision_position_ids
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.family import Family, Module, Parts, in_model, stripped
-from vitwire_server.towers.layouts.positions import resampled
-from vitwire_server.towers.layouts.tiles import View, module_heads
-from vitwire_server.towers.layouts.two_views import CropEncoder, CropFamily
-from vitwire_server.towers.processors.settings import (
-    BILINEAR,
-    CLIP,
-    Processor,
-    square,
-)
+from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, stripped
+from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
+from vitwire_server.towers.layouts.tiles import TileShape, heads_of
+from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.shared.modules import Constants
 
 
-def _step3_settings(files: Processor, config: Any) -> dict[Modality, Preprocessing]:  # noqa: ANN401
-    view, crop = config.vision_config.image_size, config.crop_size
+def _step3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    overview, crop = config.vision_config.image_size, config.crop_size
     most = int(files.image.get("max_image_size", 3024))
     tiling = Tiling(
         TilingRule.WINDOWS,
-        (view, view),
+        (overview, overview),
         max_tiles=max(1, -(-most // crop)) ** 2,
         max_side=most,
         crop=(crop, crop),
@@ -38,64 +35,44 @@ def _step3_settings(files: Processor, config: Any) -> dict[Modality, Preprocessi
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP, BILINEAR)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step3Family(CropFamily):
-    """Checkpoints of the hub's own code and of transformers, whose configurations differ in their names."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """See Family."""
-        # not in the oldest transformers that other rows are served with
-        from transformers.models.step3p7.configuration_step3p7 import Step3p7Config  # noqa: PLC0415
-
-        text = settings.get("text_config") or {}
-        config = Step3p7Config(
-            vision_config=dict(settings["vision_config"]),
-            text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
-            projector_bias=settings.get("projector_bias", False),
-            dtype=settings.get("dtype") or settings.get("torch_dtype"),
-        )
-        config.crop_size = square(Processor.read(folder).image, "patch_size", 504)
-        return config
-
-
 class Projection(nn.Linear):
     """Step3-VL's projector, which transformers keeps as a bare layer of the whole model."""
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, config: Config) -> None:
         super().__init__(config.vision_config.hidden_size * 4, config.text_config.hidden_size, config.projector_bias)
 
 
-class Constants(nn.Module):
-    """Buffers that follow from the size of a view, in the types that they were computed in."""
-
-    def __init__(self, **tensors: Tensor) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=False)
+def _resampled(table: Tensor, side: int) -> Tensor:
+    """Learned positions `(own * own, C)` of a square grid for one of `side * side`: `(1, side * side, C)`."""
+    own = round(len(table) ** 0.5)
+    grid = table.T.reshape(1, -1, own, own)
+    if own != side:
+        grid = functional.interpolate(grid, size=(side, side), mode="bilinear", align_corners=False)
+    return grid.flatten(2).transpose(1, 2)
 
 
 class Step3(CropEncoder):
     """A ViT with rotary positions and two strided convolutions; positions of both sizes are constants."""
 
-    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, parts: Parts, config: Config) -> None:
         vision = config.vision_config
         self.patch, self.merge = vision.patch_size, 4
-        self.view = self._view(vision.image_size)
-        self.crop = self._view(config.crop_size)
+        self.tile = self._shape(vision.image_size)
+        self.crop = self._shape(config.crop_size)
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.layers)
-        sides = {view.height // self.patch for view in (self.view, self.crop)}
+        sides = {shape.height // self.patch for shape in (self.tile, self.crop)}
         self._constants = nn.ModuleDict({str(side): self._fixed(side) for side in sides})
-        self._tower.constants = self._constants  # so that they move with it
+        self.constants = {"constants": self._constants}
 
-    def _view(self, size: int) -> View:
+    def _shape(self, size: int) -> TileShape:
         side = size // self.patch
         for _ in range(2):
             side = (side - 1) // 2 + 1
-        return View(size, size, side * side)
+        return TileShape(size, size, side * side)
 
     @torch.no_grad()
     def _fixed(self, side: int) -> Constants:
@@ -103,7 +80,7 @@ class Step3(CropEncoder):
         weight = self._tower.embeddings.position_embedding.weight
         ids = get_vision_position_ids(torch.tensor([[1, side, side]]), 1)
         cosines, sines = self._tower.rotary_emb(weight, ids.to(weight.device))
-        return Constants(learned=resampled(weight.float(), side).clone(), cosines=cosines, sines=sines)
+        return Constants(learned=_resampled(weight.float(), side).clone(), cosines=cosines, sines=sines)
 
     def encode(self, tiles: Tensor) -> Tensor:
         tower, side = self._tower, tiles.shape[-1] // self.patch
@@ -120,6 +97,25 @@ class Step3(CropEncoder):
         return self.encode(crops)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step3Family(CropFamily):
+    """Checkpoints of the hub's own code and of transformers, whose configurations differ in their names."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family."""
+        # not in the oldest transformers that other rows are served with
+        from transformers.models.step3p7.configuration_step3p7 import Step3p7Config  # noqa: PLC0415
+
+        text = settings.get("text_config") or {}
+        config: Config = Step3p7Config(
+            vision_config=dict(settings["vision_config"]),
+            text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
+            projector_bias=settings.get("projector_bias", False),
+            dtype=settings.get("dtype") or settings.get("torch_dtype"),
+        )
+        return changed(config, {"crop_size": square(ProcessorFiles.read(folder).image, "patch_size", 504)})
+
+
 _STEP3P7 = Step3Family(
     model_type="step3p7",
     title="Step-3.7",
@@ -134,12 +130,10 @@ _STEP3P7 = Step3Family(
     },
     encoder=Step3,
     processor=_step3_settings,
-    videos=False,
-    special="one view of each image as pixels, windows of large ones as crops; rows of the crops come first",
+    videos=Accepts.NOTHING,
+    special="the overview of each image as pixels, windows of large ones as crops; rows of the crops come first",
 )
 
-
 _STEP3 = [replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")]
-
 
 ROWS: tuple[Family, ...] = (_STEP3P7, *_STEP3)

@@ -7,29 +7,29 @@ from typing import Any
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.processors.settings import BICUBIC, Processor, read_settings
+from vitwire_server.towers.processors.settings import BICUBIC, ProcessorFiles, read_settings
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AreaRule:
     """What a checkpoint's files leave open about one modality."""
 
-    spans: bool = False
-    """The area bounds count all frames together."""
     pixels: tuple[int, int] | None = None
     """Area bounds where the files give none."""
+    spans_frames: bool = False
+    """The area bounds count all frames together, an image's repeated ones included."""
     resizing: Resizing = Resizing.AREA
 
 
 def read_preprocessing(
-    folder: Path, rules: Mapping[Modality, Rule], *, channels: int, converts: bool
+    folder: Path, rules: Mapping[Modality, AreaRule], *, channels: int, converts: bool
 ) -> dict[Modality, Preprocessing]:
     """Settings of each modality that has a rule, from a checkpoint's files. Raises CheckpointError.
 
     A checkpoint without settings for videos takes the images', with the area bounds of the rule.
     """
 
-    def settings(files: Processor) -> dict[Modality, Preprocessing]:
+    def settings(files: ProcessorFiles) -> dict[Modality, Preprocessing]:
         unbounded = {**files.image, "min_pixels": None, "max_pixels": None, "size": None}
         found = {Modality.IMAGE: files.image, Modality.VIDEO: {**unbounded, **files.own_video}}
         return {modality: _settings(found[modality], rule) for modality, rule in rules.items()}
@@ -37,8 +37,8 @@ def read_preprocessing(
     return read_settings(folder, settings, channels=channels, required=True, converts=converts)
 
 
-def _settings(config: Mapping[str, Any], rule: Rule) -> Preprocessing:
-    """Raises what `read_settings` tells of."""
+def _settings(config: Mapping[str, Any], rule: AreaRule) -> Preprocessing:
+    """May raise what `read_settings` catches."""
     own = config.get("media_proc_cfg") or config
     smallest, largest = _bounds(own, rule)
     return Preprocessing(
@@ -48,12 +48,12 @@ def _settings(config: Mapping[str, Any], rule: Rule) -> Preprocessing:
         std=tuple(map(float, own["image_std"])),
         rescale_factor=float(own.get("rescale_factor", 1 / 255)),
         resample=int(own.get("resample", BICUBIC)),
-        bounds_span_frames=rule.spans,
+        bounds_span_frames=rule.spans_frames,
         resizing=rule.resizing,
     )
 
 
-def _bounds(config: Mapping[str, Any], rule: Rule) -> tuple[int, int]:
+def _bounds(config: Mapping[str, Any], rule: AreaRule) -> tuple[int, int]:
     """Smallest and largest area. Raises KeyError."""
     if rule.resizing is Resizing.OTHER:
         return 1, 1

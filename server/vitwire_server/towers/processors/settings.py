@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.files import CheckpointError, optional_json, read_json
 
 BILINEAR, BICUBIC = 2, 3
@@ -17,13 +18,14 @@ _FILTERS = range(6)
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel."""
+IDENTITY = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 @dataclass(frozen=True, slots=True)
-class Processor:
+class ProcessorFiles:
     """Keys of a processor's files for images and for videos."""
 
     image: Mapping[str, Any]
@@ -32,11 +34,11 @@ class Processor:
 
     @property
     def video(self) -> Mapping[str, Any]:
-        """Keys for videos: those of images where there are none of their own."""
+        """Keys for videos; keys that the videos' file lacks are those of images."""
         return {**self.image, **self.own_video}
 
     @classmethod
-    def read(cls, folder: Path, *, required: bool = False) -> "Processor":
+    def read(cls, folder: Path, *, required: bool = False) -> "ProcessorFiles":
         """Newer checkpoints keep all in processor_config.json. `required` says that there must be a file for images.
 
         Raises CheckpointError.
@@ -49,9 +51,13 @@ class Processor:
         return cls(image, nested.get("video_processor") or optional_json(folder / "video_preprocessor_config.json"))
 
 
+ReadProcessor = Callable[[ProcessorFiles, Config], dict[Modality, Preprocessing]]
+"""From a processor's files and the checkpoint's configuration to settings; may raise what `read_settings` catches."""
+
+
 def read_settings(
     folder: Path,
-    settings: Callable[[Processor], Mapping[Modality, Preprocessing]],
+    settings: Callable[[ProcessorFiles], Mapping[Modality, Preprocessing]],
     *,
     channels: int = 3,
     required: bool = False,
@@ -59,16 +65,15 @@ def read_settings(
 ) -> dict[Modality, Preprocessing]:
     """What `settings` makes of a checkpoint's files. Raises CheckpointError.
 
+    `settings` may raise KeyError, TypeError, ValueError or ArithmeticError over values that no client can use.
     `converts` says whether the processor's class converts images to RGB where its files do not say.
-
-    It may raise KeyError, TypeError, ValueError or ArithmeticError over what a client could not work with.
     """
-    files = Processor.read(folder, required=required)
+    files = ProcessorFiles.read(folder, required=required)
     try:
         found = {modality: _checked(own, channels) for modality, own in settings(files).items()}
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{folder}: the preprocessor's settings cannot be used: {told}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{folder}: the preprocessor's settings cannot be used: {reason}") from error
     drops = not files.image.get("do_convert_rgb", converts)
     return found | {Modality.IMAGE: replace(found[Modality.IMAGE], drops_transparency=drops)}
 
@@ -88,6 +93,20 @@ def bounded(
     )
 
 
+def bounded_above(
+    config: Mapping[str, Any],
+    most: int,
+    factor: int,
+    resizing: Resizing,
+    normalisation: Normalisation,
+    resample: int = BICUBIC,
+) -> Preprocessing:
+    """Settings of images of at most `most` pixels whose sides are multiples of `factor`."""
+    if not config.get("do_normalize", normalisation is not IDENTITY):
+        config, normalisation = {**config, "image_mean": None, "image_std": None}, IDENTITY
+    return replace(bounded(config, (factor**2, most), normalisation, resample), resizing=resizing)
+
+
 def per_channel(config: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     """One number for each channel."""
     values = config.get(key) or default
@@ -103,7 +122,7 @@ def square(config: Mapping[str, Any], key: str = "size", default: int | None = N
         height = size.get("height", size.get("shortest_edge", size.get("longest_edge")))
         width = size.get("width", height)
         if height is None or height != width:
-            raise ValueError(f"{key} {size} is no square")
+            raise ValueError(f"{key} {size} is not square")
         size = height
     return int(size)
 
@@ -116,7 +135,7 @@ def _checked(settings: Preprocessing, channels: int) -> Preprocessing:
     if not all(map(isfinite, numbers)) or min(*settings.std, *settings.crop_std, 1.0) <= 0:
         raise ValueError("image_mean, image_std and rescale_factor must be finite, image_std positive")
     if settings.resample not in _FILTERS:
-        raise ValueError(f"resample {settings.resample} is no filter of Pillow")
+        raise ValueError(f"resample {settings.resample} is not a filter of Pillow")
     if not 0 < settings.min_pixels <= settings.max_pixels < 1 << 63:
         raise ValueError(f"min_pixels {settings.min_pixels} and max_pixels {settings.max_pixels} are no bounds")
     if settings.tiling:
@@ -127,6 +146,6 @@ def _checked(settings: Preprocessing, channels: int) -> Preprocessing:
 def _check_tiling(tiling: Tiling) -> None:
     """Raises ValueError over a tiling that cannot be done."""
     if tiling.crop_resample is not None and tiling.crop_resample not in _FILTERS:
-        raise ValueError(f"resample {tiling.crop_resample} is no filter of Pillow")
+        raise ValueError(f"resample {tiling.crop_resample} is not a filter of Pillow")
     if min(*tiling.tile, *(tiling.crop or (1, 1))) < 1 or not 1 <= tiling.min_tiles <= tiling.max_tiles:
         raise ValueError(f"tiles of {tiling.tile}, {tiling.min_tiles} to {tiling.max_tiles} of them, cannot be cut")

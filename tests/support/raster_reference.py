@@ -13,7 +13,7 @@ from torch import Tensor
 from reference import Array
 
 
-class NavitReference:
+class RasterReference:
     """The whole model of a checkpoint, stock, asked as its own processor's output would be."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
@@ -40,7 +40,7 @@ class NavitReference:
         raise NotImplementedError
 
 
-class Pixtral(NavitReference):
+class Pixtral(RasterReference):
     """Asked for images put together of the patches; for two, as one of a single token fails in transformers."""
 
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
@@ -54,7 +54,7 @@ class Pixtral(NavitReference):
         return rows  # type: ignore[no-any-return]
 
 
-class Gemma4(NavitReference):
+class Gemma4(RasterReference):
     """Asked for rows of patches with their columns and rows."""
 
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
@@ -64,7 +64,7 @@ class Gemma4(NavitReference):
         return torch.cat(list(features.pooler_output))
 
 
-class Siglip2(NavitReference):
+class Siglip2(RasterReference):
     """Asked for rows of patches with their shape; its rows before pooling."""
 
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
@@ -74,4 +74,4 @@ class Siglip2(NavitReference):
         return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
 
 
-NAVIT = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}
+RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}

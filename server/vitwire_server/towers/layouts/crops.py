@@ -1,7 +1,7 @@
-"""Towers that see an image in two resolutions: both views are captured in one graph.
+"""Towers that take crops beside tiles, both in one graph.
 
-Either the tiles come as crops beside a larger view of the whole image, and there may be none of them;
-or every tile comes in both sizes.
+Either an image is an overview, which is a tile, and any number of crops of another size; or each of its
+tiles is paired with a crop, the same picture in another size.
 """
 
 from abc import abstractmethod
@@ -16,16 +16,17 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.capacities import CropCapacities, TileCapacities
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import TileGeometry
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileTower, View
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, TileTower
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tower import Metadata, Tower
 
 
 class CropEncoder(Encoder):
-    """Views of whole images, and crops of them, each to rows of its own."""
+    """Overviews of images, and crops of them, each to its own rows."""
 
-    crop: View
+    crop: TileShape
 
     @abstractmethod
     def encode_crops(self, crops: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class PairEncoder(Encoder):
 class CropFamily(TileFamily):
     """Rows whose encoder is a CropEncoder."""
 
-    def build(self, parts: Parts, config: object) -> Tower:
+    def build(self, parts: Parts, config: Config) -> Tower:
         """See Family."""
         return CropTower(self.encoder(parts, config), parts)
 
@@ -66,7 +67,7 @@ class CropFamily(TileFamily):
 class PairFamily(TileFamily):
     """Rows whose encoder is a PairEncoder."""
 
-    def build(self, parts: Parts, config: object) -> Tower:
+    def build(self, parts: Parts, config: Config) -> Tower:
         """See Family."""
         return PairTower(self.encoder(parts, config), parts)
 
@@ -81,13 +82,13 @@ class PairTower(TileTower):
 
     @property
     def capacities(self) -> TileCapacities:
-        return TileCapacities(self.encoder.view.tokens, self._longest, paired=True)
+        return TileCapacities(self.encoder.tile.tokens, self._longest, paired=True)
 
     def capacity(self, budget: Budget) -> Capacity:
         return replace(super().capacity(budget), crops=budget.max_crops)
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        assert metadata.crops is not None, "a tower of two views is run with both"
+        assert metadata.crops is not None, "this tower is run with crops"
         geometry = self.geometry
         tiles = pixels.view(-1, geometry.channels, *geometry.tile)
         crops = metadata.crops.view(-1, geometry.channels, *self.encoder.crop)
@@ -95,9 +96,9 @@ class PairTower(TileTower):
 
 
 class CropTower(TileTower):
-    """One view of each image, and crops of some of them; rows of an item are its crops', then its view's.
+    """An overview of each image, and crops of some of them; rows of an item are its crops', then its overview's.
 
-    A budget holds so many views and so many crops. Rows are brought into the items' order by an index
+    A budget holds so many overviews and so many crops. Rows are brought into the items' order by an index
     that is laid out for each batch.
     """
 
@@ -105,23 +106,25 @@ class CropTower(TileTower):
 
     def footprint(self, grid: Grid) -> Footprint:
         crops = grid.t - 1
-        tokens = self.encoder.view.tokens + crops * self.encoder.crop.tokens
+        tokens = self.encoder.tile.tokens + crops * self.encoder.crop.tokens
         return Footprint(1, tokens, 1 + crops, self._longest, crops)
 
     @cached_property
     def capacities(self) -> CropCapacities:
-        return CropCapacities(self.encoder.view.tokens, self.encoder.crop.tokens, self._longest)
+        return CropCapacities(self.encoder.tile.tokens, self.encoder.crop.tokens, self._longest)
 
     def sizes(self, most: int) -> list[int]:
         return [tokens for tokens in self.capacities.shares if tokens <= most]
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
-        views, crops = self.capacities.share(tokens)
-        return [Grid(1 + crops, 1, max(1, crops)), *[Grid(1, 1, 1)] * (min(views, items) - 1)]
+        overviews, crops = self.capacities.share(tokens)
+        return [Grid(1 + crops, 1, max(1, crops)), *[Grid(1, 1, 1)] * (min(overviews, items) - 1)]
 
     def capacity(self, budget: Budget) -> Capacity:
-        views = budget.max_segments - budget.max_crops
-        return Capacity(views, budget.tokens, budget.max_segments, budget.max_segment_patches, crops=budget.max_crops)
+        overviews = budget.max_segments - budget.max_crops
+        return Capacity(
+            overviews, budget.tokens, budget.max_segments, budget.max_segment_patches, crops=budget.max_crops
+        )
 
     def reserve(self, capacity: Capacity) -> Metadata:
         order = torch.zeros(capacity.tokens, dtype=torch.int64, device=self.device)
@@ -131,17 +134,17 @@ class CropTower(TileTower):
         super().prepare(grids, metadata)
         order = metadata.tensors["order"]
         host = torch.zeros(order.shape, dtype=torch.int64, pin_memory=order.is_cuda)
-        view, crop, at = self.encoder.view.tokens, self.encoder.crop.tokens, 0
-        views, crops = 0, metadata.capacity.patches * view
+        overview, crop, at = self.encoder.tile.tokens, self.encoder.crop.tokens, 0
+        overviews, crops = 0, metadata.capacity.patches * overview
         for grid in grids:
             own = (grid.t - 1) * crop
             torch.arange(crops, crops + own, out=host[at : at + own])
-            torch.arange(views, views + view, out=host[at + own : at + own + view])
-            crops, views, at = crops + own, views + view, at + own + view
+            torch.arange(overviews, overviews + overview, out=host[at + own : at + own + overview])
+            crops, overviews, at = crops + own, overviews + overview, at + own + overview
         order.copy_(host, non_blocking=True)
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        assert metadata.crops is not None, "a tower of two views is run with both"
+        assert metadata.crops is not None, "this tower is run with crops"
         channels = self.geometry.channels
         rows = self.encoder.encode(pixels.view(-1, channels, *self.geometry.tile)).flatten(0, 1)
         if metadata.capacity.crops:

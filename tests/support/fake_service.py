@@ -1,4 +1,4 @@
-"""An encoder service by the contract, in plain protobuf, for the tests of the client. No tests in here."""
+"""A fake encoder service in plain protobuf, for tests of the client."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -104,7 +104,7 @@ def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any
 
 @dataclass
 class Fake(encoder_pb2_grpc.EncoderServiceServicer):
-    """Encodes by the contract; `before` may abort, `bend` may change the responses of an RPC."""
+    """Encodes as a real service would; `before` may abort an RPC, `bend` may change its responses."""
 
     before: Callable[[grpc.ServicerContext], None] = lambda context: None
     bend: Callable[[Iterator[Any]], Iterator[Any]] = lambda responses: responses
@@ -118,7 +118,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
         self.before(context)
 
     def _answer(self, responses: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        """The bent responses; tells when the RPC ended before they did."""
+        """The responses after `bend`; sets `cancelled` if the RPC ends before they do."""
         finished = threading.Event()
         context.add_callback(lambda: None if finished.is_set() else self.cancelled.set())
         try:

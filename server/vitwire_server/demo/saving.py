@@ -1,17 +1,18 @@
-"""Tiny models in the layouts that their authors publish, where those are not transformers' own."""
+"""Write demo models in the checkpoint layouts that their authors publish, where transformers' own differs."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from vitwire_server.demo.tiny import SHARD, TEXT, VISION, Json, save_plain, write_json
+from vitwire_server.demo.demo_model import SHARD, TEXT, VISION, Json, save_plain, write_json
+from vitwire_server.towers.configs import Config
 
 _INDEX = "model.safetensors.index.json"
 _KIMI_NAMES = {
@@ -44,8 +45,9 @@ _ORIGINAL_NAMES = (
 )
 
 
-def save_internvl(model: Any, out: Path) -> None:  # noqa: ANN401 - an InternVL model
+def save_internvl(model: PreTrainedModel, out: Path) -> None:
     """Names, fused projections and config.json as OpenGVLab writes them."""
+    config: Config = model.config
     weights = _fused(model.state_dict())
     ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
     save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
@@ -54,7 +56,7 @@ def save_internvl(model: Any, out: Path) -> None:  # noqa: ANN401 - an InternVL 
         "model_type": "internvl_chat",
         "downsample_ratio": 0.5,
         "dynamic_image_size": True,
-        "force_image_size": model.config.vision_config.image_size[0],
+        "force_image_size": config.vision_config.image_size[0],
         "max_dynamic_patch": 6,
         "min_dynamic_patch": 1,
         "ps_version": "v2",
@@ -62,7 +64,7 @@ def save_internvl(model: Any, out: Path) -> None:  # noqa: ANN401 - an InternVL 
         "torch_dtype": "bfloat16",
         "use_thumbnail": True,
         "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
-        "vision_config": _intern_vit(model.config.vision_config),
+        "vision_config": _intern_vit(config.vision_config),
     }
     write_json(out / "config.json", content)
 
@@ -82,7 +84,7 @@ def _fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return weights | {name: torch.cat(parts) for name, parts in fused.items()}
 
 
-def _intern_vit(vision: Any) -> Json:  # noqa: ANN401 - a configuration of transformers
+def _intern_vit(vision: Config) -> Json:
     """The tower's part of config.json."""
     return {
         "architectures": ["InternVisionModel"],
@@ -101,10 +103,10 @@ def _intern_vit(vision: Any) -> Json:  # noqa: ANN401 - a configuration of trans
 _STEP3_FIELDS = {"hidden_size": "width", "num_attention_heads": "heads", "num_hidden_layers": "layers"}
 
 
-def save_step3(model_type: str) -> Callable[[Any, Path], None]:
-    """Step-3.7's weights, whose names are those of the hub anyway, and config.json in the words of an earlier model."""
+def save_step3(model_type: str) -> Callable[[PreTrainedModel, Path], None]:
+    """Step-3.7's weights, whose names are the hub's already, and config.json with an earlier model's field names."""
 
-    def save(model: Any, out: Path) -> None:  # noqa: ANN401 - a Step-3.7 model
+    def save(model: PreTrainedModel, out: Path) -> None:
         save_plain(model, out)
         settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
         vision = {_STEP3_FIELDS.get(name, name): value for name, value in settings["vision_config"].items()}
@@ -115,13 +117,13 @@ def save_step3(model_type: str) -> Callable[[Any, Path], None]:
     return save
 
 
-def save_kimi(model: Any, out: Path) -> None:  # noqa: ANN401 - a Kimi K2.5 model
+def save_kimi(model: PreTrainedModel, out: Path) -> None:
     """Names as Moonshot AI publishes them, which transformers reads and does not write."""
     save_plain(model, out)
     _rename(out, _KIMI_NAMES)
 
 
-def save_kimi_vl(model: Any, out: Path) -> None:  # noqa: ANN401 - a Kimi K2.5 model
+def save_kimi_vl(model: PreTrainedModel, out: Path) -> None:
     """transformers has no classes for Kimi-VL: those of Kimi K2.5 write its weights."""
     save_plain(model, out)
     _rename(out, _KIMI_VL_NAMES)
@@ -144,8 +146,8 @@ def _rename(out: Path, names: Mapping[str, str]) -> None:
     """Replace, one after the other, parts of the names of all weights."""
 
     def name(key: str) -> str:
-        for theirs, ours in names.items():
-            key = key.replace(theirs, ours)
+        for old, new in names.items():
+            key = key.replace(old, new)
         return key
 
     for shard in out.glob("*.safetensors"):
@@ -155,7 +157,7 @@ def _rename(out: Path, names: Mapping[str, str]) -> None:
     write_json(out / _INDEX, {**index, "weight_map": {name(key): shard for key, shard in index["weight_map"].items()}})
 
 
-def save_qwen2_5_omni(model: Any, out: Path) -> None:  # noqa: ANN401 - a Qwen2.5-Omni model
+def save_qwen2_5_omni(model: PreTrainedModel, out: Path) -> None:
     """With the talker's voices, a file that the published checkpoints have: there are none."""
     save_plain(model, out)
     torch.save({}, out / "spk_dict.pt")

@@ -1,10 +1,10 @@
-"""Tiny whole VLMs of the tile families."""
+"""Demo models of tiles, with crops and without."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vitwire_server.demo.layouts import save_internvl, save_step3
-from vitwire_server.demo.tiny import CLIP, HALF, IMAGENET, TEXT, VISION, Tiny, tiny_vlm
+from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.saving import save_internvl, save_step3
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
@@ -29,7 +29,7 @@ _SAM = {
 _INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
 _INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
-_STEP3 = tiny_vlm(
+_STEP3 = demo_vlm(
     text={
         **TEXT,
         "layer_types": ["full_attention"] * 3,
@@ -46,8 +46,8 @@ _STEP3 = tiny_vlm(
         "size": {"height": 168, "width": 168},
     },
 )
-TILES: Mapping[str, Tiny] = {
-    "internvl": tiny_vlm(
+TILES: Mapping[str, DemoModel] = {
+    "internvl": demo_vlm(
         text=_QWEN2,
         vision={"model_type": "internvl_vision", **_INTERNVL_VISION},
         image={
@@ -61,7 +61,7 @@ TILES: Mapping[str, Tiny] = {
         video={**IMAGENET, **_INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
         fields={"image_token_id": 500, "image_seq_length": 16},
     ),
-    "internvl_chat": tiny_vlm(
+    "internvl_chat": demo_vlm(
         text=_QWEN2,
         vision={
             "model_type": "internvl_vision",
@@ -74,7 +74,7 @@ TILES: Mapping[str, Tiny] = {
         base="internvl",
         save=save_internvl,
     ),
-    "llava_onevision": tiny_vlm(
+    "llava_onevision": demo_vlm(
         text=_QWEN2,
         vision={**_SIGLIP, "image_size": 56},
         image={
@@ -97,7 +97,7 @@ TILES: Mapping[str, Tiny] = {
             "vision_aspect_ratio": "anyres_max_9",
         },
     ),
-    "gemma3": tiny_vlm(
+    "gemma3": demo_vlm(
         text={"model_type": "gemma3_text", **TEXT, "head_dim": 16},
         vision={**_SIGLIP, "image_size": 112},
         image={
@@ -108,7 +108,7 @@ TILES: Mapping[str, Tiny] = {
         },
         fields={"image_token_index": 500, "mm_tokens_per_image": 16},
     ),
-    "deepseek_vl": tiny_vlm(
+    "deepseek_vl": demo_vlm(
         text={"model_type": "llama", **TEXT},
         vision={**_SIGLIP, "image_size": 56},
         image={
@@ -119,7 +119,7 @@ TILES: Mapping[str, Tiny] = {
             "size": {"height": 56, "width": 56},
         },
     ),
-    "llama4": tiny_vlm(
+    "llama4": demo_vlm(
         text={
             "model_type": "llama4_text",
             **TEXT,
@@ -147,7 +147,7 @@ TILES: Mapping[str, Tiny] = {
         },
         fields={"image_token_index": 500, "boi_token_index": 498, "eoi_token_index": 499},
     ),
-    "deepseek_vl_hybrid": tiny_vlm(
+    "deepseek_vl_hybrid": demo_vlm(
         text={"model_type": "llama", **TEXT},
         vision={**_SIGLIP, "image_size": 56},
         image={
@@ -175,7 +175,7 @@ TILES: Mapping[str, Tiny] = {
     "step3p7": _STEP3,
     "step3_vl": replace(_STEP3, base="step3p7", save=save_step3("step3_vl")),
     "step_robotics": replace(_STEP3, base="step3p7", save=save_step3("step_robotics")),
-    "deepseek_ocr2": tiny_vlm(
+    "deepseek_ocr2": demo_vlm(
         text={
             **TEXT,
             "mlp_layer_types": ["dense", "sparse", "sparse"],

@@ -1,4 +1,4 @@
-"""Tiny whole models: what they are made of, and how one is written in hub layout."""
+"""A demo model: a whole VLM of tiny size with random weights, and how it is written in hub layout."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
+
+from vitwire_server.towers.configs import Config
 
 Json = dict[str, Any]
 
@@ -26,7 +28,7 @@ TEXT = {
 }
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 SHARD = "200KB"
-"""Of a checkpoint at most, so that tiny ones have several too."""
+"""Largest shard, so that tiny checkpoints have several too."""
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -41,55 +43,55 @@ STEPS = {
 _IMAGE_TOKEN = {"image_token_id": 500}
 
 
-def save_plain(model: Any, out: Path) -> None:  # noqa: ANN401 - of many classes
+def save_plain(model: PreTrainedModel, out: Path) -> None:
     """As transformers writes it."""
     model.save_pretrained(out, max_shard_size=SHARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiny:
-    """One tiny model: its configuration, its processors' files, and how its authors publish it."""
+class DemoModel:
+    """One demo model: its configuration, its processors' files, and how its authors publish it."""
 
     config: Json
-    files: Callable[[Any], Mapping[str, Json]]
+    files: Callable[[Config], Mapping[str, Json]]
     """From the configuration to the processors' files, by name."""
     base: str | None = None
     """`model_type` of the model that is built, if it is not the checkpoint's own."""
     auto: Any = AutoModelForImageTextToText
     """What builds the whole model of its configuration."""
-    save: Callable[[Any, Path], None] = save_plain
+    save: Callable[[PreTrainedModel, Path], None] = save_plain
     """Writes weights and config.json in the layout that the model's authors publish."""
 
 
-def tiny_vlm(
+def demo_vlm(
     *,
     text: Json,
     vision: Json,
     image: Json,
     video: Json | None = None,
     fields: Mapping[str, Any] = _IMAGE_TOKEN,
-    **others: Any,  # noqa: ANN401 - those of Tiny
-) -> Tiny:
-    """A tiny model whose processors' settings are known ahead; `fields` are the rest of its configuration."""
+    **others: Any,  # noqa: ANN401 - those of DemoModel
+) -> DemoModel:
+    """A demo model with fixed processor settings; `fields` are the rest of its configuration."""
     config = {"text_config": text, "vision_config": vision, **fields}
     files = {"preprocessor_config.json": {**STEPS, **image}}
     if video:
         files["video_preprocessor_config.json"] = {**STEPS, **video}
-    return Tiny(config=config, files=lambda _: files, **others)
+    return DemoModel(config=config, files=lambda _: files, **others)
 
 
-def write(model_type: str, tiny: Tiny, out: Path, seed: int) -> None:
+def write(model_type: str, demo: DemoModel, out: Path, seed: int) -> None:
     """Write a checkpoint of this type. The same arguments write the same bytes."""
-    config = CONFIG_MAPPING[tiny.base or model_type](**deepcopy(tiny.config))
+    config = CONFIG_MAPPING[demo.base or model_type](**deepcopy(demo.config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # `randomise` adds to what transformers draws
-        model = tiny.auto.from_config(config, dtype=torch.bfloat16)
+        model = demo.auto.from_config(config, dtype=torch.bfloat16)
     randomise(model, seed)
     if model.can_generate():
         model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     out.mkdir(parents=True, exist_ok=True)
-    tiny.save(model, out)
-    for name, content in tiny.files(config).items():
+    demo.save(model, out)
+    for name, content in demo.files(config).items():
         write_json(out / name, content)
 
 

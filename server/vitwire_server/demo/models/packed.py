@@ -1,4 +1,4 @@
-"""Tiny whole VLMs of the packed `grid_thw` family, in the layouts that their authors publish."""
+"""Demo models of packed patches with `grid_thw`: an entry of `_CONFIGS` each."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-from vitwire_server.demo.layouts import save_kimi, save_kimi_vl, save_qwen2_5_omni
-from vitwire_server.demo.tiny import CLIP, HALF, STEPS, TEXT, Json, Tiny, save_plain
+from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, DemoModel, Json, save_plain
+from vitwire_server.demo.saving import save_kimi, save_kimi_vl, save_qwen2_5_omni
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.family import Accepts
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 
 _IMAGE_TOKENS = (16, 1280)
@@ -148,11 +150,11 @@ _PROCESSORS: Mapping[str, tuple[str, str | None]] = {
 }
 
 
-def _files(family: PackedFamily, config: Any) -> dict[str, Json]:  # noqa: ANN401 - of many classes
+def _files(family: PackedFamily, config: Config) -> dict[str, Json]:
     size = sizes(family.tower.configuration(config))
     shared = {
         **STEPS,
-        **(HALF if size.patch == 16 or not family.prepared else CLIP),
+        **(HALF if size.patch == 16 or family.images is Accepts.PIXELS else CLIP),
         "merge_size": size.merge,
         "patch_size": size.patch,
         "resample": 3,
@@ -160,14 +162,15 @@ def _files(family: PackedFamily, config: Any) -> dict[str, Json]:  # noqa: ANN40
     }
     image_type, video_type = _PROCESSORS.get(family.model_type, _QWEN)
     area = (size.patch * size.merge) ** 2
-    bounds = (
+    size_bounds = (
         {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384}
-        if not family.prepared
+        if family.images is Accepts.PIXELS
         else _size(*(tokens * area for tokens in _IMAGE_TOKENS))
     )
-    files = {"preprocessor_config.json": {**shared, "image_processor_type": image_type, **bounds}}
-    if video_type and family.videos:
-        video = {"video_processor_type": video_type, **_size(*family.video_pixels)}
+    files = {"preprocessor_config.json": {**shared, "image_processor_type": image_type, **size_bounds}}
+    bounds = family.video_areas.pixels
+    if video_type and bounds and family.videos is not Accepts.NOTHING:
+        video = {"video_processor_type": video_type, **_size(*bounds)}
         files["video_preprocessor_config.json"] = {**shared, **video}
     return files
 
@@ -181,15 +184,16 @@ _BASE = {"kimi_vl": "kimi_k25"}
 _AUTO = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), AutoModelForMultimodalLM)
 """Omni models are whole only with their talkers, even if those are switched off."""
 
-PACKED: Mapping[str, Tiny] = MappingProxyType(
+PACKED: Mapping[str, DemoModel] = MappingProxyType(
     {
-        row.model_type: Tiny(
+        row.model_type: DemoModel(
             config=_CONFIGS[row.model_type],
             files=partial(_files, row),
             base=_BASE.get(row.model_type),
             auto=_AUTO.get(row.model_type, AutoModelForImageTextToText),
             save=_SAVE.get(row.model_type, save_plain),
         )
-        for row in [row for row in FAMILIES.values() if isinstance(row, PackedFamily)]
+        for row in FAMILIES.values()
+        if isinstance(row, PackedFamily)
     }
 )

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitwire_server.towers.family import Module, Parts, in_model, last_layer
-from vitwire_server.towers.layouts.tiles import Encoder, View, module_heads
+from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.family import Module, Parts, in_model
+from vitwire_server.towers.layouts.tiles import Encoder, TileShape, heads_of
 
 
 def siglip(name: str) -> Module:
@@ -17,18 +18,29 @@ def siglip(name: str) -> Module:
 class Siglip(Encoder):
     """A SigLIP tower without its head, and a projector of every patch."""
 
-    def __init__(self, parts: Parts, config: Any) -> None:  # noqa: ANN401
+    def __init__(self, parts: Parts, config: Config) -> None:
         last_layer(config)
         vision = config.vision_config
         self.patch = vision.patch_size
-        self.merge = 1
-        self.view = View(vision.image_size, vision.image_size, (vision.image_size // self.patch) ** 2)
+        side = vision.image_size // self.patch
+        self.merge = self._merge(config, side)
+        self.tile = TileShape(vision.image_size, vision.image_size, self._tokens(config, (side // self.merge) ** 2))
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
-        self.heads = module_heads(vision)
+        self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.encoder.layers)
+
+    def _merge(self, config: Config, side: int) -> int:
+        """Root of the patches that the projector makes one token of; `side` is the patches a side of a tile."""
+        del config, side
+        return 1
+
+    def _tokens(self, config: Config, merged: int) -> int:
+        """Rows of a tile, which has `merged` tokens."""
+        del config
+        return merged
 
     def encode(self, tiles: Tensor) -> Tensor:
         return self._projector(self._tower(pixel_values=tiles).last_hidden_state)  # type: ignore[no-any-return]

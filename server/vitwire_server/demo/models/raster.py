@@ -1,13 +1,12 @@
-"""Tiny whole VLMs that take packed patches without `grid_thw`."""
+"""Demo models of packed patches without `grid_thw`."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedModel
 
-from vitwire_server.demo.tiny import CLIP, HALF, TEXT, VISION, Tiny, save_plain, tiny_vlm
+from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm, save_plain
 
 _PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
 _LONGEST = {
@@ -18,7 +17,7 @@ _LONGEST = {
 }
 
 
-def _save_gemma4(model: Any, out: Path) -> None:  # noqa: ANN401 - a Gemma 4 model
+def _save_gemma4(model: PreTrainedModel, out: Path) -> None:
     """With other numbers in the buffers that it standardises by than those that change nothing."""
     for name, buffer in model.named_buffers():
         if name.endswith("std_bias"):
@@ -28,9 +27,9 @@ def _save_gemma4(model: Any, out: Path) -> None:  # noqa: ANN401 - a Gemma 4 mod
     save_plain(model, out)
 
 
-NAVIT: Mapping[str, Tiny] = MappingProxyType(
+RASTER: Mapping[str, DemoModel] = MappingProxyType(
     {
-        "llava": tiny_vlm(
+        "llava": demo_vlm(
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
             vision=_PIXTRAL,
             image={**CLIP, **_LONGEST},
@@ -40,13 +39,13 @@ NAVIT: Mapping[str, Tiny] = MappingProxyType(
                 "vision_feature_select_strategy": "full",
             },
         ),
-        "mistral3": tiny_vlm(
+        "mistral3": demo_vlm(
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
             vision=_PIXTRAL,
             image={**CLIP, **_LONGEST},
             fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
         ),
-        "gemma4": tiny_vlm(
+        "gemma4": demo_vlm(
             text={
                 "model_type": "gemma4_text",
                 **TEXT,
@@ -81,7 +80,7 @@ NAVIT: Mapping[str, Tiny] = MappingProxyType(
             fields={"audio_config": None, "image_token_id": 500, "video_token_id": 501, "boi_token_id": 498},
             save=_save_gemma4,
         ),
-        "siglip2": tiny_vlm(
+        "siglip2": demo_vlm(
             text={"model_type": "siglip2_text_model", **TEXT, "projection_size": 64},
             vision={
                 "model_type": "siglip2_vision_model",

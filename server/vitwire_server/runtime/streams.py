@@ -1,4 +1,4 @@
-"""How bytes get to the device and rows come back: on the host at once, on CUDA on streams of their own."""
+"""Transfers to and from the device: CUDA streams, or plain calls on the host. Used on the engine thread."""
 
 import time
 import warnings
@@ -19,45 +19,45 @@ TORCH_TYPES = {
     DType.UINT8: torch.uint8,
 }
 _ALIGNMENT = 256
-# Received bytes are only read, never written through the tensor that views them.
+# Tensors over received bytes are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """Tensors on their way to the host."""
+class Download:
+    """A transfer of tensors to the host."""
 
     tensors: Sequence[Tensor]
     wait: Callable[[], float]
-    """Blocks until they are there; returns the seconds that the device computed."""
+    """Blocks until the transfer is done; returns the seconds of computation on the device."""
 
 
-class Lanes(ABC):
-    """The ways in and out of a device, and the one it computes on."""
+class Streams(ABC):
+    """Upload, computation and download of a device."""
 
     depth: int
-    """Batches that may be under way at once."""
+    """Maximum batches in flight."""
 
     @abstractmethod
     def upload(self, pixels: Sequence[Pixels]) -> list[Tensor]:
-        """The items' bytes as flat tensors on the device; to be read within `computing`."""
+        """The items' bytes as flat tensors on the device, to be read within `computing`."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """A context in which work goes to the lane that computes."""
+        """A context in which work is enqueued for computation."""
 
     @abstractmethod
-    def download(self, tensors: Sequence[Tensor]) -> Landing:
-        """Start bringing tensors that were computed within `computing` to the host."""
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Start the transfer of tensors computed within `computing` to the host."""
 
 
 def flat(pixels: Pixels) -> Tensor:
-    """The bytes of a tensor on the host, viewed as flat elements of its type."""
+    """A flat tensor over the bytes on the host, of their type."""
     return torch.frombuffer(pixels.data, dtype=TORCH_TYPES[pixels.dtype])
 
 
-class HostLanes(Lanes):
-    """The device is the host: nothing is copied, everything happens at once."""
+class HostStreams(Streams):
+    """For the CPU: nothing is copied, and every call is synchronous."""
 
     depth = 1
 
@@ -72,17 +72,16 @@ class HostLanes(Lanes):
         self._started = time.perf_counter()
         yield
 
-    def download(self, tensors: Sequence[Tensor]) -> Landing:
+    def download(self, tensors: Sequence[Tensor]) -> Download:
         seconds = time.perf_counter() - self._started
-        return Landing(tensors, lambda: seconds)
+        return Download(tensors, lambda: seconds)
 
 
-class CudaLanes(Lanes):
-    """One stream in, one that computes, one out; batch N+1 comes in while N runs and N-1 leaves.
+class CudaStreams(Streams):
+    """Separate streams for upload, computation and download, so that three batches overlap.
 
-    Pinned memory comes from torch's caching host allocator, which gives a block away again only
-    after the copies that were issued on it are done. Nothing here waits for the device but
-    `Landing.wait`.
+    Pinned memory comes from torch's caching host allocator, which reuses a block only after the copies issued on it
+    are done. Only `Download.wait` waits for the device.
     """
 
     depth = 2
@@ -98,15 +97,15 @@ class CudaLanes(Lanes):
         offsets = [0]
         for one in pixels:
             offsets.append(offsets[-1] + -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT)
-        with torch.cuda.stream(self._in):  # also makes this device the thread's, which pinned memory belongs to
+        with torch.cuda.stream(self._in):  # also sets the thread's device, to which pinned memory belongs
             pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
             for start, one in zip(offsets, pixels, strict=False):
                 pinned[start : start + one.nbytes].copy_(torch.frombuffer(one.data, dtype=torch.uint8))
-            there = pinned.to(self._device, non_blocking=True)
+            uploaded = pinned.to(self._device, non_blocking=True)
         self.compute.wait_stream(self._in)
-        there.record_stream(self.compute)
+        uploaded.record_stream(self.compute)
         return [
-            there[start : start + one.nbytes].view(TORCH_TYPES[one.dtype])
+            uploaded[start : start + one.nbytes].view(TORCH_TYPES[one.dtype])
             for start, one in zip(offsets, pixels, strict=False)
         ]
 
@@ -117,8 +116,8 @@ class CudaLanes(Lanes):
             self._started.record()
             yield
 
-    def download(self, tensors: Sequence[Tensor]) -> Landing:
-        started, done, landed = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         done.record(self.compute)
         self._out.wait_event(done)
         with torch.cuda.stream(self._out):
@@ -126,10 +125,10 @@ class CudaLanes(Lanes):
             for target, tensor in zip(host, tensors, strict=True):
                 target.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._out)
-            landed.record(self._out)
+            copied.record(self._out)
 
         def wait() -> float:
-            landed.synchronize()
+            copied.synchronize()
             return float(started.elapsed_time(done)) / 1000
 
-        return Landing(host, wait)
+        return Download(host, wait)

@@ -1,27 +1,31 @@
-"""cuDNN's attention over ragged segments, through NVIDIA's Python frontend where that is installed.
+"""cuDNN's attention over ragged segments, through NVIDIA's Python frontend (nvidia-cudnn-frontend).
 
-torch's own way to it plans anew in every call, which takes 37 ms and cannot be captured. Here a plan is built once
-for a shape, in about 40 ms, and shapes are rounded up so that they are few. Eager forwards pay for a plan when a
-rounded shape comes first, which `auto` does not weigh.
+torch's own call to it builds a plan every time, which takes 37 ms and cannot be captured. Here a plan is built once
+per shape, in about 40 ms, and shapes are rounded up so that there are few. The first eager forward of a rounded shape
+pays for its plan; `auto` does not count this.
 """
 
 import atexit
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import cudnn
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vitwire_server.runtime.attention.interface import Attend
+
 _SHORTEST = 64
+# The frontend has no type information.
+Untyped: TypeAlias = Any
 _TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a plan is built for."""
+    """The key of a plan."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,11 +40,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A built graph and the names of its tensors: q, k, v, their offsets, the output's, lengths, output."""
+    """A cuDNN graph and its tensors: q, k, v, their offsets, the output's offsets, lengths, output."""
 
-    graph: Any
-    tensors: tuple[Any, ...]
-    handle: Any
+    graph: Untyped
+    tensors: tuple[Untyped, ...]
+    handle: Untyped
     workspace: int
 
     def run(self, *tensors: Tensor) -> None:
@@ -51,11 +55,13 @@ class Plan:
         self.graph.execute(dict(zip(self.tensors, tensors, strict=True)), workspace, handle=self.handle)
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-    """Attention of `q, k, v (rows, heads, head_dim)` within the segments that `boundaries` end; rows like `q`.
+def load() -> Attend:
+    """Available once this module is imported."""
+    return cudnn_attention
 
-    Columns of a row must lie one after the other. A shape that was not seen yet must come outside of a capture.
-    """
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+    """As `Attend`. Each row must be contiguous. The first call with a shape must be outside of graph capture."""
     rows, heads, head_dim = q.shape
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     slots, most = _rounded(len(boundaries) - 1), max(_SHORTEST, _rounded(longest))
@@ -75,9 +81,9 @@ def _rounded(count: int) -> int:
 
 @cache
 def _plan(shape: Shape) -> Plan:
-    """Kept for ever: graphs may replay its kernels, and rounded shapes are few.
+    """The plan of a shape, kept for good, as graphs may replay its kernels.
 
-    Raises RuntimeError for what cuDNN does not support.
+    Raises RuntimeError if cuDNN does not support the shape.
     """
     handle = _handle(shape.device)
     graph = cudnn.pygraph(
@@ -88,11 +94,11 @@ def _plan(shape: Shape) -> Plan:
     )
     dim = [shape.slots, shape.heads, shape.longest, shape.head_dim]
 
-    def rows(name: str, stride: int) -> Any:  # noqa: ANN401 - the frontend is untyped
+    def rows(name: str, stride: int) -> Untyped:
         strides = [shape.longest * stride, shape.head_dim, stride, 1]
         return graph.tensor(name=name, dim=dim, stride=strides, data_type=_TYPES[shape.dtype])
 
-    def counts(name: str, count: int, kind: Any) -> Any:  # noqa: ANN401
+    def counts(name: str, count: int, kind: Untyped) -> Untyped:
         return graph.tensor(name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind)
 
     q, k, v = (rows(name, stride) for name, stride in zip("qkv", shape.strides, strict=True))
@@ -123,13 +129,13 @@ def _plan(shape: Shape) -> Plan:
 
 
 @cache
-def _handle(device: torch.device) -> Any:  # noqa: ANN401
+def _handle(device: torch.device) -> Untyped:
     with torch.cuda.device(device):
         return cudnn.create_handle()
 
 
 @atexit.register
-def _forget() -> None:
-    """The frontend complains of what outlives it."""
+def _clear() -> None:
+    """Free plans and handles before the frontend is unloaded; else it prints errors."""
     _plan.cache_clear()
     _handle.cache_clear()

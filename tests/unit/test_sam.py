@@ -5,8 +5,8 @@ import torch
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2SamVisionConfig
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2SamVisionEncoder
 
-from vitwire_server.demo.tiny import randomise
-from vitwire_server.towers.relative import gather_relative_positions
+from vitwire_server.demo.demo_model import randomise
+from vitwire_server.towers.shared.sam import gather_relative_positions
 
 SIDES = (16, 12)
 """Patches of the larger view, which the tables are of, and of the smaller one, to which they are resampled."""

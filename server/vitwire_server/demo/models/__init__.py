@@ -1,0 +1,1 @@
+"""Demo models, a file per layout: add a model to the file of its layout."""

@@ -1,0 +1,27 @@
+"""Metrics of the loaded model and its graphs, recorded once while it loads."""
+
+from vitwire_server.observe.metrics.series import Series
+
+
+class ModelMetrics:
+    """The model that is served, and the capture of its graphs."""
+
+    def __init__(self, series: Series) -> None:
+        self._model = series.gauge(
+            "model_info", "What is served", "model", "model_type", "dtype", "device", "graphs", "attention"
+        )
+        self._captured = series.gauge("graphs_captured", "Budgets with a graph")
+        self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
+        self._capture_seconds = series.gauge("graph_capture_seconds", "Time that capture took")
+        self._pool_bytes = series.gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
+
+    def loaded(self, **labels: str) -> None:
+        """Set the labels of the info metric."""
+        self._model.labels(**labels).set(1)
+
+    def captured(self, graphs: int, dropped: int, seconds: float, nbytes: int) -> None:
+        """Capture is done."""
+        self._captured.set(graphs)
+        self._dropped.set(dropped)
+        self._capture_seconds.set(seconds)
+        self._pool_bytes.set(nbytes)

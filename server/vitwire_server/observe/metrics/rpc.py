@@ -1,0 +1,55 @@
+"""Metrics that `rpc/` records, on the event loop."""
+
+from vitwire_server.observe.metrics.series import SECONDS, Series, Shared
+
+ITEM_CODES = (
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "INTERNAL",
+)
+"""Names of gRPC's codes that an item may fail with."""
+
+
+class RpcMetrics:
+    """Requests, responses and their bytes."""
+
+    def __init__(self, series: Series, shared: Shared) -> None:
+        self.requests = series.counter("requests", "RPCs by method and status code", "method", "code")
+        self.request_seconds = series.histogram("request_seconds", "Time of an RPC", SECONDS, "method")
+        self.inflight = series.gauge("inflight_requests", "RPCs with items in flight")
+        self.rejected = series.counter("rejected", "Requests rejected, by the limit that was reached", "reason")
+        self.tickets_opened = series.counter("tickets_opened", "RPCs that opened a ticket")
+        self.tickets_closed = series.counter("tickets_closed", "RPCs that closed their ticket")
+        self._items_failed = series.counter("items_failed", "Items answered with an error of their own", "code")
+        self._received = series.counter("received_bytes", "Bytes of request messages with items")
+        self._delivered = series.counter("delivered_bytes", "Bytes of rows sent to clients", "way")
+        self._stages, self._cancelled = shared.stages, shared.cancelled
+        for code in ITEM_CODES:
+            self._items_failed.labels(code)
+        for limit in ("items", "bytes", "bodies", "uploads"):
+            self.rejected.labels(limit)
+        self._delivered.labels("stream")
+        self._cancelled.labels("send")
+
+    def received(self, nbytes: int) -> None:
+        """A request message with items arrived."""
+        self._received.inc(nbytes)
+
+    def item_failed(self, code: str) -> None:
+        """An item was answered with an error of its own."""
+        self._items_failed.labels(code).inc()
+
+    def sent(self, seconds: float) -> None:
+        """The rows of an item were written to the stream, in so many seconds."""
+        self._stages.labels("send").observe(seconds)
+
+    def send_cancelled(self) -> None:
+        """An encoded item was not sent, as its RPC was cancelled."""
+        self._cancelled.labels("send").inc()
+
+    def delivered(self, nbytes: int) -> None:
+        """Rows were sent on a response stream."""
+        self._delivered.labels("stream").inc(nbytes)

@@ -1,0 +1,15 @@
+"""Vitwire's Triton kernel (`runtime/kernels/attention.py`)."""
+
+from torch import Tensor
+
+from vitwire_server.runtime.attention.interface import Attend
+
+
+def load() -> Attend:
+    """Raises ImportError without Triton."""
+    from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - triton comes with CUDA
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        return segment_attention(q, k, v, boundaries, longest, scale)
+
+    return attend

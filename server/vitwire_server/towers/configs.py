@@ -1,0 +1,33 @@
+"""Configurations of Hugging Face models, as far as towers read them."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import reduce
+from typing import Any, Protocol
+
+
+class Config(Protocol):
+    """A configuration of transformers of any class: fields by name."""
+
+    def __getattribute__(self, name: str, /) -> Any: ...  # noqa: ANN401 - transformers types its fields in part only
+
+
+def at(config: Config, path: str) -> Any:  # noqa: ANN401 - as above
+    """The field of a configuration at a dotted path; all of it where the path is empty. Raises AttributeError."""
+    return reduce(getattr, filter(None, path.split(".")), config)
+
+
+def changed(config: Config, fields: Mapping[str, object]) -> Config:
+    """A copy of a configuration with other values of some fields, which are named by dotted paths."""
+    copied = deepcopy(config)
+    for path, value in fields.items():
+        parent, _, name = path.rpartition(".")
+        setattr(at(copied, parent), name, value)
+    return copied
+
+
+def last_layer(config: Config) -> None:
+    """Raises ValueError unless rows are those of the last layer."""
+    layer = getattr(config, "vision_feature_layer", -1)
+    if layer != -1:
+        raise ValueError(f"vision_feature_layer {layer} is not served, only -1, the last one, is")

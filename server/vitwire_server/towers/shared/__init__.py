@@ -1,0 +1,1 @@
+"""Parts that towers of several makers share."""

@@ -1,0 +1,44 @@
+"""The same calls for `Client` and `AsyncClient`, so that one test covers both."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vitwire import AsyncClient, Client, Item
+
+Call = Callable[..., Any]
+
+
+class InThread:
+    """`Client` with awaitable calls."""
+
+    def __init__(self, target: str, **kwargs: Any) -> None:
+        self.client = Client(target, **kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        return lambda *args, **kwargs: asyncio.to_thread(getattr(self.client, name), *args, **kwargs)
+
+    async def iter_encode(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        results = self.client.iter_encode(*args, **kwargs)
+        try:
+            while (result := await asyncio.to_thread(next, results, None)) is not None:
+                yield result
+        finally:
+            results.close()
+
+    async def __aenter__(self) -> "InThread":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.client.close()
+
+
+both = pytest.mark.parametrize("make", [InThread, AsyncClient])
+
+
+def large(value: float = 3.0) -> Item:
+    """6 MiB, more than fits in one message."""
+    return Item(np.full((16, 3 << 15), value, np.float32), (1, 8, 2))
