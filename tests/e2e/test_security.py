@@ -103,7 +103,7 @@ class TestTls:
         words = ["info", "--target", server.target, "--ca", str(authority.root)]
         assert CliRunner().invoke(app, [*words, "--token", ALICE]).exit_code == 0
         refused = CliRunner().invoke(app, words)
-        assert (refused.exit_code, refused.stderr) == (1, "vitwire: a bearer token is needed\n")
+        assert (refused.exit_code, refused.stderr) == (1, "vitwire: a bearer token is required\n")
 
     def test_in_the_clear_nobody_is_served(self, server: ServerProcess) -> None:
         with Client(server.target, token=ALICE, timeout=20) as client, pytest.raises(Unavailable):
@@ -239,7 +239,11 @@ class TestReplacement:
                 with pytest.raises(grpc.RpcError):
                     health(target, old)
                 authority.replace(b"no certificate", successor.key.read_bytes())
-                until(lambda: health(target, successor.credentials()) and "the certificate stays" in server.log())
+                until(
+                    lambda: (
+                        health(target, successor.credentials()) and "keeping the previous certificate" in server.log()
+                    )
+                )
                 authority.issue(not_after=YESTERDAY)
                 until(lambda: is_refused(lambda: health(target, successor.credentials())))
                 with pytest.raises(grpc.RpcError):
@@ -251,7 +255,7 @@ class TestReplacement:
                 tokens.write_text(f"{ALICE} alice\n{BOB} bob\n")
                 until(lambda: not is_refused(bob.model))
                 tokens.write_text("two words too many\n")
-                server.wait_for("the tokens stay as they were")
+                server.wait_for("keeping the previous tokens")
                 assert len(bob.encode([item()])) == 1
                 tokens.write_text(f"{ALICE} alice\n")
                 until(lambda: is_refused(lambda: bob.encode([item()])))
@@ -266,8 +270,8 @@ class TestDefaults:
         with serving(model, wait=False) as narrow:
             assert "WARNING" not in narrow.log()
         with serving(model, "--host", "0.0.0.0", wait=False) as wide:
-            assert "serves everybody who reaches the port" in wide.log()
-            assert "in the clear" in wide.log()
+            assert "serves anyone who can reach the port" in wide.log()
+            assert "without TLS" in wide.log()
 
     def test_metrics_and_reflection_can_be_closed(self, checkpoints: Checkpoints) -> None:
         with serving(checkpoints("qwen2_vl"), "--no-metrics", "--no-reflection") as process:

@@ -242,7 +242,7 @@ def test_unix_socket(checkpoints: Checkpoints, tmp_path: Path) -> None:
         assert client.health() == "SERVING"
         flags = ("--port", "0", "--metrics-port", "0", "--unix-socket", str(path))
         code, error = run("serve", "--model", str(checkpoints("qwen2_vl")), *flags)
-        assert (code, f"cannot listen on {path}: [Errno 98] a server listens there" in error) == (1, True)
+        assert (code, f"cannot listen on {path}: [Errno 98] another server listens there" in error) == (1, True)
         assert client.health() == "SERVING"
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))

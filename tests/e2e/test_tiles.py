@@ -173,7 +173,7 @@ def test_what_does_not_fit_the_model_is_refused(served: Served) -> None:
         with pytest.raises(InvalidItem, match=r"grid|pixels|crops"):
             client.encode([Item(item.pixels, (9, item.grid[1], item.grid[2]), crops=item.crops)])
         if item.crops is None:
-            with pytest.raises(InvalidItem, match=r"crops.*takes no second view"):
+            with pytest.raises(InvalidItem, match=r"crops.*takes no crops"):
                 client.encode([Item(item.pixels, item.grid, crops=np.zeros((1, 3, 5, 5), np.uint8))])
         else:
             with pytest.raises(InvalidItem, match=r"crops.*is missing"):

@@ -49,7 +49,7 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
 def slots(monkeypatch: pytest.MonkeyPatch) -> ReceiveSlots:
     """Four slots."""
     monkeypatch.setattr(module, "_CROWDED_SECONDS", CROWDED)
-    return ReceiveSlots(max_message_bytes=1, max_bytes=4, patience=LONG)
+    return ReceiveSlots(max_message_bytes=1, max_bytes=4, stall_seconds=LONG)
 
 
 async def test_one_host_cannot_hold_all_slots(slots: ReceiveSlots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ async def test_one_host_cannot_hold_all_slots(slots: ReceiveSlots, monkeypatch: 
 async def test_a_silent_caller_loses_its_slot_when_another_request_waits(slots: ReceiveSlots) -> None:
     silent = [reading(slots, "ipv4:10.0.0.1:1") for _ in range(3)]
     await asyncio.sleep(4 * CROWDED)
-    assert not any(task.done() for task in silent), "nobody waits"
+    assert not any(task.done() for task in silent), "no other request waits"
     assert await reading(slots, "ipv4:10.0.0.1:2", b"hello") == b"hello"
     done = [task for task in silent if task.done()]
     assert [type(task.exception()) for task in done] == [Overloaded]
@@ -81,8 +81,8 @@ async def test_a_connection_without_a_slot_goes_first(slots: ReceiveSlots) -> No
     await cancel(*silent)
 
 
-async def test_a_message_that_does_not_come_ends_after_the_patience() -> None:
-    slots = ReceiveSlots(max_message_bytes=1, max_bytes=4, patience=CROWDED)
+async def test_a_message_that_does_not_come_ends_after_the_stall_seconds() -> None:
+    slots = ReceiveSlots(max_message_bytes=1, max_bytes=4, stall_seconds=CROWDED)
     with pytest.raises(DeadlineExceeded, match="did not arrive within"):
         await reading(slots, "unix:")
     assert slots._held == []

@@ -1,4 +1,4 @@
-"""Embeddings by content, so that what was encoded once is not encoded again."""
+"""Embeddings by content, so that the same content is encoded once."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Embedding, Modality
 
 _OVERHEAD = 1024
-"""Bytes that an embedding takes beside its rows, by estimate."""
+"""Estimated bytes that an embedding takes beside its rows."""
 _NAME_OVERHEAD = 512
 
 
 class Content(NamedTuple):
-    """What an item shows, and in which form it came."""
+    """The content of an item, and the form it was sent in."""
 
     modality: Modality
     grid: Grid
@@ -25,7 +25,7 @@ class Content(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What decides over the rows of an item, and who may see them."""
+    """All that determines the rows of an item, and who may read them."""
 
     principal: str
     fingerprint: str
@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 
 class Name(NamedTuple):
-    """A content_id, as one principal gave it, and the form of the rows that are asked for."""
+    """A content_id of one principal, and the form of the rows requested."""
 
     principal: str
     fingerprint: str
@@ -57,14 +57,14 @@ class _Entry:
 
 
 class EmbeddingCache:
-    """Least recently used embeddings leave first when the bound on bytes is reached. Used on the event loop only.
+    """Evicts the least recently used embeddings at a bound on bytes. Used on the event loop only.
 
-    A name stands for the content that it was last given with. Names are per principal, as keys are, and
-    leave with their embedding.
+    A name refers to the content that it was last sent with. Names are per principal, as keys are, and are
+    evicted with their embedding.
     """
 
     def __init__(self, max_bytes: int, changed: Callable[[int, int], None] = lambda *_: None) -> None:
-        """0 bytes cache nothing. `changed` is told the bytes held, and how many embeddings were evicted."""
+        """0 bytes cache nothing. `changed` is called with the bytes held and the number of evicted embeddings."""
         self._max_bytes = max_bytes
         self._changed = changed
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
@@ -76,7 +76,7 @@ class EmbeddingCache:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever held."""
+        """Whether anything is ever cached."""
         return self._max_bytes > 0
 
     @property
@@ -85,18 +85,18 @@ class EmbeddingCache:
         return self._nbytes
 
     def get(self, key: Key, name: Name | None = None) -> Embedding | None:
-        """The embedding, which is now the most recently used one; `name` stands for it from now on."""
+        """The embedding, marked as the most recently used one; `name` refers to it from now on."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         self._entries.move_to_end(key)
         if name:
-            self._call(name, key, entry)
+            self._set_name(name, key, entry)
             self._shrink()
         return entry.embedding
 
     def find(self, name: Name) -> tuple[Key, Embedding] | None:
-        """The embedding of the content that `name` stands for, if it is still held."""
+        """The embedding of the content that `name` refers to, if it is still cached."""
         key = self._keys.get(name)
         if key is None:
             return None
@@ -104,24 +104,24 @@ class EmbeddingCache:
         return key, self._entries[key].embedding
 
     def put(self, key: Key, embedding: Embedding, names: set[Name]) -> None:
-        """Hold a copy of the rows, unless they are larger than the whole cache."""
+        """Cache a copy of the rows, unless they are larger than the cache."""
         if key in self._entries:
             self._remove(key)
         if _Entry(embedding).nbytes > self._max_bytes:
-            for name in names:  # they stand for what could not be kept, not for older pixels
+            for name in names:  # they refer to this content, not to older pixels
                 self._forget(name)
             self._changed(self._nbytes, 0)
             return
-        # What the rows came in may be pinned memory, of which there is little, or larger than they are.
+        # The rows' buffer may be pinned memory, which is scarce, or larger than the rows.
         entry = _Entry(Embedding(memoryview(bytes(embedding.data)), embedding.dtype, embedding.shape, embedding.kept))
         self._entries[key] = entry
         self._nbytes += entry.nbytes
         for name in names:
-            self._call(name, key, entry)
+            self._set_name(name, key, entry)
         self._shrink()
 
-    def _call(self, name: Name, key: Key, entry: _Entry) -> None:
-        """Let `name` stand for `key`, and for nothing else."""
+    def _set_name(self, name: Name, key: Key, entry: _Entry) -> None:
+        """Let `name` refer to `key` only."""
         if self._keys.get(name) == key:
             return
         self._forget(name)

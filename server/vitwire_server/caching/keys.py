@@ -1,4 +1,4 @@
-"""What items show, as keys of the embedding cache."""
+"""Keys of the embedding cache."""
 
 from secrets import randbits
 
@@ -8,11 +8,11 @@ from vitwire_server.caching.cache import Content, Key, Name
 from vitwire_server.core.items import CacheLookup, Item
 
 _SEED = randbits(64)
-"""Of this process alone, so that nobody can prepare two contents of one digest."""
+"""Random per process, so that collisions cannot be prepared."""
 
 
 class Digest:
-    """The digest of bytes that come in chunks."""
+    """The digest of bytes that arrive in chunks."""
 
     def __init__(self) -> None:
         self._hash = xxh3_128(seed=_SEED)
@@ -36,13 +36,13 @@ def digest_of(item: Item) -> bytes:
 
 
 def key_of(item: Item, digest: bytes, principal: str, fingerprint: str) -> Key:
-    """Under what the embedding of an item is cached."""
+    """The key of an item's embedding."""
     forms = tuple((tensor.dtype, tensor.shape) for tensor in (item.pixels, item.crops) if tensor)
     return Key(principal, fingerprint, item.output, item.keep_ratio, Content(item.modality, item.grid, forms, digest))
 
 
 def name_of(item: Item | CacheLookup, principal: str, fingerprint: str) -> Name | None:
-    """The name that the client gave the item; None if none."""
+    """The name that the client gave the item, if any."""
     if not item.content_id:
         return None
     return Name(principal, fingerprint, item.output, item.keep_ratio, item.content_id)

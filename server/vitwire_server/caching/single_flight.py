@@ -11,11 +11,11 @@ from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
 from vitwire_server.scheduling.tickets import Ticket
 
 _OF_THE_REQUEST = (DeadlineExceeded, Unavailable)
-"""Errors of a request, which say nothing about the content of its items."""
+"""Errors that concern one request only, not the content of its items."""
 
 
 class CacheMonitor(Protocol):
-    """Told what the cache was good for; implemented by the metrics."""
+    """Counts hits and misses; implemented by the metrics."""
 
     def cache_hit(self, modality: Modality) -> None: ...
 
@@ -24,12 +24,12 @@ class CacheMonitor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """An item that looks for its embedding; owned by the RPC that it came with."""
+    """An item that needs an embedding; owned by its call."""
 
     key: Key
     name: Name | None
     ticket: Ticket
-    """Of that RPC: its priority and its deadline decide who runs."""
+    """Of the call: priority and deadline decide which waiter runs."""
     run: Callable[[], None]
     """Queues the item. Raises EncoderError."""
     settle: Callable[[Outcome], None]
@@ -45,7 +45,7 @@ class _Flight:
 
 
 class SingleFlight:
-    """Looks in the cache, and in what is in flight, before an item is queued. Used on the event loop only.
+    """Finds an item's embedding in the cache or in flight before it is queued. Used on the event loop only.
 
     Every waiter for which `enter` was true ends with `completed` or `leave`, and a waiting one with `settle` or
     `leave`.
@@ -73,11 +73,11 @@ class SingleFlight:
         return NotCached(f"no embedding of content_id {lookup.content_id!r} is cached")
 
     def holds(self, waiter: Waiter) -> bool:
-        """Whether the item needs no forward of its own, as things are now."""
+        """Whether the item is cached or in flight now, and needs no forward."""
         return self._cache.get(waiter.key) is not None or self._joins(waiter)
 
     def enter(self, waiter: Waiter) -> bool:
-        """Whether the item is to be queued; if not, it was answered, or will be with another one of its content."""
+        """Whether the item must be queued; if not, it was answered from the cache or waits for one in flight."""
         embedding = self._cache.get(waiter.key, waiter.name)
         if embedding is not None:
             waiter.settle(self._hit(waiter.key, embedding))
@@ -90,11 +90,11 @@ class SingleFlight:
         return not joins
 
     def completed(self, waiter: Waiter, outcome: Outcome) -> None:
-        """The item of a waiter was encoded, or was not: hold its rows, and answer the waiters that wait for them."""
+        """A waiter's item was encoded or failed: cache the rows and answer the waiters that wait for them."""
         flight = self._flights[waiter.key]
         del flight.running[waiter]
-        own = isinstance(outcome, _OF_THE_REQUEST)
-        answered = [each for each in flight.waiting if not own or each.ticket is waiter.ticket]
+        of_request = isinstance(outcome, _OF_THE_REQUEST)
+        answered = [each for each in flight.waiting if not of_request or each.ticket is waiter.ticket]
         for each in answered:
             del flight.waiting[each]
         if isinstance(outcome, Encoded):
@@ -105,7 +105,7 @@ class SingleFlight:
         self._promote(waiter.key)
 
     def leave(self, waiters: Collection[Waiter]) -> None:
-        """The RPC of these waiters is over: all of them leave before a waiter of another RPC takes over."""
+        """The call of these waiters is over: all of them leave before a waiter of another call is promoted."""
         for waiter in waiters:
             if flight := self._flights.get(waiter.key):
                 flight.running.pop(waiter, None)
@@ -114,12 +114,12 @@ class SingleFlight:
             self._promote(key)
 
     def _joins(self, waiter: Waiter) -> bool:
-        """A waiter waits for nobody who may be overtaken by its own priority."""
+        """Whether an item in flight has the waiter's priority or a higher one; it does not wait for lower ones."""
         flight = self._flights.get(waiter.key)
         return flight is not None and any(each.ticket.priority <= waiter.ticket.priority for each in flight.running)
 
     def _promote(self, key: Key) -> None:
-        """If no waiter is left whose item was queued, the one of the highest priority and most time takes over."""
+        """If no item of the key is queued any more, queue that of the highest priority and latest deadline."""
         flight = self._flights.get(key)
         if flight is None:
             return

@@ -1,9 +1,9 @@
-"""What can go wrong, in the service's own words.
+"""The errors of the service.
 
 EncoderError
-├── InvalidRequest     the caller's mistake, with the fields it is in
-├── InvalidTensors     the caller's mistake as well: pixels that no embedding follows from
-├── Overloaded         the queue is full: try again later
+├── InvalidRequest     the caller's mistake, with the invalid fields
+├── InvalidTensors     the caller's mistake as well: pixels that cannot be encoded
+├── Overloaded         a bound is reached: retry later
 ├── DeadlineExceeded   the caller's deadline passed before device time was spent
 ├── NotCached          a content_id without pixels is not in the cache
 ├── Unavailable        starting or draining
@@ -11,7 +11,7 @@ EncoderError
     ├── NonFinite      the tower returned NaN or infinity for finite pixels
     └── OutOfMemory    the device could not hold the item, even alone
 
-DeviceLost is none of these: it ends the process, after what is in flight was answered.
+DeviceLost is not one of them: it ends the process once everything in flight is answered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 
 class EncoderError(Exception):
-    """Root of the errors that a caller gets to see."""
+    """Base of the errors that callers see."""
 
 
 class Violation(NamedTuple):
-    """One wrong field, named as in the proto: `items[2].grid.h`."""
+    """One invalid field, named as in the proto: `items[2].grid.h`."""
 
     field: str
     reason: str
@@ -38,10 +38,10 @@ class InvalidRequest(EncoderError):
 
 
 class InvalidTensors(EncoderError):
-    """What a tensor of an item holds cannot be encoded; found by the engine, which does not know the item's number."""
+    """A tensor holds values that cannot be encoded; found by the engine, which does not know the item's number."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
-        """What is wrong with each of `pixels` and `crops`."""
+        """Reasons by tensor: `pixels`, `crops`."""
         super().__init__("; ".join(f"{name}.data: {reason}" for name, reason in reasons.items()))
         self.reasons = dict(reasons)
 
@@ -51,7 +51,7 @@ class InvalidTensors(EncoderError):
 
 
 class Overloaded(EncoderError):
-    """The queue is full; `retry_seconds` says when to come back."""
+    """A bound is reached; retry after `retry_seconds`."""
 
     def __init__(self, message: str, *, reason: str, retry_seconds: float) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class DeadlineExceeded(EncoderError):
 
 
 class NotCached(EncoderError):
-    """The item asked for a cached embedding that is not there."""
+    """No embedding is cached under the item's content_id."""
 
 
 class Unavailable(EncoderError):
@@ -84,4 +84,4 @@ class OutOfMemory(EncodeFailed):
 
 
 class DeviceLost(Exception):
-    """The device is in an error that only a new process can leave."""
+    """The device is in a state that only a new process can recover from."""

@@ -9,7 +9,7 @@ from vitwire_server.core.grids import Footprint, Grid, retained
 
 
 class Modality(StrEnum):
-    """What an item shows."""
+    """Kind of an item."""
 
     IMAGE = "image"
     VIDEO = "video"
@@ -35,7 +35,7 @@ class DType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """A view of a tensor that somebody else's buffer holds; little-endian, C order."""
+    """A tensor as a view of a buffer owned elsewhere; little-endian, C order."""
 
     data: memoryview | bytes | bytearray
     dtype: DType
@@ -43,7 +43,7 @@ class Pixels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that type and shape ask for."""
+        """Bytes that type and shape require."""
         return prod(self.shape) * self.dtype.size
 
 
@@ -60,9 +60,9 @@ class Item:
     keep_ratio: float = 0.0
     """Share of a clip's tokens to return, in (0, 1); 0 returns all."""
     crops: Pixels | None = None
-    """The second view; None where the item has none."""
+    """Crops of models that take an overview and crops; None without any."""
     content_id: str = ""
-    """What the client calls the content; empty if nothing."""
+    """The client's name of the content; empty without one."""
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +77,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class CacheLookup:
-    """An item without pixels: asks for the embedding that is cached under a name."""
+    """An item without pixels: a request for the embedding that is cached under a name."""
 
     content_id: str
     modality: Modality | None
-    """None where the client did not say; any will do."""
+    """None accepts any."""
     grid: Grid | None
     output: DType
     keep_ratio: float
@@ -95,7 +95,7 @@ class Embedding:
     dtype: DType
     shape: tuple[int, int]
     kept: tuple[int, ...] = ()
-    """Which of the item's tokens the rows are; empty if all of them."""
+    """Indices of the tokens whose rows these are; empty for all of them."""
 
 
 def total(footprints: Sequence[Footprint]) -> Footprint:

@@ -7,7 +7,7 @@ from vitwire_server.core.budgets import Budget
 
 
 class Fallback(StrEnum):
-    """Why an item runs eagerly; a closed set, as it is a metric's label."""
+    """Why an item runs eagerly; also the values of a metric's label."""
 
     OVERSIZE = "oversize"
     TOO_MANY_FRAMES = "too_many_frames"
@@ -25,7 +25,7 @@ class Batch:
     budget: Budget | None
     """None runs eagerly at the exact shape."""
     fallback: Fallback | None = None
-    """Set if and only if `budget` is None."""
+    """Set exactly if `budget` is None."""
 
     def __post_init__(self) -> None:
         if (self.budget is None) != (self.fallback is not None):

@@ -1,4 +1,4 @@
-"""What is told about an item that was encoded, and about the batches they ran in."""
+"""Reports on encoded items and their batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class BatchReport:
 
 
 class Monitor(Protocol):
-    """Told by the scheduler what happens; implemented by the metrics."""
+    """Counts the scheduler's events; implemented by the metrics."""
 
     def batch_ran(self, report: BatchReport) -> None: ...
 

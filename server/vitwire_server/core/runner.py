@@ -1,4 +1,4 @@
-"""What the scheduler knows of the engine."""
+"""The engine as the scheduler sees it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Collected:
     results: Sequence[Embedding | EncodeFailed | InvalidTensors]
     timings: Timings | None
     """None if nothing ran."""
-    apart: bool = False
+    ran_separately: bool = False
     """The device had too little memory for the batch, so its items ran eagerly, one by one."""
 
 
@@ -46,6 +46,6 @@ class Runner(Protocol):
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
         """Stage `items` and start their forward; None runs eagerly.
 
-        What fails for these items alone is told by `collect`. Raises DeviceLost.
+        Failures of these items are returned by `collect`. Raises DeviceLost.
         """
         ...

@@ -1,1 +1,1 @@
-"""The gRPC edge: service, codec, health and the table of statuses."""
+"""gRPC: service, codec, health and the table of statuses."""

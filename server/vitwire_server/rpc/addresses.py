@@ -1,4 +1,4 @@
-"""Addresses that somebody listens on already, which gRPC would share or take over without a word."""
+"""Checks for addresses in use, which gRPC would share or take over silently."""
 
 import errno
 import socket
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def raise_if_port_taken(host: str, port: int) -> None:
-    """Raises OSError if one of the addresses that a name stands for is taken: gRPC is content with the others."""
+    """Raises OSError if any address of the host is taken; gRPC would listen on the others only."""
     name = host.strip("[]")
     for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as probe:
@@ -16,12 +16,12 @@ def raise_if_port_taken(host: str, port: int) -> None:
                 probe.bind(address)
                 probe.listen()
             except OSError as error:
-                if error.errno == errno.EADDRINUSE:  # an address that this machine has not is left to gRPC
+                if error.errno == errno.EADDRINUSE:  # other errors are left to gRPC
                     raise
 
 
 def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
-    """Raises OSError over the first port that another program listens on; the message names the flag."""
+    """Raises OSError for the first port that another program listens on; the message names the flag."""
     for port in ports:
         try:
             raise_if_port_taken(host, port)
@@ -30,10 +30,10 @@ def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
 
 
 def raise_if_socket_taken(path: Path) -> None:
-    """Raises OSError if a server answers at a Unix socket: gRPC would replace it, and what nobody serves it may."""
+    """Raises OSError if a server answers at a Unix socket; gRPC may replace only a stale one."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             return
-    raise OSError(errno.EADDRINUSE, "a server listens there")
+    raise OSError(errno.EADDRINUSE, "another server listens there")

@@ -54,7 +54,7 @@ def _report(outcome: Encoded) -> pb.ItemReport:
 
 
 def model_message(card: ModelCard) -> pb.GetModelResponse:
-    """The card as the answer to GetModel."""
+    """The response to GetModel."""
     geometry, limits = card.geometry, card.limits
     budgets = [
         pb.Budget(

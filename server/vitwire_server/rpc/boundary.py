@@ -1,4 +1,4 @@
-"""The edge of every RPC: it is counted, and whatever it raises becomes a status."""
+"""The boundary of every RPC: RPCs are counted, and errors become statuses."""
 
 import asyncio
 import logging
@@ -22,12 +22,12 @@ Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
 
 class RpcBoundary:
-    """Runs RPCs, knows how many are active, and is the one place that catches everything."""
+    """Runs RPCs, counts those that are active, and is the only place that catches every error."""
 
-    def __init__(self, metrics: Metrics, patience: float) -> None:
-        """`patience` is how many seconds a client may take to read how its RPC ended."""
+    def __init__(self, metrics: Metrics, stall_seconds: float) -> None:
+        """A client that does not read its RPC's status for `stall_seconds` is cut off."""
         self._metrics = metrics
-        self._patience = patience
+        self._stall_seconds = stall_seconds
         self._active = 0
         self._idle = asyncio.Event()
 
@@ -46,9 +46,9 @@ class RpcBoundary:
         serving: Coroutine[Any, Any, T],
         counts_as: Callable[[T], grpc.StatusCode] = lambda _: grpc.StatusCode.OK,
     ) -> T:
-        """What `serving` returns; its error ends the RPC with the status that it stands for.
+        """Returns what `serving` returns; an error of it ends the RPC with its status.
 
-        `counts_as` is the code that an RPC with this answer is counted under, which gRPC ends with OK.
+        `counts_as` maps the answer to the code that is counted; on the wire such an RPC ends with OK.
         """
         start = time.perf_counter()
         self._metrics.inflight.inc()
@@ -78,8 +78,8 @@ class RpcBoundary:
     ) -> tuple[T | None, Ending | None]:
         """The answer, or how the RPC ends.
 
-        Aborting is left to the caller, outside of every frame that knows the request: grpc keeps the
-        error that `abort` raises in a cycle with its frames, and a body would live until that is collected.
+        The caller aborts, outside of every frame that refers to the request: grpc keeps the error that `abort`
+        raises in a reference cycle with its frames, which would keep the body alive until it is collected.
         """
         try:
             return await serving, None
@@ -87,17 +87,17 @@ class RpcBoundary:
             if isinstance(error, Overloaded):
                 self._metrics.rejected.labels(error.reason).inc()
             return None, (code_of(error), message_of(error), trailers_of(error))
-        except Exception:  # noqa: BLE001 - the edge: a bug ends its RPC, not the server
+        except Exception:  # noqa: BLE001 - the boundary: a bug ends its RPC, not the server
             if context.cancelled():  # the client left while rows were being written
                 raise asyncio.CancelledError from None
             _log.exception("%s failed", method)
-            return None, (grpc.StatusCode.INTERNAL, "internal error, see the server's log", ())
+            return None, (grpc.StatusCode.INTERNAL, "internal error: see the server's log", ())
 
     async def _abort(self, context: Context, ending: Ending) -> None:
-        """End an RPC; one whose client does not even read that is cut off."""
+        """End an RPC; a client that does not read its status is cut off."""
         code, message, trailers = ending
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._stall_seconds):
                 await context.abort(code, message, (*trailers, *(context.trailing_metadata() or ())))
         except TimeoutError:
             raise asyncio.CancelledError from None

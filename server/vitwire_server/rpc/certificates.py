@@ -1,4 +1,4 @@
-"""The server's TLS certificate, and the authority that clients' certificates come from."""
+"""The server's TLS certificate, and the authority that signs clients' certificates."""
 
 import logging
 import ssl
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import grpc
 
-from vitwire_server.rpc.watch import Watch
+from vitwire_server.rpc.watch import FileWatch
 
 _log = logging.getLogger(__name__)
 
 
 class Certificates:
-    """PEM files behind the port, read again for the first connection that comes a second after a change.
+    """PEM files, read again at the first connection a second or more after a change.
 
-    Connections that are open keep what they were opened with. A file that cannot be read, or a key of
-    another certificate, leaves everything as it was until the files change again.
+    Open connections keep their certificate. A file that cannot be read, or a key that does not match,
+    leaves the previous certificate in place until the files change again.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -23,12 +23,12 @@ class Certificates:
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
-        self._watch = Watch(cert, key, *([client_ca] if client_ca else []))
+        self._watch = FileWatch(cert, key, *([client_ca] if client_ca else []))
         self._first = self._load()
 
     @property
     def mutual(self) -> bool:
-        """Whether clients show a certificate too."""
+        """Whether clients need a certificate too."""
         return self._client_ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -40,13 +40,13 @@ class Certificates:
         )
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC's threads for each new connection; None keeps what it has."""
+        """Called by gRPC's threads for each new connection; None keeps the current one."""
         if not self._watch.changed():
             return None
         try:
             renewed = self._load()
         except (OSError, ValueError) as error:
-            _log.error("the certificate stays as it was: %s", error)
+            _log.error("keeping the previous certificate: %s", error)
             return None
         _log.info("certificate reloaded from %s", self._cert)
         return renewed
@@ -58,10 +58,12 @@ class Certificates:
         try:
             context.load_cert_chain(self._cert, self._key, password="")
         except ssl.SSLError as error:
-            raise ValueError(f"{self._cert} and {self._key} are no certificate and its plain key: {error}") from None
+            raise ValueError(
+                f"{self._cert} and {self._key} are not a certificate and its unencrypted key: {error}"
+            ) from None
         if self._client_ca:
             try:
                 context.load_verify_locations(self._client_ca)
             except ssl.SSLError as error:
-                raise ValueError(f"{self._client_ca} holds no certificate: {error}") from None
+                raise ValueError(f"{self._client_ca} contains no certificate: {error}") from None
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)

@@ -1,4 +1,4 @@
-"""Messages to items: everything a client sends is checked here, on the host, before it is queued."""
+"""Messages to items: everything a client sends is checked here, on the CPU, before it is queued."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """An item whose description was checked, before its bytes are there."""
+    """The checked description of an item whose bytes have not arrived yet."""
 
     modality: Modality
     grid: Grid
     pixels: Pixels
-    """Type and shape; no bytes are there yet."""
+    """Type and shape, without bytes."""
     crops: Pixels | None
     footprint: Footprint
     keep_ratio: float
@@ -46,11 +46,11 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the description asks for, those of both views."""
+        """Bytes that the description requires, pixels and crops."""
         return self.pixels.nbytes + (self.crops.nbytes if self.crops else 0)
 
     def item(self, data: wire.Buffer, output: DType) -> Item:
-        """The item, once its `nbytes` bytes are there: those of the pixels, then those of the crops."""
+        """The item with its `nbytes` bytes: pixels, then crops."""
         view = memoryview(data)
         return self.of(wire.ItemTensors(view[: self.pixels.nbytes], view[self.pixels.nbytes :]), output)
 
@@ -98,7 +98,7 @@ class Codec:
 
     @staticmethod
     def priority(number: int) -> Priority:
-        """The priority that a checked number stands for; unspecified means interactive."""
+        """The priority of a checked number; unspecified means interactive."""
         return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
 
     def header(self, field: str, item: pb.Item, output: DType) -> Header | CacheLookup:
@@ -106,18 +106,18 @@ class Codec:
         violations: list[Violation] = []
         header = self._header(field, item, output, violations)
         violations += [
-            Violation(f"{field}.{name}.data", "must be left out, the bytes follow in chunks")
+            Violation(f"{field}.{name}.data", "must be empty: the bytes follow in chunks")
             for name, tensor in (("pixels", item.pixels), ("crops", item.crops))
             if tensor.data
         ]
         if violations:
             raise InvalidRequest(violations)
-        assert header is not None, "a description that breaks no rule is complete"
+        assert header is not None, "a description without violations is complete"
         return header
 
     def _options(self, output_type: int, priority: int, violations: list[Violation]) -> DType:
         if priority not in pb.Priority.values():
-            violations.append(Violation("priority", f"{priority} is no Priority"))
+            violations.append(Violation("priority", f"{priority} is not a Priority"))
         if output_type == pb.DATA_TYPE_UNSPECIFIED:
             return self._card.dtype
         if output_type not in _OUTPUTS:
@@ -127,9 +127,9 @@ class Codec:
     def _check_count(self, count: int, violations: list[Violation]) -> None:
         most = self._card.limits.items_per_request
         if count == 0:
-            violations.append(Violation("items", "must hold at least one item"))
+            violations.append(Violation("items", "must have at least one item"))
         elif count > most:
-            violations.append(Violation("items", f"holds {count} items, at most {most} are accepted"))
+            violations.append(Violation("items", f"has {count} items, at most {most} are accepted"))
 
     def _item(
         self, field: str, item: pb.Item, tensors: wire.ItemTensors, output: DType, violations: list[Violation]
@@ -138,7 +138,7 @@ class Codec:
         if header is None or isinstance(header, CacheLookup):
             return header
         wrong = [
-            Violation(f"{field}.{name}.data", f"has {len(data)} bytes, type and shape ask for {described.nbytes}")
+            Violation(f"{field}.{name}.data", f"has {len(data)} bytes, data_type and shape require {described.nbytes}")
             for name, data, described in (
                 ("pixels", tensors.pixels, header.pixels),
                 ("crops", tensors.crops, header.crops),
@@ -151,7 +151,7 @@ class Codec:
     def _header(
         self, field: str, item: pb.Item, output: DType, violations: list[Violation]
     ) -> Header | CacheLookup | None:
-        """The checked description; None if it broke a rule, which is then in `violations`."""
+        """The checked description; None if it is invalid, with the reasons appended to `violations`."""
         wrong = list(self._wrong_extras(item))
         wants_cached = bool(item.content_id) and not item.HasField("pixels")
         modality = _MODALITIES.get(item.modality)
@@ -161,7 +161,7 @@ class Codec:
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
-            wrong.append(Violation("modality", f"{self._card.model_type} takes no {modality}s"))
+            wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
         wrong += _wrong_type("pixels", item.pixels)
         wrong += list(self._wrong_grid(grid, modality)) or self._wrong_shapes(item, grid, modality)
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
@@ -188,9 +188,9 @@ class Codec:
         crops = geometry.crops(grid)
         if crops is None and item.HasField("crops"):
             scope = f"for grid {grid}" if geometry.crop_row else "at all"
-            yield Violation("crops", f"{self._card.model_type} takes no second view {scope}")
+            yield Violation("crops", f"{self._card.model_type} takes no crops {scope}")
         elif crops is not None and not item.HasField("crops"):
-            yield Violation("crops", f"must be {list(crops)} for grid {grid}, is missing")
+            yield Violation("crops", f"is missing: must be {list(crops)} for grid {grid}")
         elif crops is not None:
             yield from _wrong_type("crops", item.crops)
             yield from _wrong_shape("crops", item.crops, grid, [crops])
@@ -201,7 +201,7 @@ class Codec:
         elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:
             yield Violation("keep_ratio", "must be 0 for an image: only videos are pruned")
         elif item.keep_ratio and not self._card.geometry.prunes:
-            yield Violation("keep_ratio", f"must be 0: a token of {self._card.model_type} is of several frames")
+            yield Violation("keep_ratio", f"must be 0: tokens of {self._card.model_type} span several frames")
         if len(item.content_id) > _MAX_CONTENT_ID:
             yield Violation("content_id", f"must have at most {_MAX_CONTENT_ID} characters")
 
@@ -214,9 +214,9 @@ def _wrong_type(name: str, tensor: pb.Tensor) -> Iterator[Violation]:
 def _wrong_shape(name: str, tensor: pb.Tensor, grid: Grid, accepted: Sequence[Shape]) -> Iterator[Violation]:
     shape = tuple(tensor.shape)
     if shape not in accepted:
-        told = " or ".join(str(list(option)) for option in accepted)
+        options = " or ".join(str(list(option)) for option in accepted)
         given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
-        yield Violation(f"{name}.shape", f"must be {told} for grid {grid}, got {given}")
+        yield Violation(f"{name}.shape", f"must be {options} for grid {grid}, got {given}")
 
 
 def _described(tensor: pb.Tensor) -> Pixels:
@@ -225,7 +225,7 @@ def _described(tensor: pb.Tensor) -> Pixels:
 
 
 def _keep_ratio(item: pb.Item) -> float:
-    """The decimal that the client wrote, so that 0.7 of 10 tokens are 7; all of them is pruning switched off."""
+    """The decimal that the client wrote, so that 0.7 of 10 tokens are 7; 1 is the same as 0: no pruning."""
     ratio = float(str(np.float32(item.keep_ratio)))
     return ratio if ratio < 1 else 0.0
 

@@ -1,4 +1,4 @@
-"""Names for gRPC's types, whose stubs leave most of them open, and typed access to what they hide."""
+"""Names for gRPC's types, and typed access to what its stubs leave out."""
 
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar

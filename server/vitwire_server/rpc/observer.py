@@ -1,4 +1,4 @@
-"""What an RPC leaves behind: a request id in its trailers, a span, and a line in the log where it failed."""
+"""A request id in every RPC's trailers, a span, and a log line if it failed."""
 
 import asyncio
 import logging
@@ -15,14 +15,14 @@ from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcH
 
 _log = logging.getLogger(__name__)
 _ID_HEADER = "x-request-id"
-_CALLERS_BUSINESS = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED})
-_LOGGED_WITH_CAUSE = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
+_EXPECTED = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED})
+_LOGGED_ELSEWHERE = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 M = TypeVar("M")
 R = TypeVar("R")
 
 
 class RpcObserver(grpc.aio.ServerInterceptor):
-    """Follows the RPCs of one service; health and reflection pass by unseen."""
+    """Observes the RPCs of one service, not health checks and reflection."""
 
     def __init__(self, service: str, tracer: Tracer | None) -> None:
         self._service = service
@@ -57,16 +57,16 @@ class RpcObserver(grpc.aio.ServerInterceptor):
                     code = context.code() or grpc.StatusCode.UNKNOWN
                     raise
                 finally:
-                    _note(method, context, code, span)
+                    _log_failure(method, context, code, span)
 
         return observed
 
 
-def _note(method: str, context: Context, code: grpc.StatusCode, span: Span | None) -> None:
+def _log_failure(method: str, context: Context, code: grpc.StatusCode, span: Span | None) -> None:
     if span:
         span.end(code.name)
-    if code is grpc.StatusCode.OK or code in _LOGGED_WITH_CAUSE:
+    if code is grpc.StatusCode.OK or code in _LOGGED_ELSEWHERE:
         return
-    level = logging.DEBUG if code in _CALLERS_BUSINESS else logging.WARNING
+    level = logging.DEBUG if code in _EXPECTED else logging.WARNING
     reason = " ".join(str(context.details() or "").split())
     _log.log(level, "%s from %s: %s: %s", method, context.peer(), code.name, reason, extra={"kind": code.name})

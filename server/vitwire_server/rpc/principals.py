@@ -1,4 +1,4 @@
-"""Who calls: the gate that asks for a token, and the name that the rest of the service knows a caller by."""
+"""Authentication by token, and the names that callers are known by."""
 
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -14,9 +14,9 @@ _token_name: ContextVar[str] = ContextVar("token_name", default="")
 
 
 def principal(context: Context) -> str:
-    """Who calls: the name of the caller's token, or of its certificate after `certificate:`; "" for anybody.
+    """The name of the caller's token, or `certificate:` and the name of its certificate; "" without either.
 
-    What one principal sent must never be shown to another one.
+    What one principal sent must never be visible to another.
     """
     if name := _token_name.get():
         return name
@@ -25,7 +25,7 @@ def principal(context: Context) -> str:
 
 
 class Caller(NamedTuple):
-    """Whom shares of receive slots and permits are counted for."""
+    """What shares of receive slots and permits are counted by."""
 
     name: str
     """The principal; the host where all callers are one principal."""
@@ -33,13 +33,13 @@ class Caller(NamedTuple):
 
 
 def caller_of(context: Context) -> Caller:
-    """Who calls, from which connection."""
+    """The caller of an RPC."""
     peer = context.peer() or ""  # `ipv4:10.0.0.1:5000`, `ipv6:%5B::1%5D:5000` or `unix:`
     return Caller(principal(context) or peer.rpartition(":")[0], peer)
 
 
 class TokenAuth(grpc.aio.ServerInterceptor):
-    """Turns away who has no token, before a message is read; health stays open to all."""
+    """Refuses RPCs without a valid token before a message is read; health checks need none."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -52,7 +52,7 @@ class TokenAuth(grpc.aio.ServerInterceptor):
             token = _bearer(details)
             name = self._tokens.name(token) if token else None
             if name is None:
-                return _refusal("the token is not valid" if token else "a bearer token is needed")
+                return _refusal("the bearer token is not valid" if token else "a bearer token is required")
             _token_name.set(name)
         return await continuation(details)
 

@@ -1,4 +1,4 @@
-"""How many one-message requests may be received at once, before anything is known of them but their bound."""
+"""Bounds how many one-message requests are received at once; until then only their largest size is known."""
 
 import asyncio
 from collections import Counter
@@ -12,9 +12,9 @@ from vitwire_server.rpc.principals import Caller, caller_of
 from vitwire_server.scheduling.admission import SHARE
 
 _FEWEST, _MOST = 4, 64
-_TURN_SECONDS = 5.0
+_WAIT_SECONDS = 5.0
 _CROWDED_SECONDS = 1.0
-"""What a message may take to arrive while other requests wait for its slot."""
+"""Seconds a message may take to arrive while other requests wait for a slot."""
 M = TypeVar("M")
 Granted = asyncio.Future["_Slot"]
 
@@ -37,21 +37,21 @@ class _Slot:
 
 
 class ReceiveSlots:
-    """Lets so many one-message requests be received at a time that their largest bodies fit into a bound.
+    """Receives only as many one-message requests at a time as fit into a bound at their largest size.
 
-    gRPC holds a message in memory from its first byte on, before any handler sees it; but it receives
-    none that nobody asked for, beyond a stream's flow control window. So a message is asked for here, in turn.
+    gRPC holds a message in memory from its first byte on, before any handler sees it; but beyond the stream's
+    flow control window it receives nothing until the message is read. So messages are read here, in turn.
 
-    grpcio does not report that the first bytes of a message arrived, so a silent request takes a slot like any
-    other. While others wait it loses the slot after a second, and one caller never holds all slots. A message
-    that fits into the flow control window arrived before its turn: it needs the slot for a moment only.
+    grpcio does not report the first bytes of a message, so a silent request takes a slot like any other.
+    While others wait it loses the slot after a second, and one caller never holds all slots. A message that
+    fits into the flow control window has arrived before its turn and needs the slot only for a moment.
     """
 
-    def __init__(self, max_message_bytes: int, max_bytes: int, patience: float) -> None:
-        """`patience` is how many seconds a message may take to arrive while nobody waits."""
+    def __init__(self, max_message_bytes: int, max_bytes: int, stall_seconds: float) -> None:
+        """`stall_seconds` is how long a message may take to arrive while no other request waits."""
         self.slots = min(_MOST, max(_FEWEST, max_bytes // max_message_bytes))
-        self._most_of_a_caller = int(self.slots * SHARE)
-        self._patience = patience
+        self._most_per_caller = int(self.slots * SHARE)
+        self._stall_seconds = stall_seconds
         self._held: list[_Slot] = []
         self._waiting: dict[Caller, dict[Granted, float]] = {}
         """Requests in order of arrival, and when each arrived."""
@@ -61,7 +61,7 @@ class ReceiveSlots:
         """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest where there is none."""
         slot = await self._turn(caller_of(context))
         try:
-            async with asyncio.timeout(0.0 if slot.evicted else self._patience) as slot.limit:
+            async with asyncio.timeout(0.0 if slot.evicted else self._stall_seconds) as slot.limit:
                 message = await read(context)
         except TimeoutError:
             raise self._too_slow(slot) from None
@@ -78,17 +78,20 @@ class ReceiveSlots:
         self._waiting.setdefault(caller, {})[granted] = loop.time()
         self._review()
         try:
-            async with asyncio.timeout(_TURN_SECONDS):
+            async with asyncio.timeout(_WAIT_SECONDS):
                 return await granted
         except BaseException as error:
             self._withdraw(caller, granted)
             if isinstance(error, TimeoutError):
-                reason = f"no receive slot became free for this caller within {_TURN_SECONDS:g} s"
+                reason = (
+                    f"all {self.slots} receive slots, or the {self._most_per_caller} of this caller, were busy"
+                    f" for {_WAIT_SECONDS:g} s"
+                )
                 raise Overloaded(reason, reason="bodies", retry_seconds=1.0) from None
             raise
 
     def _withdraw(self, caller: Caller, granted: Granted) -> None:
-        """A request waits no longer; if it was granted a slot at that very moment, that is free again."""
+        """A request stops waiting; a slot that was granted at the same moment is released."""
         if granted.done() and not granted.cancelled():
             self._release(granted.result())
         else:
@@ -106,7 +109,7 @@ class ReceiveSlots:
         self._review()
 
     def _review(self) -> None:
-        """Grant free slots; while requests still wait, take slots back that were held for too long."""
+        """Grant free slots; while requests still wait, evict slots that were held for too long."""
         now = asyncio.get_running_loop().time()
         while len(self._held) < self.slots and (caller := self._next()):
             granted = next(iter(self._waiting[caller]))
@@ -121,17 +124,17 @@ class ReceiveSlots:
             self._evict(now)
 
     def _next(self) -> Caller | None:
-        """Whose turn it is: the caller that holds the fewest slots, then the connection, then the first to come."""
+        """Whose turn it is: first by fewest slots of the caller, then of the connection, then by arrival."""
         names, connections = self._slots_by_name(), Counter(slot.caller for slot in self._held)
-        eligible = [caller for caller in self._waiting if names[caller.name] < self._most_of_a_caller]
+        eligible = [caller for caller in self._waiting if names[caller.name] < self._most_per_caller]
         arrivals = {caller: next(iter(self._waiting[caller].values())) for caller in eligible}
         return min(eligible, key=lambda each: (names[each.name], connections[each], arrivals[each]), default=None)
 
     def _evict(self, now: float) -> None:
-        """As many slots as are waited for, first those of the caller that holds the most."""
+        """Evict as many slots as requests wait, first those of the caller that holds the most."""
         names = self._slots_by_name()
         waiting = {caller.name for caller in self._waiting}
-        any_helps = any(names[name] < self._most_of_a_caller for name in waiting)
+        any_helps = any(names[name] < self._most_per_caller for name in waiting)
         useful = [slot for slot in self._held if not slot.evicted and (any_helps or slot.caller.name in waiting)]
         wanted = sum(map(len, self._waiting.values())) - sum(slot.evicted for slot in self._held)
         overdue = [slot for slot in useful if slot.since + _CROWDED_SECONDS <= now]
@@ -146,7 +149,7 @@ class ReceiveSlots:
 
     def _too_slow(self, slot: _Slot) -> Overloaded | DeadlineExceeded:
         if not slot.evicted:
-            return DeadlineExceeded(f"the message did not arrive within {self._patience:g} s")
+            return DeadlineExceeded(f"the message did not arrive within {self._stall_seconds:g} s")
         reason = (
             f"the message did not arrive within {_CROWDED_SECONDS:g} s while other requests waited for a receive slot;"
             " send large items through EncodeStream"

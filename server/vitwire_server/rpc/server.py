@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 LIVENESS = "liveness"
 _FOREVER_MS = (1 << 31) - 1
 _HANDSHAKE_MS = 20_000
-"""A connection that has not exchanged TLS and HTTP/2 settings by then is closed."""
+"""A connection that has not completed its TLS and HTTP/2 handshake by then is closed."""
 _READINESS = ("", SERVICE)
 _PING_MS = 20_000
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -39,32 +39,32 @@ def bracketed(host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where to listen, and who is let in."""
+    """Where to listen, and how callers are authenticated."""
 
     host: str
     port: int
-    """0 takes a free one."""
+    """0 picks a free one."""
     unix_socket: Path | None = None
     """Speaks no TLS: the permissions of the file say who may connect."""
     certificates: Certificates | None = None
     """None listens without TLS."""
     tokens: Tokens | None = None
-    """None asks nobody for a token."""
+    """None requires no token."""
     max_age_seconds: float = 0.0
-    """Age at which a connection takes no more RPCs, so that its client resolves the name again; 0 for never."""
+    """Age at which a connection is retired, so that its client resolves the name again; 0 for never."""
     max_connections: int = 1 << 16
-    """At the port, and again as many at the Unix socket; more are closed at once."""
+    """At the port, and as many again at the Unix socket; further ones are closed at once."""
 
     @property
     def warnings(self) -> list[str]:
-        """What makes it unsafe to listen at this address; nothing where only this machine can connect."""
+        """Why listening at this address is unsafe; empty where only this machine can connect."""
         if _is_loopback(self.host):
             return []
         mutual = self.certificates is not None and self.certificates.mutual
-        open_to_all = "serves everybody who reaches the port: see --auth-tokens-file, or --tls-client-ca"
-        in_the_clear = "sends pixels, embeddings and tokens in the clear: see --tls-cert and --tls-key"
-        told = {open_to_all: not (self.tokens or mutual), in_the_clear: self.certificates is None}
-        return [reason for reason, holds in told.items() if holds]
+        open_to_all = "serves anyone who can reach the port: see --auth-tokens-file or --tls-client-ca"
+        unencrypted = "sends pixels, embeddings and tokens without TLS: see --tls-cert and --tls-key"
+        reasons = {open_to_all: not (self.tokens or mutual), unencrypted: self.certificates is None}
+        return [reason for reason, holds in reasons.items() if holds]
 
 
 def _is_loopback(host: str) -> bool:
@@ -83,7 +83,7 @@ class Extras:
 
 
 class RpcServer:
-    """EncoderService with health on one port. To be built on a running event loop."""
+    """EncoderService with health on one port. Create it on a running event loop."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class RpcServer:
                 ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_allowed_incoming_connections", listen.max_connections),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                # gRPC varies the age by 10 %, and without a grace period RPCs in flight may take as long as they need.
+                # gRPC varies the age by 10 %; with an endless grace period RPCs in flight are never cut off.
                 ("grpc.max_connection_age_ms", round(listen.max_age_seconds * 1000) or _FOREVER_MS),
                 ("grpc.max_connection_age_grace_ms", _FOREVER_MS),
-                # A half-open connection gives its permits back within a minute and a half.
+                # A half-open connection releases its permits within a minute and a half.
                 ("grpc.keepalive_time_ms", 60_000),
                 ("grpc.keepalive_timeout_ms", _PING_MS),
                 ("grpc.http2.ping_timeout_ms", _PING_MS),  # without it gRPC 1.85 waits a minute for the answer

@@ -30,26 +30,26 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
-_QUIET = 10
-"""How many times as long as an upload may stand still a stream may stay open with nothing in flight."""
+_IDLE_FACTOR = 10
+"""A stream with nothing in flight may stay open for this many times as long as an upload may stall."""
 Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
 
 
 class EncoderService:
-    """Serves the three methods on an event loop; UNAVAILABLE until it has a model to serve with."""
+    """Serves the three methods on an event loop; answers UNAVAILABLE until a model is loaded."""
 
-    def __init__(self, metrics: Metrics, health: Health, slots: ReceiveSlots, patience: float) -> None:
-        """`patience` is how many seconds a client may take to send or to read on."""
+    def __init__(self, metrics: Metrics, health: Health, slots: ReceiveSlots, stall_seconds: float) -> None:
+        """A client that sends or reads nothing for `stall_seconds` loses its RPC."""
         self._metrics = metrics
         self._health = health
         self._slots = slots
-        self._patience = patience
-        self._boundary = RpcBoundary(metrics, patience)
+        self._stall_seconds = stall_seconds
+        self._boundary = RpcBoundary(metrics, stall_seconds)
         self._draining = False
         self.serving: Serving | None = None
 
     async def drain(self, seconds: float) -> None:
-        """Turn new requests away and wait until those in flight are answered, at most so long."""
+        """Refuse new requests; wait at most so long until those in flight are answered."""
         self._draining = True
         await self._boundary.idle(seconds)
 
@@ -62,7 +62,7 @@ class EncoderService:
         await self._boundary.run("EncodeStream", context, self._encode_stream(context), counts_as=lambda worst: worst)
 
     async def get_model(self, request: object, context: Context) -> pb.GetModelResponse:
-        """`GetModel`: what is served, and within which limits."""
+        """`GetModel`: the served model and its limits."""
         return await self._boundary.run("GetModel", context, self._get_model(request))
 
     def counted(self, read: Callable[[bytes], T]) -> Callable[[bytes], T]:
@@ -77,7 +77,7 @@ class EncoderService:
     async def _encode(self, context: Context) -> grpc.StatusCode:
         """Answers every item; returns the worst code among them."""
         serving = self._ready()
-        await context.send_initial_metadata(())  # clients take a server that is silent longer for a frozen one
+        await context.send_initial_metadata(())  # clients take a server that stays silent for a frozen one
         with self._call(serving, context) as call:
             await self._submit(serving.codec, call, parsed(await self._slots.read(context)))
             return await self._answer_all(pb.EncodeResponse, call, context)
@@ -108,7 +108,7 @@ class EncoderService:
 
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
-        """A call that is closed whatever happens, and counted."""
+        """A call, counted, that is always closed."""
         call = Call(serving, principal(context), caller_of(context).name, context.time_remaining())
         self._metrics.tickets_opened.inc()
         try:
@@ -151,9 +151,9 @@ class EncoderService:
         return worst
 
     async def _read(self, serving: Serving, call: Call, context: Context) -> None:
-        """Take the stream's messages; ends the call with whatever goes wrong on the way."""
+        """Handle the stream's messages; an error ends the call."""
         limits = serving.card.limits
-        uploads = Uploads(serving.codec, call, serving.card.dtype, limits.items_per_request, self._patience)
+        uploads = Uploads(serving.codec, call, serving.card.dtype, limits.items_per_request, self._stall_seconds)
         try:
             while (message := await self._message(uploads, call, context)) is not None:
                 frame = parsed(message)
@@ -161,12 +161,14 @@ class EncoderService:
                 await call.room(limits.items_per_request)
             uploads.finish()
             call.end()
-        except Exception as error:  # noqa: BLE001 - the RPC, which waits for outcomes, maps it
+        except Exception as error:  # noqa: BLE001 - the RPC, which waits for outcomes, raises and maps it
             call.end(error)
 
     async def _message(self, uploads: Uploads, call: Call, context: Stream[Chunk, Any]) -> Chunk | None:
-        """The next message; an upload that stalls must not hold its permit for ever, nor a stream its place."""
-        seconds = uploads.time_left() if uploads.waiting else self._patience * _QUIET if call.is_idle else None
+        """The next message. Raises DeadlineExceeded where an upload stalls, or a stream stays idle for too long."""
+        seconds = (
+            uploads.time_left() if uploads.waiting else self._stall_seconds * _IDLE_FACTOR if call.is_idle else None
+        )
         start = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
@@ -174,29 +176,29 @@ class EncoderService:
         except TimeoutError:
             if uploads.waiting:
                 raise uploads.stalled() from None
-            raise DeadlineExceeded(f"no message came for {seconds:.3g} s while nothing was in flight") from None
+            raise DeadlineExceeded(f"no message arrived for {seconds:.3g} s while nothing was in flight") from None
         finally:
             uploads.waited += time.monotonic() - start
 
     async def _write(self, context: Context, frame: wire.Frame[Answer]) -> None:
-        """Send a message. Raises CancelledError where the client is gone, DeadlineExceeded where it does not read."""
+        """Send a message. Raises CancelledError if the client is gone, DeadlineExceeded if it does not read."""
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._stall_seconds):
                 await context.write(frame)
             self._metrics.delivered(len(frame.data))
         except TimeoutError:
-            raise DeadlineExceeded(f"the answer was not read on for {self._patience:g} s") from None
+            raise DeadlineExceeded(f"the client did not read the response for {self._stall_seconds:g} s") from None
         except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
-            _log.debug("a client left while it was answered: %r", error)
+            _log.debug("a client left while its response was written: %r", error)
             raise asyncio.CancelledError from None
 
 
 def handlers(service: EncoderService) -> grpc.GenericRpcHandler:
-    """The service's methods with serialisers that do not copy tensors."""
+    """The service's methods, with serialisers that do not copy tensors."""
     read_request = service.counted(wire.read_request)
     read_stream = service.counted(partial(wire.read_chunk, pb.EncodeStreamRequest))
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        # On the wire a method that takes one message is a stream of one; as such, it is asked for when there is room.
+        # On the wire a unary request is a stream of one message; handled as a stream, it is read when a slot is free.
         "Encode": grpc.stream_stream_rpc_method_handler(service.encode, read_request, wire.write_chunk),
         "EncodeStream": grpc.stream_stream_rpc_method_handler(service.encode_stream, read_stream, wire.write_chunk),
         "GetModel": grpc.unary_unary_rpc_method_handler(

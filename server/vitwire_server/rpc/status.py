@@ -28,32 +28,32 @@ _WORST_FIRST = (
     StatusCode.NOT_FOUND,
     StatusCode.OK,
 )
-"""What an RPC that answered items with these codes counts as: the first of them."""
+"""An RPC whose items ended with several codes is counted under the first of these."""
 
 _MOST_CHARACTERS = 300
 _MOST_VIOLATIONS = 8
 
 
 def code_of(error: errors.EncoderError) -> StatusCode:
-    """The status code of an error: the first row that it is an instance of."""
+    """The status code of an error."""
     return next(code for kind, code in _CODES if isinstance(error, kind))
 
 
 def worst_of(one: StatusCode, other: StatusCode) -> StatusCode:
-    """The code of two that says more about what went wrong."""
+    """The more serious code of two."""
     return min(one, other, key=_WORST_FIRST.index)
 
 
 def message_of(error: errors.EncoderError) -> str:
-    """The error in a sentence or two."""
+    """The error's message, shortened."""
     text = str(error)
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 
 
 def status_of(error: errors.EncoderError) -> Status:
-    """The error as google.rpc.Status, with details where the table of the contract asks for them.
+    """The error as google.rpc.Status, with its details.
 
-    All of it has to fit into trailing metadata, which gRPC bounds at 8 KiB.
+    It must fit into trailing metadata, which gRPC limits to 8 KiB.
     """
     number: int = code_of(error).value[0]
     status = Status(code=number, message=message_of(error))

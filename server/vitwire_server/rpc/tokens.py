@@ -1,4 +1,4 @@
-"""Bearer tokens: who may call."""
+"""Bearer tokens from a file."""
 
 import hashlib
 import hmac
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from vitwire_server.rpc.watch import Watch
+from vitwire_server.rpc.watch import FileWatch
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
@@ -17,23 +17,23 @@ _SHORT = 16
 class Tokens:
     """The tokens in a file, read again within a second of a change.
 
-    One token a line, after it, if wanted, a name to be known by; `#` starts a comment line. Of the tokens
-    themselves only digests are kept. A file that cannot be read, or is wrong, leaves the tokens as they
-    were; an empty one lets nobody in.
+    One token a line, optionally followed by its name; `#` starts a comment line. Only digests of the tokens
+    are kept. A file that cannot be read, or is invalid, leaves the previous tokens in place; with an empty
+    one every RPC is refused.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, or ValueError if the file is wrong or holds no token."""
+        """Raises OSError, or ValueError if the file is invalid or empty."""
         self._path = path
-        self._watch = Watch(path)
+        self._watch = FileWatch(path)
         self._names = _read(path)
         if not self._names:
-            raise ValueError(f"{path} holds no token")
+            raise ValueError(f"{path} contains no token")
 
     def name(self, token: str) -> str | None:
-        """The name of who holds this token; None for a token that is not in the file.
+        """The name of this token; None for a token that is not in the file.
 
-        Takes the same time whichever token it is, and whether it is one.
+        Takes the same time for every token, valid or not.
         """
         if self._watch.changed():
             self._reload()
@@ -48,10 +48,10 @@ class Tokens:
         try:
             self._names = _read(self._path)
         except (OSError, ValueError) as error:
-            _log.error("the tokens stay as they were: %s", error)
+            _log.error("keeping the previous tokens: %s", error)
         else:
-            tell = _log.info if self._names else _log.warning
-            tell("%s changed and holds %d tokens", self._path, len(self._names))
+            level = logging.INFO if self._names else logging.WARNING
+            _log.log(level, "reloaded %d tokens from %s", len(self._names), self._path)
 
 
 def _read(path: Path) -> Mapping[bytes, str]:
@@ -64,14 +64,14 @@ def _read(path: Path) -> Mapping[bytes, str]:
         where = f"{path}, line {number}"
         token, *rest = words
         if not token.isascii() or not token.isprintable():
-            raise ValueError(f"{where}: a token is printable ASCII")
+            raise ValueError(f"{where}: a token must be printable ASCII")
         if len(rest) > 1 or (rest and not _NAME.fullmatch(rest[0])):
-            raise ValueError(f"{where}: after the token comes at most a name of letters, digits and _ . @ -")
+            raise ValueError(f"{where}: after the token, at most a name of letters, digits and _ . @ - is allowed")
         if len(token) < _SHORT:
-            _log.warning("%s: a token of %d characters can be guessed, take %d or more", where, len(token), _SHORT)
+            _log.warning("%s: a token of %d characters can be guessed; use %d or more", where, len(token), _SHORT)
         digest = _digest(token)
         if digest in names:
-            raise ValueError(f"{where}: this token is there twice")
+            raise ValueError(f"{where}: this token is a duplicate")
         names[digest] = rest[0] if rest else f"token-{digest.hex()[:16]}"
     return names
 

@@ -42,7 +42,7 @@ class Uploads:
     output: DType
     most: int
     """Unfinished uploads that may be open at once."""
-    patience: float
+    stall_seconds: float
     """Seconds that an upload may lag behind the slowest rate."""
     waited: float = 0.0
     """Seconds spent waiting for the client's messages; time that the server takes does not count."""
@@ -65,14 +65,14 @@ class Uploads:
         """The error that ends the stream once no time is left."""
         number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
         reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.header.nbytes} bytes"
-        return DeadlineExceeded(f"{reason}, {self.patience:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
+        return DeadlineExceeded(f"{reason}, {self.stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
         """Handle one message. Raises InvalidRequest if the stream cannot continue."""
         kind = message.WhichOneof("message")
         if kind == "options":
             if self._started:
-                raise _stream_error("options", "must come first, and once")
+                raise _stream_error("options", "must be the first message, and sent once")
             self.output, priority = self.codec.options(message.options)
             self.call.ticket.priority = priority
         elif kind == "header":
@@ -86,13 +86,13 @@ class Uploads:
     def finish(self) -> None:
         """The client sends no more: refuse unfinished uploads."""
         for number, upload in list(self._unfinished.items()):
-            reason = f"only {upload.filled} of {upload.header.nbytes} bytes arrived"
+            reason = f"received only {upload.filled} of {upload.header.nbytes} bytes"
             field = "pixels" if upload.filled < upload.header.pixels.nbytes else "crops"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
 
     async def _begin(self, number: int, item: pb.Item) -> None:
         if self.call.is_open(number):
-            raise _stream_error("header.item", f"{number} is in flight already")
+            raise _stream_error("header.item", f"item {number} is already in flight")
         if len(self._unfinished) >= self.most:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
@@ -106,23 +106,23 @@ class Uploads:
             self._refuse(number, error)
             return
         data = np.empty(header.nbytes, np.uint8).data  # every byte is written before it is read
-        self._unfinished[number] = _Upload(header, data, digest, self.waited + self.patience)
+        self._unfinished[number] = _Upload(header, data, digest, self.waited + self.stall_seconds)
 
     async def _append(self, number: int, data: wire.Buffer) -> None:
         upload = self._unfinished.get(number)
         if upload is None:
             if number in self._refused or self._forgot:
                 return
-            raise _stream_error("chunk.item", f"{number} has no header, or is whole already")
+            raise _stream_error("chunk.item", f"item {number} has no header, or is already complete")
         end = upload.filled + len(data)
         if end > upload.header.nbytes:
-            reason = f"more than the {upload.header.nbytes} bytes that type and shape ask for arrived"
+            reason = f"received more than the {upload.header.nbytes} bytes that data_type and shape require"
             field = "crops" if upload.header.nbytes > upload.header.pixels.nbytes else "pixels"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
             return
         upload.data[upload.filled : end] = data
         upload.filled = end
-        upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self.patience)
+        upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self.stall_seconds)
         if upload.digest:
             upload.digest.add(data)
         if end == upload.header.nbytes:

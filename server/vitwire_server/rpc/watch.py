@@ -1,4 +1,4 @@
-"""Files that change while the server runs."""
+"""Detects files that change while the server runs."""
 
 import time
 from pathlib import Path
@@ -8,8 +8,8 @@ _LOOK_SECONDS = 1.0
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
-class Watch:
-    """Tells when any of some files changed; looks at most once a second. Thread-safe."""
+class FileWatch:
+    """Detects changes of files; checks at most once a second. Thread-safe."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -18,7 +18,7 @@ class Watch:
         self._seen = self._look()
 
     def changed(self) -> bool:
-        """Whether a file is another one than at the last call that said so."""
+        """Whether a file changed since the last call that returned True."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked < _LOOK_SECONDS:
@@ -32,7 +32,7 @@ class Watch:
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """What differs when a file was written or replaced; None where there is none."""
+    """Differs when a file was written or replaced; None without a file."""
     try:
         found = path.stat()
     except OSError:

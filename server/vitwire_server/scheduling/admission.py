@@ -1,4 +1,4 @@
-"""Admission: how much may be in the server at once, in items and in bytes."""
+"""Admission: bounds the items and bytes in the server."""
 
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -6,21 +6,21 @@ from threading import Lock
 from vitwire_server.core.errors import Overloaded
 
 SHARE = 0.75
-"""What one caller may hold of a bound with what it has not sent yet: a single caller, as behind a proxy, loses little,
-and every other one finds a quarter free."""
+"""Share of a bound that one caller may hold for what it has not sent yet: a single caller, as behind a proxy, loses
+little, and other callers find a quarter free."""
 
 
 class Permit:
-    """The right to have one item of some bytes in the server; released once, by whoever holds it."""
+    """The right to have one item of some bytes in the server; released once, by its holder."""
 
     def __init__(self, admission: "Admission", nbytes: int, promised_by: str | None = None) -> None:
-        """`promised_by` is the caller that the bytes are still to come from; None if they are there."""
+        """`promised_by` is the caller that will send the bytes; None if they have arrived."""
         self._admission = admission
         self._held = (1, nbytes)
         self._promised_by = promised_by
 
     def arrived(self) -> None:
-        """The bytes are there: the caller's share is free again; a second call does nothing."""
+        """The bytes have arrived and no longer count against the caller's share; a second call does nothing."""
         if self._promised_by is not None:
             self._admission._keep_promise(self._promised_by, *self._held)  # noqa: SLF001 - the two are one
             self._promised_by = None
@@ -35,12 +35,12 @@ class Permit:
 class Admission:
     """Hands out permits up to a bound. Thread-safe.
 
-    What is larger than the whole bound is let in when nothing else is there, so that an admissible
-    request can always be served.
+    A request larger than a bound is admitted while nothing else is held, so that every valid request can be
+    served.
     """
 
     def __init__(self, max_items: int, max_bytes: int, changed: Callable[[int, int], None] = lambda *_: None) -> None:
-        """`changed` is told the items and bytes that are out on permits."""
+        """`changed` is called with the items and bytes that permits hold."""
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._changed = changed
@@ -48,10 +48,10 @@ class Admission:
         self._items = 0
         self._nbytes = 0
         self._promised: dict[str, tuple[int, int]] = {}
-        """Items and bytes that each caller has permits for and did not send yet."""
+        """Items and bytes that each caller holds permits for but has not sent yet."""
 
     def admit(self, nbytes: Sequence[int]) -> list[Permit]:
-        """A permit for each of items of so many bytes, all or none. Raises Overloaded when full."""
+        """A permit for each item of so many bytes, all or none. Raises Overloaded when full."""
         with self._lock:
             self._take(len(nbytes), sum(nbytes))
         return [Permit(self, each) for each in nbytes]
@@ -64,7 +64,7 @@ class Admission:
         with self._lock:
             items, held = self._promised.get(caller, (0, 0))
             if items and (items + 1 > self._max_items * SHARE or held + nbytes > self._max_bytes * SHARE):
-                message = f"{items} uploads of {held} bytes are unfinished, as many as one caller may have open"
+                message = f"this caller has {items} unfinished uploads of {held} bytes: finish them first"
                 raise Overloaded(message, reason="uploads", retry_seconds=1.0)
             self._take(1, nbytes)
             self._promised[caller] = items + 1, held + nbytes
@@ -72,7 +72,7 @@ class Admission:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Items and bytes that are out on permits."""
+        """Items and bytes that permits hold."""
         with self._lock:
             return self._items, self._nbytes
 
@@ -99,7 +99,7 @@ class Admission:
         self._changed(self._items, self._nbytes)
 
     def _full(self, what: str, held: int, most: int) -> Overloaded:
-        """Tells to come back later the fuller it is: after 0.1 to 1 second."""
+        """The delay before a retry grows with how full the server is: 0.1 to 1 second."""
         fill = max(self._items / self._max_items, self._nbytes / self._max_bytes)
-        message = f"{held} {what} are in the server of at most {most}"
+        message = f"the server is full: {held} of {most} {what} are held"
         return Overloaded(message, reason=what, retry_seconds=min(1.0, max(0.1, fill)))

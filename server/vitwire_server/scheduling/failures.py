@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def log_failures(entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> None:
-    """A line for each request and error: ERROR where the server failed, WARNING where the client's pixels are wrong."""
+    """A line for each request and error: ERROR if the server failed, WARNING if the client's pixels are invalid."""
     failed: defaultdict[tuple[str, int, str], list[int]] = defaultdict(list)
     for entry, outcome in zip(entries, outcomes, strict=True):
         if isinstance(outcome, EncoderError):

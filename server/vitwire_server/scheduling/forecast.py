@@ -1,4 +1,4 @@
-"""How long work will take: what the costs predict, at the pace that was measured."""
+"""How long work will take: predicted costs at the measured pace."""
 
 from collections import deque
 
@@ -9,7 +9,7 @@ class Forecast:
     """Corrects predicted times by those of the last batches.
 
     On a device whose costs were measured at start the pace is about 1; where they are assumed, as on a
-    CPU, it is whatever that is off by.
+    CPU, it is the factor by which they are off.
     """
 
     def __init__(self) -> None:
@@ -20,24 +20,24 @@ class Forecast:
         """Measured over predicted seconds; 1 until something ran."""
 
     def launched(self, predicted: float, now: float) -> None:
-        """A batch was started, behind those that are under way."""
+        """A batch was started behind those in flight."""
         self._busy_until = max(self._busy_until, now) + predicted * self.pace
 
     def ran(self, predicted: float, started: float, now: float) -> None:
-        """A batch is done; it had the device for itself since the one before it was."""
+        """A batch is done; it had the device to itself since the previous one ended."""
         self._batches.append((predicted, now - max(started, self._last_end)))
         self._last_end = now
         expected, spent = map(sum, zip(*self._batches, strict=True))
         self.pace = spent / expected if expected and spent else 1.0
 
     def idle(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
         self._busy_until = 0.0
 
     def wait(self, ahead: float, now: float) -> float:
-        """Seconds until work of `ahead` predicted seconds, and what is under way, is done."""
+        """Seconds until what is in flight, and work of `ahead` predicted seconds, is done."""
         return max(0.0, self._busy_until - now) + ahead * self.pace
 
     def alone(self, predicted: float) -> float:
-        """Seconds that work takes at least: a pace slower than predicted may be that of other sizes."""
+        """Seconds that work takes at least: a slow pace may come from batches of other sizes."""
         return predicted * min(1.0, self.pace)

@@ -9,7 +9,7 @@ from vitwire_server.core.items import total
 
 
 class Options:
-    """Every single budget and every pair of budgets, cheapest first: how to run what is left.
+    """Every budget and every pair of budgets, cheapest first: the ways to run what is left.
 
     A pair of capacity t can split a sum s <= t exactly if a subset of the items sums to something
     in [s - larger, smaller]; all its padding is then t - s.
@@ -27,7 +27,7 @@ class Options:
     def split(self, tokens: int, reach: int) -> int | None:
         """How many tokens the first of one or two batches takes; None if no option holds `tokens`.
 
-        Bit n of `reach` tells whether some subset of the items sums to n.
+        Bit n of `reach` is set if some subset of the items sums to n.
         """
         for larger, smaller in self.ordered:
             if larger + smaller < tokens:
@@ -68,7 +68,7 @@ def fill(items: Sequence[int], footprints: Sequence[Footprint], options: Options
 def _subset(
     left: Sequence[tuple[int, int]], sums: Sequence[int], target: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Items that sum to `target`, which the last of `sums` says there are, and the others."""
+    """Items that sum to `target`, which must be set in the last of `sums`, and the others."""
     group: list[int] = []
     others: list[tuple[int, int]] = []
     for position in range(len(left) - 1, -1, -1):
@@ -91,7 +91,7 @@ class _Bin:
 def best_fit(
     items: Sequence[int], footprints: Sequence[Footprint], holds: Callable[[Footprint, int], bool]
 ) -> list[list[int]]:
-    """Groups of which `holds(load, items)` is true, if more than one item is in them.
+    """Groups for which `holds(load, items)` is true; an item that it never holds for is alone.
 
     Best-fit decreasing (Johnson 1974: at most 11/9 of the fewest bins there can be): items by
     descending tokens, each into the fullest group that still takes it.

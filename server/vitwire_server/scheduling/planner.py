@@ -1,7 +1,7 @@
 """Packing of items into batches: pure, deterministic, no device.
 
-Of all ways to run a set of items it looks for the one of least predicted time: one replay, several
-replays, or eager forwards at the exact shape.
+It looks for the fastest way to run a set of items by predicted time: one replay, several replays, or
+eager forwards at the exact shape.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,7 @@ class Planner:
 
     Items are packed by `fill`, which meets budgets exactly by subset sums but sees tokens only; where
     that breaks a bound on items, frames or segments, by `best_fit`, which keeps them all. Then each
-    replay, and each pair of batches, makes way for one eager forward where that is predicted to be
+    replay, and each pair of batches, is replaced by one eager forward where that is predicted to be
     cheaper. Batches run in the order of the oldest item in them.
     """
 
@@ -79,7 +79,7 @@ class Planner:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the largest batch, an item that runs alone aside."""
+        """Tokens of the largest batch; a larger item runs alone."""
         return self._ladder.largest.tokens if self._ladder.largest else self._bounds.tokens
 
     def estimate(self, tokens: int) -> float:
@@ -117,7 +117,7 @@ class Planner:
         return Fallback.OVERSIZE
 
     def _replays(self, items: list[int], footprints: Sequence[Footprint]) -> list[Batch]:
-        """The cheapest batches for items of which each fits some graph."""
+        """The cheapest batches for items that each fit a graph."""
         if not items:
             return []
         batches = self._on_budgets(fill(items, footprints, self._options), footprints)
@@ -146,7 +146,7 @@ class Planner:
         return min(fitting, key=lambda budget: self._costs.replay(budget.tokens), default=None)
 
     def _with_eager(self, batches: Iterable[Batch], footprints: Sequence[Footprint]) -> list[Batch]:
-        """Batches that one eager forward would beat, alone or two in one, run eagerly."""
+        """The batches, each or two together replaced by an eager forward where that is cheaper."""
         done: list[Batch] = []
         for batch in batches:
             cheapest = self._cheaper((batch,), footprints)
@@ -170,5 +170,5 @@ class Planner:
         """All of `batches` in one eager forward if that is cheaper, else the first of them."""
         items = tuple(sorted(item for batch in batches for item in batch.items))
         eager = Batch(items, None, Fallback.CHEAPER_EAGER)
-        apart = sum(self.seconds(batch, footprints) for batch in batches)
-        return eager if self.seconds(eager, footprints) < apart else batches[0]
+        separate = sum(self.seconds(batch, footprints) for batch in batches)
+        return eager if self.seconds(eager, footprints) < separate else batches[0]

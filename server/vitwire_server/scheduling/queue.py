@@ -6,9 +6,9 @@ from vitwire_server.scheduling.shares import Shares
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 
 _QUANTUM = 256
-"""Tokens of one turn: an image of 512 x 512 in most families."""
-_PATIENCE = 15
-"""Batches that pass batch-priority items by before one of them leads."""
+"""Tokens of one turn: a 512 x 512 image in most families."""
+_MOST_PASSED_BY = 15
+"""Batches in a row that may leave batch-priority items waiting before one of them leads."""
 
 
 class Queue:
@@ -41,7 +41,7 @@ class Queue:
     def window(self, limit: int, tokens: int) -> list[Entry]:
         """Entries to pack the next batch from: the first `limit` of at most `tokens` tokens, one at least.
 
-        A planner that saw more could fill the batch with what came later, and leave a turn for another one.
+        With more to choose from, the planner could fill the batch with later arrivals and postpone an earlier turn.
         """
         entries = self.peek(limit)
         left = tokens
@@ -54,7 +54,7 @@ class Queue:
     def peek(self, limit: int) -> list[Entry]:
         """Up to `limit` entries in the order they should run."""
         first, second = (self._levels[level] for level in Priority)
-        if self._passed_by < _PATIENCE or not second:
+        if self._passed_by < _MOST_PASSED_BY or not second:
             ahead = first.order(limit)
             return ahead + second.order(limit - len(ahead))
         (leader,) = second.order(1)
@@ -62,7 +62,7 @@ class Queue:
         return ahead + second.order(limit - len(ahead) + 1)[1:]
 
     def tokens_ahead(self, priority: Priority, tokens: int) -> int:
-        """Tokens that would run before a new request of `tokens` tokens is done, as far as can be told now."""
+        """Tokens that would run before a new request of `tokens` tokens is done, as things are now."""
         higher = sum(shares.backlog for level, shares in self._levels.items() if level < priority)
         return higher + self._levels[priority].ahead(tokens)
 

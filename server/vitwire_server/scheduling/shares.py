@@ -2,7 +2,7 @@
 
 Flows take turns; a turn is worth a quantum of tokens, and what a flow does not use of it adds up
 (Shreedhar and Varghese 1995). A batch may hold more than one turn of a flow, and out of order, so a
-flow can be in debt: its next turns pay, and who comes in the meantime goes first.
+flow can be in debt: its next turns pay it off, and flows that arrive meanwhile go first.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -42,7 +42,7 @@ class Shares(Generic[F, E]):
         return bool(self._shares)
 
     def push(self, flow: F, element: E, cost: int) -> None:
-        """Append to a flow; one that is new goes to the end of the line with a deficit of 0."""
+        """Append to a flow; a new flow joins the end of the line with a deficit of 0."""
         share = self._shares.get(flow)
         if share is None:
             share = self._shares[flow] = _Share(self._credit, next(self._turns))
@@ -59,15 +59,15 @@ class Shares(Generic[F, E]):
         return sum(share.backlog for share in self._shares.values())
 
     def ahead(self, cost: int) -> int:
-        """What of others would run before a new flow of `cost` is done: of each as much, and a turn."""
+        """The cost of what runs before a new flow of `cost` is done: of each other flow at most `cost` and a turn."""
         most = cost + self._quantum
         return sum(min(share.backlog, most) for share in self._shares.values())
 
     def take(self, elements: Iterable[tuple[F, E]]) -> None:
         """Remove elements that run now. Their flows pay and go to the end of the line.
 
-        All rounds up to the next element in order have passed by then. The flow that owes least owes
-        no more than what was taken: it is not punished for a device that nobody else wanted.
+        First, all rounds up to the next element pass. Afterwards the flow with the least debt owes no more
+        than was taken: a flow that had the device to itself is not punished for it.
         """
         self._pass(self._next_round())
         taken = 0
@@ -80,7 +80,7 @@ class Shares(Generic[F, E]):
         self._pass(self._next_round() - -(-taken // self._quantum))
 
     def drop(self, flow: F, element: E) -> None:
-        """Remove an element that will not run, for which its flow does not pay."""
+        """Remove an element that will not run; its flow does not pay for it."""
         self._remove(flow, self._shares[flow], element)
 
     def remove(self, flow: F) -> list[E]:

@@ -20,7 +20,7 @@ class Priority(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request in flight: its deadline, and where the outcome of each item goes.
+    """A request in flight: its deadline and the receiver of its outcomes.
 
     `deliver(item, outcome)` is called once per submitted item, by the engine's thread, unless the
     ticket was cancelled. Owned by the RPC that opened it; `cancelled` is set through the intake.
@@ -32,7 +32,7 @@ class Ticket:
     priority: Priority = Priority.INTERACTIVE
     cancelled: bool = False
     request_id: str = ""
-    """What the request goes by in the log; empty outside of an RPC."""
+    """The request's id in the log; empty outside of an RPC."""
     number: int = field(default_factory=lambda: next(_numbers))
 
     def is_expired(self, now: float) -> bool:
