@@ -84,7 +84,7 @@ def test_a_message_that_does_not_come_is_not_waited_for(channel: grpc.Channel) -
 
 
 def test_a_dozen_silent_calls_do_not_close_encode_to_others(checkpoints: Checkpoints) -> None:
-    """They hold the receive slots for a minute only while nobody else wants one; on a connection of their own here."""
+    """They keep the receive slots for a minute only while no other request waits; here on a separate connection."""
     bounds = ("--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20), "--idle-seconds", "60")
     apart = [("grpc.use_local_subchannel_pool", 1)]
     end = Event()
@@ -171,10 +171,10 @@ def test_a_full_server_says_when_to_come_back_in_both_ways(server: ServerProcess
     assert Status.FromString(trailers["grpc-status-details-bin"]).details[0].Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() == pushback
     assert 100 <= pushback <= 1000
-    with Client(server.target, max_retries=0) as client, pytest.raises(Overloaded) as told:
+    with Client(server.target, max_retries=0) as client, pytest.raises(Overloaded) as refused_call:
         client.encode([Item(np.zeros((4, COLUMNS), np.uint8), (1, 2, 2))])
-    assert told.value.retry_after is not None
-    assert 0.1 <= told.value.retry_after <= 1
+    assert refused_call.value.retry_after is not None
+    assert 0.1 <= refused_call.value.retry_after <= 1
     assert len(list(held)) >= 4
 
 

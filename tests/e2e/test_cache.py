@@ -137,7 +137,7 @@ def test_nobody_sees_what_another_one_sent(alice: Client, mallory: Client) -> No
     with pytest.raises(NotCached):
         mallory.encode([ask("secret")])
     (own,) = mallory.encode([image(6)])
-    assert own.report.path == "graph", "not even that somebody sent these pixels before"
+    assert own.report.path == "graph", "not even that these pixels were sent before"
     mallory.encode([image(7, "secret")])
     (found,) = alice.encode([ask("secret")])
     (sent,) = alice.encode([image(6)])
@@ -197,7 +197,7 @@ def test_who_leaves_takes_nobody_along(server: ServerProcess, alice: Client, fau
 
 
 def test_a_cancelled_request_of_equal_items_is_not_computed(server: ServerProcess, alice: Client, fault: Path) -> None:
-    """One of the equal items is queued, the others wait for it: all of them go, and nobody else is refused."""
+    """One of the equal items is queued, the others wait for it: all of them leave, and no other request is refused."""
     grey = pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[4, COLUMNS], data=bytes([9]) * (4 * COLUMNS))
     item = pb.Item(modality=pb.MODALITY_IMAGE, grid=pb.Grid(t=1, h=2, w=2), pixels=grey)
     token = [("authorization", "Bearer alice-has-a-long-token")]

@@ -59,16 +59,16 @@ def watched(server: ServerProcess) -> Iterator[Callable[[str], Watch]]:
 
 
 def test_a_canary_sings_while_nobody_asks_and_is_nobody_s_item(server: ServerProcess) -> None:
-    sung = server.metric("vitwire_canaries_total", result="ok")
-    while server.metric("vitwire_canaries_total", result="ok") < sung + 2:
+    ran = server.metric("vitwire_canaries_total", result="ok")
+    while server.metric("vitwire_canaries_total", result="ok") < ran + 2:
         time.sleep(0.02)
     assert server.metric("vitwire_items_total") == 0
     assert server.metric("vitwire_graph_replays_total") == 0
 
 
-@pytest.mark.parametrize(("kind", "told"), [("hang", "no progress for"), ("fail", "the canary failed")])
+@pytest.mark.parametrize(("kind", "reason"), [("hang", "no progress for"), ("fail", "the canary failed")])
 def test_a_wedged_engine_shows_to_all_watchers_and_its_recovery_too(
-    server: ServerProcess, watched: Callable[[str], Watch], fault: Path, kind: str, told: str
+    server: ServerProcess, watched: Callable[[str], Watch], fault: Path, kind: str, reason: str
 ) -> None:
     watches = [watched(service) for service in ("", SERVICE, "liveness") for _ in range(20)]
     for watch in watches:
@@ -81,7 +81,7 @@ def test_a_wedged_engine_shows_to_all_watchers_and_its_recovery_too(
         with pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary(f"/{SERVICE}/GetModel")(b"", timeout=10)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert told in str(refused.value.details())
+        assert reason in str(refused.value.details())
     fault.write_text("")
     for watch in watches:
         wait_for(watch, SERVING)

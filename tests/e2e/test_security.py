@@ -239,7 +239,11 @@ class TestReplacement:
                 with pytest.raises(grpc.RpcError):
                     health(target, old)
                 authority.replace(b"no certificate", successor.key.read_bytes())
-                until(lambda: health(target, successor.credentials()) and "the certificate stays" in server.log())
+                until(
+                    lambda: (
+                        health(target, successor.credentials()) and "keeping the previous certificate" in server.log()
+                    )
+                )
                 authority.issue(not_after=YESTERDAY)
                 until(lambda: is_refused(lambda: health(target, successor.credentials())))
                 with pytest.raises(grpc.RpcError):

@@ -37,7 +37,7 @@ async def test_deadlines_of_a_millisecond_in_bulk(server: ServerProcess, note: N
         for _ in range(count // 50):
             calls = (load.call(stub, request(image(), image(16, 16)), tally, timeout=0.001) for _ in range(50))
             await asyncio.gather(*calls)
-    # CANCELLED is what gRPC tells of a stream that the server's clock ended before the client's did.
+    # gRPC reports CANCELLED for a stream that the server's clock ended before the client's did.
     assert set(tally.codes) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED"}
     settle(server)
     computed = server.metric("vitwire_batch_items_sum") - ran
@@ -86,8 +86,8 @@ async def test_equal_items_cancelled_in_bulk(checkpoints: Checkpoints, tmp_path:
                     await asyncio.gather(*(flighty(stub, (start + each) % 256) for each in range(4)))
                 await one_is_served(server)
         await asyncio.to_thread(settle, server, on_the_device=4)
-        unseen, stopped = (server.metric("vitwire_cancelled_total", stage=each) for each in ("encoded", "queue"))
-        note(calls=count, items=100 * count, finished_unseen=unseen, left_the_queue=stopped)
+        undelivered, stopped = (server.metric("vitwire_cancelled_total", stage=each) for each in ("encoded", "queue"))
+        note(calls=count, items=100 * count, undelivered=undelivered, left_the_queue=stopped)
 
 
 def test_clients_that_stall(checkpoints: Checkpoints, note: Note) -> None:

@@ -1,4 +1,4 @@
-"""An engine that breaks or hangs, and signals: what is in flight is answered, and the exit code tells."""
+"""An engine that breaks or hangs, and signals: what is in flight is answered, and the exit code shows it."""
 
 import asyncio
 import os
@@ -27,10 +27,10 @@ def item() -> Item:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("raise", "ZeroDivisionError: injected"), ("lost", "illegal memory access")]
+    ("kind", "message"), [("raise", "ZeroDivisionError: injected"), ("lost", "illegal memory access")]
 )
 def test_an_engine_that_breaks_answers_what_is_in_flight_and_ends_the_process(
-    checkpoints: Checkpoints, tmp_path: Path, kind: str, told: str
+    checkpoints: Checkpoints, tmp_path: Path, kind: str, message: str
 ) -> None:
     fault = tmp_path / "fault"
     program = (FAULTY, str(fault))
@@ -41,7 +41,7 @@ def test_an_engine_that_breaks_answers_what_is_in_flight_and_ends_the_process(
             with pytest.raises((EncodeFailed, Unavailable), match=r"the engine stopped|cannot encode|shutting"):
                 client.encode([item()] * 8)
         assert process.process.wait(30) == 1
-        assert told in process.log()
+        assert message in process.log()
 
 
 def test_a_server_that_hangs_still_ends_on_sigterm(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_ctrl_c_at_the_very_start_leaves_no_traceback(checkpoints: Checkpoints, 
 
 @pytest.mark.parametrize("rounds", [scaled(5)])
 def test_sigterm_under_load_loses_nothing(checkpoints: Checkpoints, rounds: int, note: Note) -> None:
-    """Whoever comes before the lame duck ends is answered."""
+    """Requests that arrive before the lame duck ends are answered."""
 
     async def drained(server: ServerProcess) -> load.Tally:
         stop = asyncio.Event()

@@ -31,7 +31,7 @@ SECONDS = max(10.0, 300 * SCALE)
 ROUND = 100
 MOST_GROWTH_MIB = 64
 MISTAKES = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
-"""What a client may be told of its own mistakes."""
+"""Codes for a client's mistakes."""
 Codes = Counter[str]
 
 
@@ -85,8 +85,8 @@ class Fuzzer:
         for answer in (kind.FromString(each) for each in answers) if kind else ():
             if answer.HasField("error"):
                 code = grpc_code(answer.error.code)
-                told = answer.error.message
-                assert code in MISTAKES or (code == "INTERNAL" and "not finite" in told), f"{code}: {told}"
+                message = answer.error.message
+                assert code in MISTAKES or (code == "INTERNAL" and "not finite" in message), f"{code}: {message}"
                 self.codes[f"item {code}"] += 1
 
 

@@ -66,7 +66,7 @@ async def test_ten_times_the_capacity(server: ServerProcess, fault: Path, note: 
         rss_peak=peak,
     )
     assert set(tally.codes) == {"OK", "RESOURCE_EXHAUSTED"}
-    assert done == tally.codes["OK"], "whoever was let in is answered"
+    assert done == tally.codes["OK"], "every admitted request is answered"
     assert max(checks) < 1
     assert peak < before + 128
 

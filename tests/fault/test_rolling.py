@@ -123,7 +123,7 @@ class Envoy:
         )
 
     async def wait_for(self, healthy: int) -> None:
-        while await asyncio.to_thread(self.healthy) != healthy:  # noqa: ASYNC110 - another process tells
+        while await asyncio.to_thread(self.healthy) != healthy:  # noqa: ASYNC110 - another process changes it
             await asyncio.sleep(0.05)
 
 

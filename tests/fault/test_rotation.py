@@ -1,4 +1,4 @@
-"""Certificates and tokens replaced again and again while clients encode: nobody is turned away who may come in."""
+"""Certificates and tokens replaced again and again while clients encode: no valid client is refused."""
 
 import threading
 import time

@@ -50,11 +50,11 @@ def _uneven(server: ServerProcess, on_the_device: int) -> dict[str, float]:
     answered = ("vitwire_graph_hits_total", "vitwire_eager_fallbacks_total", "vitwire_cache_hits_total")
     paths = sum(map(server.metric, answered))
     accounts |= {"tickets": opened - closed, "items": server.metric("vitwire_items_total") - paths}
-    accounts["forwards nobody wanted"] = max(0.0, _unseen(server) - _given_up(server) * on_the_device)
+    accounts["undelivered forwards"] = max(0.0, _undelivered(server) - _given_up(server) * on_the_device)
     return {name: value for name, value in accounts.items() if value}
 
 
-def _unseen(server: ServerProcess) -> float:
+def _undelivered(server: ServerProcess) -> float:
     """Items that were encoded for a request that was over by then."""
     return server.metric("vitwire_cancelled_total", stage="encoded")
 

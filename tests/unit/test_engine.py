@@ -112,7 +112,7 @@ class TestOutOfMemory:
         assert max(yardstick.errors(rig, rows_of(collected), GRIDS)) < RIGHT
         assert collected.timings
         assert collected.timings.execute > 0
-        assert collected.apart
+        assert collected.ran_separately
 
     def test_an_item_too_large_alone_fails_alone(
         self, rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch

@@ -104,4 +104,4 @@ async def test_the_principal_is_the_certificates_name(auth: TokenAuth, tmp_path:
         serving(auth, mutual) as target,
         grpc.aio.secure_channel(target, own.credentials(client)) as channel,
     ):
-        assert await ask(channel, ("authorization", f"Bearer {TOKEN}")) == "alice", "the token tells more"
+        assert await ask(channel, ("authorization", f"Bearer {TOKEN}")) == "alice", "the token goes first"

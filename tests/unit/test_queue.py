@@ -109,8 +109,8 @@ def test_only_work_of_the_same_or_a_higher_priority_is_ahead() -> None:
 
 class TestAdmission:
     def test_refuses_beyond_items_and_beyond_bytes(self) -> None:
-        told: list[tuple[int, int]] = []
-        admission = Admission(2, 100, lambda *held: told.append(held))
+        changes: list[tuple[int, int]] = []
+        admission = Admission(2, 100, lambda *held: changes.append(held))
         (first,) = admission.admit([60])
         with pytest.raises(Overloaded) as full:
             admission.admit([60])
@@ -122,7 +122,7 @@ class TestAdmission:
         assert full.value.reason == "items"
         first.release()
         assert admission.held == (1, 10)
-        assert told == [(1, 60), (2, 70), (1, 10)]
+        assert changes == [(1, 60), (2, 70), (1, 10)]
 
     def test_what_is_larger_than_everything_is_let_in_alone(self) -> None:
         admission = Admission(max_items=2, max_bytes=100)

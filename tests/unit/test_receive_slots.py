@@ -65,7 +65,7 @@ async def test_one_host_cannot_hold_all_slots(slots: ReceiveSlots, monkeypatch: 
 async def test_a_silent_caller_loses_its_slot_when_another_request_waits(slots: ReceiveSlots) -> None:
     silent = [reading(slots, "ipv4:10.0.0.1:1") for _ in range(3)]
     await asyncio.sleep(4 * CROWDED)
-    assert not any(task.done() for task in silent), "nobody waits"
+    assert not any(task.done() for task in silent), "no other request waits"
     assert await reading(slots, "ipv4:10.0.0.1:2", b"hello") == b"hello"
     done = [task for task in silent if task.done()]
     assert [type(task.exception()) for task in done] == [Overloaded]

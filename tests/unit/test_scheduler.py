@@ -45,17 +45,17 @@ class Batch:
         results: list[Embedding | EncodeFailed] = [
             Embedding(memoryview(b""), item.output, (item.footprint.tokens, 0)) for item in self.items
         ]
-        return Collected(results, Timings(0.0, 0.0, 0.0), apart=self.runner.apart)
+        return Collected(results, Timings(0.0, 0.0, 0.0), ran_separately=self.runner.ran_separately)
 
 
 @dataclass
 class Recorder:
-    """A runner that writes down what it is asked, and does what `on_launch` does."""
+    """A runner that records its calls and runs `on_launch`."""
 
     depth: int = 1
     events: list[tuple[str, int]] = field(default_factory=list)
     on_launch: Callable[[Sequence[Item]], EncodeFailed | None] = lambda _: None
-    apart: bool = False
+    ran_separately: bool = False
 
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
         self.events.append(("launch", len(items)))
@@ -64,7 +64,7 @@ class Recorder:
 
 @dataclass
 class Notes:
-    """A monitor that keeps what it is told."""
+    """A monitor that records its calls."""
 
     batches: list[BatchReport] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
@@ -171,7 +171,7 @@ def test_cancelled_items_leave_the_queue_and_are_never_delivered() -> None:
     assert rig.notes.dropped == [("queue", "cancelled")] * 2
 
 
-def test_work_on_the_device_of_a_cancelled_request_finishes_unseen() -> None:
+def test_work_on_the_device_of_a_cancelled_request_is_not_delivered() -> None:
     runner = Recorder()
     rig = Rig(runner)
     ticket = rig.ticket()
@@ -231,7 +231,7 @@ def test_what_came_in_the_meantime_takes_its_turn() -> None:
 
 
 @pytest.mark.parametrize("where", ["plan", "batch_ran"])
-def test_a_bug_anywhere_in_the_loop_leaves_nobody_waiting(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_anywhere_in_the_loop_answers_everything(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -286,7 +286,7 @@ class TestDeadlines:
         rig = Rig(runner)
 
         def slow(items: Sequence[Item]) -> None:
-            """Ten times as slow as predicted; halfway through the second batch somebody asks."""
+            """Ten times as slow as predicted; halfway through the second batch a deadline is checked."""
             rig.now += 10 * 0.00486 / 2
             if len(runner.events) > 2:
                 rig.scheduler.intake.check_deadline(rig.ticket(deadline=rig.now + 0.04), 1)
@@ -375,8 +375,8 @@ def test_silence_is_what_the_work_does_not_explain() -> None:
     assert rig.scheduler.watchdog.silence() == 0.0
 
 
-def test_items_that_ran_out_of_memory_together_are_told_as_eager() -> None:
-    rig = Rig(Recorder(apart=True))
+def test_items_that_ran_out_of_memory_together_are_reported_as_eager() -> None:
+    rig = Rig(Recorder(ran_separately=True))
     rig.submit(rig.ticket(), 10, 10)
     rig.finish()
     (report,) = rig.notes.batches

@@ -1,4 +1,4 @@
-"""Items of one content are encoded once, and nobody waits for somebody who left."""
+"""Items of one content are encoded once, and waiters survive the caller that was encoding."""
 
 from dataclasses import dataclass, field
 
@@ -85,7 +85,7 @@ def test_identical_items_in_flight_are_encoded_once(single_flight: SingleFlight,
     assert single_flight._flights == {}
 
 
-def test_a_failure_of_the_content_is_everybody_s(single_flight: SingleFlight, monitor: CacheMonitor) -> None:
+def test_a_failure_of_the_content_answers_all_waiters(single_flight: SingleFlight, monitor: CacheMonitor) -> None:
     first, second = Caller(single_flight).enter(), Caller(single_flight).enter()
     error = EncodeFailed("not finite")
     single_flight.completed(first.waiter, error)
@@ -95,7 +95,7 @@ def test_a_failure_of_the_content_is_everybody_s(single_flight: SingleFlight, mo
 
 
 @pytest.mark.parametrize("how", ["leaves", "expires"])
-def test_when_who_runs_gives_up_the_next_one_takes_over(single_flight: SingleFlight, how: str) -> None:
+def test_when_the_running_item_gives_up_the_next_is_promoted(single_flight: SingleFlight, how: str) -> None:
     first, second, third = (Caller(single_flight).enter() for _ in range(3))
     if how == "leaves":
         single_flight.leave([first.waiter])
@@ -108,8 +108,8 @@ def test_when_who_runs_gives_up_the_next_one_takes_over(single_flight: SingleFli
     assert single_flight._flights == {}
 
 
-def test_all_waiters_of_a_request_leave_before_another_request_takes_over(single_flight: SingleFlight) -> None:
-    """A waiter of a request that is over would be encoded without a permit, and for nobody."""
+def test_all_waiters_of_a_request_leave_before_another_request_is_promoted(single_flight: SingleFlight) -> None:
+    """A waiter of a request that is over would be encoded without a permit, in vain."""
     ticket = Ticket(lambda *_: None)
     cancelled = [Caller(single_flight, ticket=ticket).enter() for _ in range(100)]
     bystander = Caller(single_flight).enter()
@@ -126,12 +126,12 @@ def test_a_deadline_that_passes_ends_every_item_of_its_request_and_no_other(sing
     error = DeadlineExceeded("too late")
     single_flight.completed(expired[0].waiter, error)
     assert [each.outcomes for each in expired[1:]] == [[error]] * 9, "the first was answered by its request"
-    assert [soon.ran, never.ran] == [0, 1], "the request with the most time left takes over"
+    assert [soon.ran, never.ran] == [0, 1], "the request with the most time left is promoted"
     single_flight.completed(never.waiter, encoded())
     assert [isinstance(outcome, Encoded) for outcome in soon.outcomes] == [True]
 
 
-def test_who_cannot_take_over_is_told_why(single_flight: SingleFlight) -> None:
+def test_a_waiter_that_cannot_be_promoted_gets_the_error(single_flight: SingleFlight) -> None:
     first = Caller(single_flight).enter()
     second = Caller(single_flight, error=Unavailable("the server is shutting down")).enter()
     single_flight.leave([first.waiter])
@@ -139,7 +139,7 @@ def test_who_cannot_take_over_is_told_why(single_flight: SingleFlight) -> None:
     assert single_flight._flights == {}
 
 
-def test_nobody_waits_behind_a_lower_priority(single_flight: SingleFlight) -> None:
+def test_no_waiter_waits_for_a_lower_priority(single_flight: SingleFlight) -> None:
     slow, fast = Caller(single_flight, Priority.BATCH).enter(), Caller(single_flight).enter()
     third = Caller(single_flight, Priority.BATCH).enter()
     assert (slow.ran, fast.ran, third.ran) == (1, 1, 0)
@@ -149,7 +149,7 @@ def test_nobody_waits_behind_a_lower_priority(single_flight: SingleFlight) -> No
     assert single_flight._flights == {}
 
 
-def test_a_lookup_is_answered_from_what_the_name_stands_for(single_flight: SingleFlight, monitor: CacheMonitor) -> None:
+def test_a_lookup_is_answered_by_name(single_flight: SingleFlight, monitor: CacheMonitor) -> None:
     lookup = CacheLookup("clip", None, None, DType.FLOAT32, 0.5)
     assert isinstance(single_flight.find(NAME, lookup), NotCached)
     single_flight.completed(Caller(single_flight).enter().waiter, encoded())

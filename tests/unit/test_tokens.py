@@ -30,7 +30,7 @@ def test_a_token_a_line_with_or_without_a_name(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         ("# nobody\n", "contains no token"),
         (f"{ALICE} two names\n", "line 1: after the token"),
@@ -39,9 +39,9 @@ def test_a_token_a_line_with_or_without_a_name(file: Path) -> None:
         ("gr\u00fc\u00dfe-0123456789abcdef\n", "line 1: a token must be printable ASCII"),
     ],
 )
-def test_a_wrong_file_is_told_by_line(file: Path, text: str, told: str) -> None:
+def test_errors_name_the_line(file: Path, text: str, error: str) -> None:
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=told) as raised:
+    with pytest.raises(ValueError, match=error) as raised:
         Tokens(file)
     assert ALICE not in str(raised.value), "a token is a secret"
 
@@ -59,7 +59,7 @@ def test_rotation(file: Path) -> None:
     assert tokens.name(ALICE) is None
     assert tokens.name(BOB) == "alice"
     file.write_text("")
-    assert tokens.name(BOB) is None, "an empty file lets nobody in"
+    assert tokens.name(BOB) is None, "an empty file holds no valid token"
 
 
 def test_what_cannot_be_read_leaves_the_tokens_as_they_were(file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,13 +77,13 @@ def test_what_cannot_be_read_leaves_the_tokens_as_they_were(file: Path, caplog: 
 def test_files_are_looked_at_once_a_second(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("a")
-    looking = watch.Watch(file)
+    looking = watch.FileWatch(file)
     file.write_text("other")
     assert not looking.changed(), "the first second is not over"
     looking._looked -= 1
     assert looking.changed()
     looking._looked -= 1
-    assert not looking.changed(), "a change is told once"
+    assert not looking.changed(), "a change is reported once"
     os.utime(file, ns=(1, 1))
     looking._looked -= 1
     assert looking.changed()

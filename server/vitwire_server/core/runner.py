@@ -25,7 +25,7 @@ class Collected:
     results: Sequence[Embedding | EncodeFailed | InvalidTensors]
     timings: Timings | None
     """None if nothing ran."""
-    apart: bool = False
+    ran_separately: bool = False
     """The device had too little memory for the batch, so its items ran eagerly, one by one."""
 
 

@@ -70,7 +70,7 @@ class Separately:
         ran = [one.timings for one in collected if one.timings]
         spent = [sum(getattr(each, name) for each in ran) for name in ("stage_in", "execute", "stage_out")]
         results = [result for one in collected for result in one.results]
-        return Collected(results, Timings(*spent) if ran else None, apart=True)
+        return Collected(results, Timings(*spent) if ran else None, ran_separately=True)
 
 
 class Engine:

@@ -57,4 +57,4 @@ class Launched:
 
     def _path(self, collected: Collected) -> tuple[Budget | None, Fallback | None]:
         """How the batch ran in the end."""
-        return (None, Fallback.OUT_OF_MEMORY) if collected.apart else (self.batch.budget, self.batch.fallback)
+        return (None, Fallback.OUT_OF_MEMORY) if collected.ran_separately else (self.batch.budget, self.batch.fallback)
