@@ -64,7 +64,7 @@ def main() -> None:
                 if options.kill and len(children) > 1:
                     rows.append(_killed(devices, supervisor, children, options))
     _show(rows)
-    document = {"bench": "service", **_told(options), "rows": rows}
+    document = {"bench": "service", **_parameters(options), "rows": rows}
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
@@ -97,7 +97,7 @@ def _measured(devices: str, children: Mapping[str, ServerProcess], load: Load, c
 def _killed(
     devices: str, supervisor: ServerProcess, children: Mapping[str, ServerProcess], options: argparse.Namespace
 ) -> Row:
-    """One process is killed under load: what clients were told, and when its successor was ready."""
+    """One process is killed under load: the clients' errors, and the time until its successor was ready."""
     load, clients, pid = options.loads[0], options.clients[-1], supervisor.process.pid
     first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     with _clients(children, load, clients, LEAD + options.seconds) as running:
@@ -162,7 +162,7 @@ def _show(rows: Sequence[Row]) -> None:
     Console(width=160).print(table)
 
 
-def _told(options: argparse.Namespace) -> Row:
+def _parameters(options: argparse.Namespace) -> Row:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor()
     return {
         "date": datetime.now(UTC).date().isoformat(),
