@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from checkpoints import MODEL_TYPES, Checkpoints
-from client_models import told
+from client_models import client_model
 from vitwire import Item
 from vitwire._expected import Expected
 from vitwire._items import Modality
@@ -22,7 +22,7 @@ def test_rows_and_width_are_those_of_the_tower(model_type: str, checkpoints: Che
         open_checkpoint(str(folder)), dtype=torch.float32, device=device, track=lambda shards, *_: shards
     ).tower
     for grid, modality in GRIDS:
-        expected = Expected.of(Item(None, grid, modality, content_id="x"), told(folder))
+        expected = Expected.of(Item(None, grid, modality, content_id="x"), client_model(folder))
         assert expected.width == tower.geometry.width
         if not expected.rows:
             continue

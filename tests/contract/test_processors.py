@@ -10,7 +10,7 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from checkpoints import MODEL_TYPES, Checkpoints
-from client_models import told
+from client_models import client_model
 from vitwire._images import image_patches
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Resizing
@@ -38,7 +38,7 @@ def processor_of(model_type: str, folder: Path) -> Any:
 @pytest.mark.parametrize("model_type", PACKED)
 def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
-    settings = told(folder).image_preprocessor
+    settings = client_model(folder).image_preprocessor
     if settings is None:
         assert open_checkpoint(str(folder)).preprocessing()[Modality.IMAGE].resizing is Resizing.OTHER
         return
@@ -58,7 +58,7 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
 def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: str, checkpoints: Checkpoints) -> None:
     """Random sides, shorter than a token, a patch or a pixel per token among them; so are refusals."""
     folder = checkpoints(model_type)
-    settings = told(folder).image_preprocessor
+    settings = client_model(folder).image_preprocessor
     if settings is None:
         return
     processor = processor_of(model_type, folder)
@@ -76,7 +76,7 @@ def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: st
 
 @pytest.mark.parametrize("model_type", PACKED)
 def test_a_client_is_told_only_of_what_it_can_prepare(model_type: str, checkpoints: Checkpoints) -> None:
-    family, model = FAMILIES[model_type], told(checkpoints(model_type))
+    family, model = FAMILIES[model_type], client_model(checkpoints(model_type))
     assert (model.image_preprocessor is None) is not family.prepared  # type: ignore[attr-defined]
     prepared = family.videos and family.prepared_videos  # type: ignore[attr-defined]
     assert (model.video_preprocessor is None) is not prepared

@@ -24,7 +24,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from checkpoints import Checkpoints
-from client_models import told
+from client_models import client_model
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
 
@@ -94,7 +94,7 @@ STOCK: dict[str, Stock] = {
 @pytest.mark.parametrize("model_type", STOCK)
 def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
-    model = told(folder)
+    model = client_model(folder)
     settings = model.image_preprocessor
     assert settings is not None
     second = (settings.mean, settings.std)
@@ -133,7 +133,7 @@ def test_a_transparent_colour_is_what_the_processor_makes_of_it(
     files = [tmp_path / name for name in ("palette.png", "keyed.gif", "keyed.png")]
     for name, image in zip(files, (flat, flat, flat.convert("RGB")), strict=True):
         image.save(name, transparency=image.getpixel((0, 0)))
-    model = told(folder)
+    model = client_model(folder)
     prepared = model.image_preprocessor
     assert prepared is not None
     (plain,) = image_items([flat.convert("RGB")], model)

@@ -1,4 +1,4 @@
-"""What a client is told of a checkpoint, by way of the message that a server answers GetModel with."""
+"""The client's `Model` of a checkpoint, through the message of GetModel."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from vitwire_server.rpc.answers import model_message
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 
-def told(folder: Path) -> Model:
-    """What a client is told of a checkpoint."""
+def client_model(folder: Path) -> Model:
+    """The model as a client sees it."""
     checkpoint = open_checkpoint(str(folder))
     tower = load_tower(
         checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards
