@@ -1,4 +1,4 @@
-# Every target sets up what it needs: an environment in .venv, from pinned packages.
+# Targets set up what they need: an environment in .venv, from pinned packages.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,16 +24,16 @@ serve: $(READY) $(DEMO) ## serve the demo model on localhost:50051 until Ctrl-C;
 $(DEMO): | $(READY)
 	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@
 
-# Tiny models gain nothing from threads, which only wait for each other where other work shares the cores.
+# Tiny models are not faster with more threads.
 test matrix-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
 
-# A process for each core, though a few are enough: servers under test want cores as well.
+# One process per core, at most four: the servers under test need cores too.
 WORKERS := --numprocesses logical --maxprocesses 4 --dist loadfile
 
 test: $(READY) ## the everyday test suite
 	$(BIN)/python -m pytest $(WORKERS) $(FLAGS)
 
-matrix-test: $(READY) ## the combinations that the everyday suite leaves out
+matrix-test: $(READY) ## all combinations of what the everyday suite samples
 	$(BIN)/python -m pytest $(WORKERS) -m matrix $(FLAGS)
 
 check: $(READY) ## format, lint, types, import rules, proto, stubs, table of models
@@ -44,7 +44,7 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs, table of mod
 	PYTHON=$(PYTHON) tools/proto.sh check
 	$(BIN)/python tools/tables.py --check
 
-page-test: $(READY) ## the status page in headless Chromium, one on the PATH or Playwright's own
+page-test: $(READY) ## the status page in headless Chromium (from PATH or Playwright)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement tests/page/requirements.txt
 	command -v chromium || command -v google-chrome || $(BIN)/python -m playwright install --with-deps chromium
 	$(BIN)/python -m pytest -c tests/page/pytest.ini tests/page $(FLAGS)
@@ -52,17 +52,17 @@ page-test: $(READY) ## the status page in headless Chromium, one on the PATH or 
 bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a.jsonl --judge b.jsonl"
 	PYTHONPATH=tests/support:. $(BIN)/python bench/cpu.py $(FLAGS)
 
-fault-test: $(READY) ## servers under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 for a twentieth of it
+fault-test: $(READY) ## servers under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 runs 5 % of it
 	$(BIN)/python -m pytest tests/fault $(FLAGS)
 
-# These take an installed torch and transformers as given, and set up nothing.
+# These use an interpreter with torch and transformers, and install nothing.
 GPU_PYTHON ?= python3
 GPU_PATH := client:server:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH}
 
-gpu-test: ## the engine's tests on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: on simulated graphs)
+gpu-test: ## tests of the engine on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: with simulated graphs)
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(FLAGS)
 
-kernel-test: $(READY) ## our Triton kernels on the CPU, in Triton's interpreter (installs Triton beside, 1 GB)
+kernel-test: $(READY) ## the Triton kernels on the CPU, in Triton's interpreter (installs Triton, 1 GB)
 	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0
 	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_kernels.py tests/gpu/test_fusion.py $(FLAGS)
@@ -73,7 +73,7 @@ gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--siz
 service-bench: ## servers under the load of client processes; FLAGS="--devices cuda:0 cuda:0,cuda:1 --kill"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/service.py $(FLAGS)
 
-full-test: $(READY) ## towers at their published size on the CPU, within memory
+full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
 acceptance: check test matrix-test demo bench full-test fault-test kernel-test page-test ## every tier in full
@@ -82,7 +82,7 @@ acceptance: check test matrix-test demo bench full-test fault-test kernel-test p
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto
 	PYTHON=$(PYTHON) tools/proto.sh generate
 
-setup: $(READY) ## make .venv with all that the other targets need
+setup: $(READY) ## create .venv with everything that other targets need
 
 $(READY): pyproject.toml constraints.txt requirements-tools.txt
 	$(PYTHON) -m venv $(VENV)
@@ -90,5 +90,5 @@ $(READY): pyproject.toml constraints.txt requirements-tools.txt
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-tools.txt
 	touch $@
 
-clean: ## remove what make made
+clean: ## remove everything that make created
 	rm -rf $(VENV) .tools .demo

@@ -1,4 +1,4 @@
-"""`make bench`: what can be measured without a GPU. Ratios, since absolute times are the machine's.
+"""`make bench`: benchmarks without a GPU. They report ratios, as absolute times depend on the machine.
 
 Planner and ladder against the packing of others, our eager forward against plain transformers, our
 framing of messages against plain protobuf. The last line of stdout is one JSON document.
@@ -46,7 +46,7 @@ from vitwire_server.towers.layouts.packed import PackedTower
 LARGEST, RUNGS, ITEMS, FRAMES = 4096, 24, 64, 512
 DEPTHS = (1, 4, 16, 64)
 HOT = ("224^2", "448^2")
-"""Loads that a server is taken to see again and again, so that it compiles them."""
+"""Loads that are frequent enough for a server to compile them."""
 COMPILE_SECONDS = 240
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def planner(options: argparse.Namespace) -> list[Row]:
-    """A ladder fitted on one window and judged on another one, for each source of windows."""
+    """A ladder fitted to one window of items and evaluated on another, for each source."""
     requests = 500 if options.quick else 5000
     rows = _judged("shipped sizes", footprints(requests, 1), footprints(requests, 2))
     if options.trace:
@@ -92,7 +92,7 @@ def _judged(name: str, fitted: Sequence[Footprint], judged: Sequence[Footprint])
 def _depth(
     name: str, depth: int, judged: Sequence[Footprint], ours: Callable[..., Any], theirs: Callable[..., Any]
 ) -> Row:
-    """Both packings over the same queues."""
+    """Both packings on the same queues."""
     row: Row = {"sizes": name, "depth": depth}
     for who, plan in (("ours", ours), ("theirs", theirs)):
         score, taken = Score(), []
@@ -118,7 +118,7 @@ def _ladder(sizes: Sequence[int]) -> Ladder:
 
 
 def towers(*, quick: bool, repeats: int) -> list[Row]:
-    """Our engine without graphs beside plain transformers with sdpa, on the same weights and pixels."""
+    """Vitwire's engine without graphs compared with plain transformers and sdpa, on the same weights and pixels."""
     depth, hidden = (2, 128) if quick else (6, 512)
     rows = []
     for name in ("Qwen3-VL-8B", "Qwen2.5-VL-7B"):
@@ -153,7 +153,7 @@ def _engine(tower: PackedTower, hot: HotShapes | None = None) -> Engine:
 
 
 def _compared(ours: PackedTower, theirs: PackedTower, load: Load, hot: HotShapes | None, repeats: int) -> Row:
-    """All paths in turns, so that a machine that slows down slows all of them."""
+    """All paths alternately, so that a slow phase of the machine affects all of them."""
     pixels = draw(theirs, load.grids)
     batch = items(ours, load.grids, pixels)
     runs: list[Callable[[], Any]] = [
@@ -178,7 +178,7 @@ def _encode(engine: Engine, batch: Sequence[Item]) -> None:
 
 
 def _compiled(hot: HotShapes, engine: Engine, batch: Sequence[Item]) -> bool:
-    """Whether the shape of this batch is compiled and in use, once its compilation is done."""
+    """Wait for the compilation of this batch's shape; returns whether it is used."""
     before, until = len(hot.ready), time.monotonic() + COMPILE_SECONDS
     while len(hot.ready) == before and time.monotonic() < until:
         _encode(engine, batch)
@@ -205,7 +205,7 @@ def _in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[floa
 
 
 def codec(options: argparse.Namespace) -> list[Row]:
-    """An item of many bytes written and read, its pixels as a view or bytes in either case."""
+    """Serialise and parse a large item, with pixels as a view or as bytes."""
     columns = 1536
     patches = (1 << 20 if options.quick else 12 << 20) // columns
     pixels = bytes(patches * columns)

@@ -1,4 +1,4 @@
-"""The least time that a device can take for a forward: its arithmetic or its weights, whichever takes longer."""
+"""The minimum time of a forward on a device: arithmetic or reading weights, whichever is longer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from vitwire_server.towers.layouts.packed import AttentionSpan, PackedTower
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device was measured to do: large bf16 products, and copies counting bytes read and written."""
+    """Measured rates of a device: large bf16 matrix products, and copies (bytes read and written)."""
 
     flops: float
     bytes_per_second: float
@@ -26,7 +26,7 @@ def floor_seconds(tower: PackedTower, grids: Sequence[Grid], ceilings: Ceilings 
 
 
 def flop(tower: PackedTower, grids: Sequence[Grid]) -> float:
-    """Floating-point operations of the blocks and mergers; patch embedding, norms and rotations left out.
+    """Floating-point operations of the blocks and mergers; without patch embedding, norms and rotations.
 
     With N patches, L layers, d columns, an MLP of m columns and rows of out columns: linear layers
     L*N*2*(4d^2 + 2dm), 3dm where the MLP is gated; mergers (1 + deepstack)*(N/4)*2*((4d)^2 + 4d*out);

@@ -44,7 +44,7 @@ ITEMS, FRAMES = 64, 512
 TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
-"""A measurement ends after so many repeats or seconds, but not before three repeats."""
+"""A measurement ends after this many repeats or seconds, but not before three repeats."""
 Row = dict[str, Any]
 
 
@@ -60,14 +60,14 @@ def main() -> None:
     _show(console, "captures", bench.captures)
     if options.plot:
         _plot(options.plot, bench)
-    document = {"bench": "gpu", **bench.told(), "rows": bench.rows, "captures": bench.captures}
+    document = {"bench": "gpu", **bench.parameters(), "rows": bench.rows, "captures": bench.captures}
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
 
 
 class Bench:
-    """Measures tower after tower; what there was no time for is named, not guessed."""
+    """Measures one tower after another; lists what there was no time for."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace) -> None:
         self.rows: list[Row] = []
@@ -79,7 +79,7 @@ class Bench:
         self._until = time.monotonic() + options.seconds
 
     def run(self, name: str) -> None:
-        """All loads on one tower; its memory is free again afterwards."""
+        """All loads on one tower; frees its memory afterwards."""
         model_type, fields = PUBLISHED[name]
         fields = shrunk(fields, 2, 128) if self._options.tiny else fields
         tower = build(model_type, fields, torch.bfloat16, self._device)
@@ -93,8 +93,8 @@ class Bench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def told(self) -> Row:
-        """What figures mean nothing without."""
+    def parameters(self) -> Row:
+        """The conditions of the measurement."""
         cuda = self._device.type == "cuda"
         return {
             "date": datetime.now(UTC).date().isoformat(),
@@ -124,7 +124,7 @@ class Bench:
         return row | {"floor": round(1e3 * floor_seconds(tower, load.grids, ceilings), 3)}
 
     def _plain(self, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
-        """transformers' own attention; a tower that knows no flash attention keeps null."""
+        """transformers with its own attention; null if the tower does not support flash attention."""
         ways = {"plain_sdpa": "sdpa"}
         if self._device.type == "cuda" and is_flash_attn_2_available():
             ways["plain_flash"] = "flash_attention_2"
@@ -183,7 +183,7 @@ class Bench:
         return graphs
 
     def _watched(self, name: str, column: str, budgets: Iterable[Budget]) -> Iterator[Budget]:
-        """Seconds and memory that each capture takes; ends when the time is up."""
+        """Seconds and memory of each capture, until the time is up."""
         for each in budgets:
             if time.monotonic() > self._until:
                 self._left_out.append(f"{name} {each.tokens} tokens {column}: no time to capture")
@@ -199,7 +199,7 @@ class Bench:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def _measure(self, row: Row, column: str, once: Callable[[], float]) -> None:
-        """The median of `once` in milliseconds; null if the time is up or the device refuses."""
+        """The median of `once` in milliseconds; null if the time is up or it fails."""
         where = f"{row['tower']} {row['load']} {column}"
         if time.monotonic() > self._until:
             self._left_out.append(f"{where}: no time")
@@ -207,7 +207,7 @@ class Bench:
         try:
             taken = self._repeated(once)
         except torch.AcceleratorError as error:
-            self._until = 0.0  # nothing runs on this device any more; what was measured is still told
+            self._until = 0.0  # the device is lost; report what was measured so far
             self._left_out.append(f"{where}: {error}")
         except (RuntimeError, ImportError, ValueError, TypeError, EncodeFailed) as error:
             self._left_out.append(f"{where}: {str(error).partition(chr(10))[0]}")
@@ -225,7 +225,7 @@ class Bench:
         return taken
 
     def _timed(self, run: Callable[[], object]) -> float:
-        """Seconds between events around a call that nothing else runs beside."""
+        """Seconds between events around a call, with nothing else running."""
         if self._device.type != "cuda":
             start = time.perf_counter()
             run()
@@ -254,7 +254,7 @@ def _ladder(tower: PackedTower, batches: Iterable[Sequence[Item]]) -> Ladder:
 
 
 def fused(tower: PackedTower, choice: Selection) -> int:
-    """Everything that loading does to a tower on CUDA."""
+    """Fuse the tower as at load on CUDA."""
     tower.rewrite()
     if tower.device.type != "cuda":
         return 0
@@ -297,8 +297,10 @@ def _plot(path: Path, bench: Bench) -> None:
         axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))], [row["load"] for row in rows])
         axes.set(title=name, ylabel="ms", yscale="log")
     axes.legend(ncols=len(shown))
-    told = bench.told()
-    figure.suptitle(f"{told['device']}, torch {told['torch']}, graphs {told['graphs']}, {told['date']}")
+    parameters = bench.parameters()
+    figure.suptitle(
+        f"{parameters['device']}, torch {parameters['torch']}, graphs {parameters['graphs']}, {parameters['date']}"
+    )
     figure.savefig(path, dpi=140)
 
 

@@ -42,7 +42,7 @@ PUBLISHED: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def shrunk(fields: Mapping[str, Any], depth: int, hidden: int) -> dict[str, Any]:
-    """A tower of the same shape, but of so many layers and columns; heads of 64."""
+    """The same tower with other numbers of layers and columns, and heads of 64."""
     small = {**fields, "depth": depth, "num_heads": hidden // 64}
     factor = hidden / fields.get("embed_dim", fields["hidden_size"])
     if "embed_dim" in fields:
@@ -87,7 +87,7 @@ def write(model_type: str, fields: Mapping[str, Any], out: Path) -> Any:
 
 
 def preprocessing() -> dict[Modality, Preprocessing]:
-    """Settings of processors that scale pixels to [-1, 1]; bounds play no part here."""
+    """Settings of processors that scale pixels to [-1, 1]; bounds are not used."""
     settings = Preprocessing(1, 1 << 30, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3, bounds_span_frames=False)
     return {Modality.IMAGE: settings, Modality.VIDEO: settings}
 
@@ -101,7 +101,7 @@ class Load:
 
 
 def square(tower: PackedTower, side: int, frames: int = 1) -> Grid:
-    """The grid of an image, or of a clip of so many frames, of `side` pixels, rounded down to whole tokens."""
+    """The grid of a square image or clip of `side` pixels, rounded down to whole tokens."""
     geometry = tower.geometry
     patches = side // (geometry.patch * geometry.merge) * geometry.merge
     return Grid(-(-frames // geometry.temporal), patches, patches)
@@ -115,7 +115,7 @@ def draw(tower: PackedTower, grids: Sequence[Grid]) -> Tensor:
 
 
 def items(tower: PackedTower, grids: Sequence[Grid], pixels: Tensor) -> list[Item]:
-    """The same pixels as items that a server would get."""
+    """The same pixels as the server's items."""
     dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
     parts = torch.split(pixels.cpu(), [grid.patches for grid in grids])
     return [
@@ -132,7 +132,7 @@ def items(tower: PackedTower, grids: Sequence[Grid], pixels: Tensor) -> list[Ite
 
 @contextmanager
 def stock(tower: PackedTower, implementation: str) -> Iterator[None]:
-    """The tower's model attends as transformers does by itself, for as long as this lasts."""
+    """Use transformers' own attention within the block."""
     before = tower.model.config._attn_implementation
     tower.use_attention(implementation)
     try:
@@ -143,7 +143,7 @@ def stock(tower: PackedTower, implementation: str) -> Iterator[None]:
 
 @torch.inference_mode()
 def plain(tower: PackedTower, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """What plain transformers computes: grids as a tensor, everything else found out within the forward."""
+    """The forward of plain transformers, which computes metadata from a tensor of grids."""
     output = tower.model(pixels, grid_thw=torch.tensor(grids, device=tower.device))
     deepstack = output.deepstack_features if tower.geometry.levels else []
     return torch.cat([output.pooler_output, *deepstack], dim=-1)

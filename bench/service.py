@@ -1,7 +1,7 @@
-"""`make service-bench`: server processes under the load of client processes, to see what bounds the service.
+"""`make service-bench`: server processes under the load of client processes, to find the bottleneck of the service.
 
 A published tower with random weights is served by one process per entry of `--devices` (the same device may be
-named more than once), and asked for images of one size by `vitwire bench`, in one or several processes.
+named more than once), and loaded with images of one size by `vitwire bench`, in one or several processes.
 The last line of stdout is one JSON document.
 """
 
@@ -34,15 +34,15 @@ from servers import ServerProcess, supervising
 CLIENT = (sys.executable, "-c", "from vitwire.cli import main; main()", "bench")
 READY_SECONDS = 300
 TINY = (2, 128)
-"""Layers and columns of what is served to show that it runs."""
+"""Layers and columns of the model for `--tiny`."""
 LEAD = 4.0
-"""Seconds that clients are given to start, and go on after the measurement."""
+"""Seconds for clients to start before the measurement, and to run on after it."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Images of so many pixels a side, one a request, and how many requests are in flight together."""
+    """Side of the images, one per request, and the number of requests in flight."""
 
     side: int
     in_flight: int
@@ -64,7 +64,7 @@ def main() -> None:
                 if options.kill and len(children) > 1:
                     rows.append(_killed(devices, supervisor, children, options))
     _show(rows)
-    document = {"bench": "service", **_told(options), "rows": rows}
+    document = {"bench": "service", **_parameters(options), "rows": rows}
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
@@ -97,7 +97,7 @@ def _measured(devices: str, children: Mapping[str, ServerProcess], load: Load, c
 def _killed(
     devices: str, supervisor: ServerProcess, children: Mapping[str, ServerProcess], options: argparse.Namespace
 ) -> Row:
-    """One process is killed under load: what clients were told, and when its successor was ready."""
+    """One process is killed under load: the clients' errors, and the time until its successor was ready."""
     load, clients, pid = options.loads[0], options.clients[-1], supervisor.process.pid
     first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     with _clients(children, load, clients, LEAD + options.seconds) as running:
@@ -124,7 +124,7 @@ def _killed(
 def _clients(
     children: Mapping[str, ServerProcess], load: Load, clients: int, seconds: float
 ) -> Iterator[Sequence[subprocess.Popen[str]]]:
-    """Client processes that share the load; they end with the block, by force if need be."""
+    """Client processes that share the load, stopped at the end of the block, by force if necessary."""
     target = "ipv4:" + ",".join(child.target for child in children.values())
     words = ("--target", target, "--size", f"{load.side}x{load.side}", "--seconds", str(seconds))
     own = ("--concurrency", str(max(1, load.in_flight // clients)))
@@ -138,7 +138,7 @@ def _clients(
 
 
 def _counted(children: Mapping[str, ServerProcess]) -> tuple[float, float, float]:
-    """Items, their tokens, and seconds of computing, of all processes since their start."""
+    """Items, tokens and seconds of computation of all processes since their start."""
     items = sum(child.metric("vitwire_items_total") for child in children.values())
     tokens = sum(child.metric("vitwire_tokens_total", kind="real") for child in children.values())
     computed = sum(child.metric("vitwire_stage_seconds_sum", stage="execute") for child in children.values())
@@ -162,7 +162,7 @@ def _show(rows: Sequence[Row]) -> None:
     Console(width=160).print(table)
 
 
-def _told(options: argparse.Namespace) -> Row:
+def _parameters(options: argparse.Namespace) -> Row:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor()
     return {
         "date": datetime.now(UTC).date().isoformat(),

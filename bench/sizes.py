@@ -1,4 +1,4 @@
-"""Sizes that a vision encoder meets in production, as a table: what benchmarks run on where no trace is at hand.
+"""Sizes that a vision encoder meets in production, as a table: what benchmarks run on without a trace.
 
 Fitted on 2026-11-20 to 15,867 images sampled from the ServeGen distributions of a production Qwen-VL
 service (arXiv 2505.09999, workload mm-image, 20:00 and 21:00 of its day): image counts and tokens of
@@ -25,15 +25,15 @@ ATOMS = (
     *((1248, 1.9), (1260, 1.1), (1272, 1.1)),
 )
 EXACT = 0.77
-"""Share of items that have exactly the tokens of their atom; others lie between it and the next one."""
+"""Share of items with exactly the tokens of their atom; others are between it and the next."""
 IMAGES = ((1, 0.80), (2, 0.06), (3, 0.11), (4, 0.015), (5, 0.007), (6, 0.005), (8, 0.003))
-"""Images of a request, and the share of such requests."""
+"""Images per request, and the share of such requests."""
 _SLIMMEST = 3
-"""Sides of a grid differ by this factor at most, where some number of tokens nearby allows it."""
+"""Maximum aspect ratio of a grid, if a number of tokens nearby allows it."""
 
 
 def trace(requests: int, seed: int) -> Iterator[list[Grid]]:
-    """Grids of the images of so many requests; the same arguments give the same ones."""
+    """Grids of the images of `requests` requests; deterministic."""
     rng = np.random.default_rng(seed)
     tokens, shares = (np.array(column) for column in zip(*ATOMS, strict=True))
     counts, often = (np.array(column) for column in zip(*IMAGES, strict=True))
@@ -43,13 +43,13 @@ def trace(requests: int, seed: int) -> Iterator[list[Grid]]:
 
 
 def footprints(requests: int, seed: int) -> list[Footprint]:
-    """What the images of `trace` cost, in their order of arrival."""
+    """Footprints of the images of `trace`, in order of arrival."""
     grids = (grid for request in trace(requests, seed) for grid in request)
     return [Footprint(grid.patches, grid.patches // MERGE**2, grid.t, grid.frame_patches) for grid in grids]
 
 
 def grid_of(tokens: int) -> Grid:
-    """The grid nearest to a square that has so many tokens; of one fewer if only a strip has so many."""
+    """The most square grid with this number of tokens; one fewer if only a strip has it."""
     while True:
         height = next(side for side in range(isqrt(tokens), 0, -1) if tokens % side == 0)
         if tokens // height <= _SLIMMEST * height:
@@ -58,6 +58,6 @@ def grid_of(tokens: int) -> Grid:
 
 
 def _near(tokens: np.ndarray, atom: int, rng: np.random.Generator) -> int:
-    """The atom's own tokens, or some between it and the next atom."""
+    """The atom's tokens, or a number between it and the next atom."""
     exact = atom + 1 == len(tokens) or rng.random() < EXACT
     return int(tokens[atom] if exact else rng.integers(tokens[atom], tokens[atom + 1]))

@@ -36,7 +36,7 @@ _FLAGS = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One item of the demo: what came back, how long it took, how far off it is."""
+    """One item of the demo: its embedding, time and error."""
 
     name: str
     grid: GridTuple
@@ -46,7 +46,7 @@ class Row:
 
 
 def photographs() -> dict[str, Image.Image]:
-    """Real photographs of different sizes, from packages that are installed anyway."""
+    """Photographs of different sizes, from packages that are installed anyway."""
     samples = Path(mpl.get_data_path()) / "sample_data"
     science = Path(skimage.__file__).parent / "data"
     files = [
@@ -76,7 +76,7 @@ def image_reference(checkpoint: Path, image: Image.Image, reference: Reference) 
 def clip_reference(client: Client, frames: Frames, reference: Reference) -> tuple[Array, GridTuple]:
     """Embedding and grid of a clip by the stock tower; its stock processor needs torchvision, so patches are ours."""
     settings = client.model().video_preprocessor
-    assert settings is not None, "the demo's server tells how it prepares clips"
+    assert settings is not None, "the demo's model has settings for clips"
     patches, grid = clip_patches(frames, settings)
     mean, std = (np.array(values).reshape(1, -1, 1) for values in (settings.mean, settings.std))
     shaped = patches.reshape(len(patches), mean.size, -1) * settings.rescale_factor
@@ -130,7 +130,7 @@ def show(rows: list[Row]) -> None:
 
 
 def document(rows: list[Row]) -> dict[str, object]:
-    """The figures for the last line."""
+    """The results as JSON, for the last line."""
     reports = [row.embedding.report for row in rows]
     return {
         "agree": all(row.error <= TOLERANCE for row in rows),

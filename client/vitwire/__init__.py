@@ -1,11 +1,11 @@
-"""Vitwire: a vision encoder as a service. This is its client.
+"""Client of Vitwire, a vision encoder as a service.
 
     from vitwire import Client
 
     with Client("localhost:50051") as client:
         embeddings = client.encode_images(["cat.jpg", "dog.jpg"])
 
-`AsyncClient` is its twin for asyncio.
+`AsyncClient` is the same for asyncio.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -57,5 +57,5 @@ __all__ = [
 
 try:
     __version__ = version("vitwire")
-except PackageNotFoundError:  # run from a checkout that is not installed
+except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0.0.0"

@@ -1,21 +1,21 @@
-"""The client for asyncio. `_client.py` holds its twin for threads."""
+"""The asyncio client. `_client.py` is the same for threads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Literal, Self, overload
 
 from vitwire._aio_transport import AsyncTransport
 from vitwire._channel import Tls, bearer, credentials
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._exchange import may_speak_of_another_model
+from vitwire._exchange import may_mean_other_model
 from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import clip_items, image_items
-from vitwire._protocol import Options, Priority, Result, embeddings, is_unknown, split
+from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
 from vitwire._retry import MAX_RETRIES, Policy
 from vitwire._target import checked_target
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AsyncClient:
-    """A connection to one encoder service, of the event loop that first uses it; share it, and close it.
+    """A connection to an encoder service, bound to the event loop that first uses it. Share one, close it when done.
 
     The arguments are those of `Client`. Cancelling a call cancels its RPCs on the server.
     """
@@ -41,7 +41,7 @@ class AsyncClient:
         wait_for_ready: bool = False,
     ) -> None:
         if spread < 1:
-            raise ValueError(f"spread is at least 1, not {spread}")
+            raise ValueError(f"spread must be at least 1, got {spread}")
         self._policy = Policy(max_retries, wait_for_ready)
         self._timeout = timeout
         self._spread = spread
@@ -53,11 +53,11 @@ class AsyncClient:
     async def encode(
         self,
         items: Sequence[Item],
-        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority = "interactive",
     ) -> list[Embedding]:
-        """Encode items; their embeddings come in the same order. As `Client.encode`."""
+        """Encode items; returns their embeddings in the same order. As `Client.encode`."""
         return await self._encode(items, self._deadline(timeout), Options.of(output_type, priority))
 
     @overload
@@ -85,22 +85,20 @@ class AsyncClient:
     async def iter_encode(
         self,
         items: Sequence[Item],
-        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority = "interactive",
         *,
         return_exceptions: bool = False,
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[Result, None]:
         """Yield `(position, embedding)` of each item as soon as it is ready. As `Client.iter_encode`.
 
-        Wrapped in `contextlib.aclosing`, leaving the loop cancels the rest at once; else as soon as Python
-        finds the generator abandoned.
+        Leaving the loop cancels the rest: at once within `contextlib.aclosing`, else when the generator is collected.
         """
-        asked = dict(enumerate(items))
         deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
         options = Options.of(output_type, priority, stream=return_exceptions)
-        results = self._results(asked, deadline, options)
+        results = self._results(dict(enumerate(items)), deadline, options)
         async with aclosing(results):
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:
@@ -113,27 +111,27 @@ class AsyncClient:
     async def encode_cached(
         self,
         items: Sequence[Item],
-        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority = "interactive",
     ) -> list[Embedding]:
-        """Pixels of an item with a `content_id` are sent only if the server does not know it. As `Client`'s."""
-        asked, deadline, options = dict(enumerate(items)), self._deadline(timeout), Options.of(output_type, priority)
-        asks = {index: without_pixels(item) for index, item in asked.items()}
-        async with aclosing(self._results(asks, deadline, options)) as found:
+        """Sends pixels of items with a `content_id` only if needed. As `Client.encode_cached`."""
+        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
+        lookups = {index: without_pixels(item) for index, item in enumerate(items)}
+        async with aclosing(self._results(lookups, deadline, options)) as found:
             results = {index: result async for index, result in found}
-        unknown = {index: item for index, item in asked.items() if is_unknown(results[index], item)}
-        async with aclosing(self._results(unknown, deadline, options)) as uploaded:
+        uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
+        async with aclosing(self._results(uploads, deadline, options)) as uploaded:
             return embeddings(results | {index: result async for index, result in uploaded})
 
     async def encode_images(
         self,
         images: "Sequence[ImageLike]",
-        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority = "interactive",
     ) -> list[Embedding]:
-        """Encode images, prepared in threads as the server's model wants them. As `Client.encode_images`."""
+        """Encode images, prepared in threads for the server's model. As `Client.encode_images`."""
         deadline, options = self._deadline(timeout), Options.of(output_type, priority)
         items = await asyncio.to_thread(image_items, images, await self._get_model(deadline))
         return await self._encode(items, deadline, options)
@@ -141,17 +139,17 @@ class AsyncClient:
     async def encode_clips(
         self,
         clips: "Sequence[Clip]",
-        timeout: float | None = None,  # noqa: ASYNC109  # it is the RPC's deadline, not only a local one
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority = "interactive",
     ) -> list[Embedding]:
-        """Encode clips, prepared in threads as the server's model wants them. As `Client.encode_clips`."""
+        """Encode clips, prepared in threads for the server's model. As `Client.encode_clips`."""
         deadline, options = self._deadline(timeout), Options.of(output_type, priority)
         items = await asyncio.to_thread(clip_items, clips, await self._get_model(deadline))
         return await self._encode(items, deadline, options)
 
     async def model(self, timeout: float | None = None) -> Model:  # noqa: ASYNC109  # as above
-        """The server's model and limits, remembered. As `Client.model`."""
+        """The server's model and limits, cached. As `Client.model`."""
         return await self._get_model(self._deadline(timeout))
 
     async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # as above
@@ -159,7 +157,7 @@ class AsyncClient:
         return await self._transport.health(service, self._deadline(timeout, HEALTH_SECONDS))
 
     async def close(self) -> None:
-        """Close the connection and cancel what is in flight."""
+        """Close the connection and cancel requests in flight."""
         await self._transport.close()
 
     async def __aenter__(self) -> Self:
@@ -177,7 +175,7 @@ class AsyncClient:
     async def _results(
         self, items: Mapping[int, Item], deadline: Deadline, options: Options
     ) -> AsyncGenerator[Result, None]:
-        """Embedding or error of each item, by position. Raises what ends the whole request."""
+        """Embedding or error of each item, by position. Raises errors of the whole request."""
         if not items:
             return
         model = await self._get_model(deadline)
@@ -187,10 +185,10 @@ class AsyncClient:
             async with aclosing(self._transport.encode(parts, model.deepstack_levels, deadline)) as stream:
                 async for index, result in stream:
                     if isinstance(result, VitwireError):
-                        self._review_model(result)
+                        self._forget_model_after(result)
                     yield index, result
         except VitwireError as error:
-            self._review_model(error)
+            self._forget_model_after(error)
             raise
 
     async def _get_model(self, deadline: Deadline) -> Model:
@@ -198,9 +196,9 @@ class AsyncClient:
             self._model = await self._transport.model(deadline)
         return self._model
 
-    def _review_model(self, error: VitwireError) -> None:
-        """Forget the model if the error may come of the server holding another one by now."""
-        if may_speak_of_another_model(error):
+    def _forget_model_after(self, error: VitwireError) -> None:
+        """Forget the model if the error may mean that the server has another one now."""
+        if may_mean_other_model(error):
             self._model = None
 
     def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:

@@ -1,4 +1,4 @@
-"""Channels and RPCs of the client for asyncio. `_transport.py` holds its twin for threads."""
+"""Channels and RPCs of the asyncio client. `_transport.py` is the same for threads."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from vitwire.v1 import encoder_pb2 as pb
 
 
 class AsyncTransport:
-    """Moves the messages of `_protocol`; nothing of gRPC leaves it."""
+    """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
 
     def __init__(
         self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None, policy: Policy
@@ -34,7 +34,7 @@ class AsyncTransport:
         self._channels: dict[_channel.ChannelOptions, grpc.aio.Channel] = {}
 
     async def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> AsyncGenerator[Result, None]:
-        """Results of all parts as they come; the calls are cancelled when the generator is closed."""
+        """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
         metadata = _channel.metadata(self._token)
         streams = [self._results(Exchange(part, levels, Attempts(self._policy, deadline)), metadata) for part in parts]
         async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as results:
@@ -46,15 +46,15 @@ class AsyncTransport:
         metadata = _channel.metadata(self._token)
         attempts = Attempts(self._policy, deadline)
         while True:
-            patience = attempts.patience()
+            accept_timeout = attempts.accept_timeout()
             try:
-                timeout = attempts.left() if patience is None else patience
+                timeout = attempts.left() if accept_timeout is None else accept_timeout
                 return model_of(await get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
             except grpc.RpcError as error:
-                if patience is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    attempts.silent()
+                if accept_timeout is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    attempts.unanswered()
                     continue
-                delay = attempts.delay(await self._explained(error, attempts))
+                delay = attempts.delay(await self._with_reason(error, attempts))
             await asyncio.sleep(delay)
 
     async def health(self, service: str, deadline: Deadline) -> str:
@@ -86,18 +86,18 @@ class AsyncTransport:
         encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
         while exchange.part.one_message:
             exchange.begin()
-            patience = exchange.attempts.patience()
+            accept_timeout = exchange.attempts.accept_timeout()
             call = encode(exchange.part.request(), timeout=exchange.attempts.left(), metadata=metadata)
             try:
-                if not await _accepted(call, patience):
-                    exchange.attempts.silent()
+                if not await _accepted(call, accept_timeout):
+                    exchange.attempts.unanswered()
                     continue
                 async for response in call:
                     if (result := exchange.feed(response)) is not None:
                         yield result
                 delay = exchange.finish()
             except grpc.RpcError as error:
-                delay = exchange.failed(await self._explained(error, exchange.attempts, exchange.part))
+                delay = exchange.failed(await self._with_reason(error, exchange.attempts, exchange.part))
             except asyncio.CancelledError:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
@@ -110,8 +110,8 @@ class AsyncTransport:
                 return
             await asyncio.sleep(delay)
 
-    async def _explained(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
-        """The error; where gRPC only knows that no server is ready, with the reason that a server gives."""
+    async def _with_reason(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
+        """The error; if gRPC only reports that no server is ready, the reason that a server gives instead."""
         failure = from_rpc(error, part.indices if part else ())
         if not isinstance(failure, Unavailable) or is_from_server(error):
             return failure
@@ -120,11 +120,11 @@ class AsyncTransport:
         return attempts.reason or failure
 
     async def _reason(self, known: VitwireError | None) -> VitwireError | None:
-        """Why no server is ready: None if one is; what is known where none answers."""
-        ask = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
+        """Why no server is ready: None if one is ready, `known` if none answers."""
+        get_model = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
         try:
-            await ask(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
+            await get_model(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
             return from_rpc(error) if error.code() is grpc.StatusCode.UNAVAILABLE else known
         return None
@@ -139,7 +139,7 @@ class AsyncTransport:
         calls = Calls()
 
         def deliver(result: Result | Exception | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(arrived.put_nowait, result)
 
         def drain() -> None:
@@ -147,7 +147,7 @@ class AsyncTransport:
                 for result in self._threaded.results(exchange, metadata, calls):
                     deliver(result)
                 deliver(None)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the caller waits for it
+            except Exception as error:  # noqa: BLE001  # raised again by the caller
                 deliver(error)
 
         threading.Thread(target=drain, daemon=True).start()
@@ -160,7 +160,7 @@ class AsyncTransport:
             calls.cancel()
 
     def _connected(self, options: _channel.ChannelOptions) -> grpc.aio.Channel:
-        """The channel with these options; opened late, as it belongs to the running loop."""
+        """The channel with these options, opened at first use, as it belongs to the running loop."""
         if self._closed:
             raise RuntimeError("the client is closed")
         if options not in self._channels:
@@ -173,12 +173,12 @@ class AsyncTransport:
         return grpc.aio.secure_channel(self._target, self._credentials, options)
 
 
-async def _accepted(call: grpc.aio.Call, patience: float | None) -> bool:
-    """Whether the server accepted the call, or ended it, within its patience."""
-    if patience is None:
+async def _accepted(call: grpc.aio.Call, timeout: float | None) -> bool:  # noqa: ASYNC109  # shorter than the call's
+    """Whether the server accepted or ended the call within `timeout`."""
+    if timeout is None:
         return True
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout):
             await call.initial_metadata()
     except TimeoutError:
         return False
@@ -186,7 +186,7 @@ async def _accepted(call: grpc.aio.Call, patience: float | None) -> bool:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Result, None]]) -> AsyncGenerator[Result, None]:
-    """Results of all streams as they come."""
+    """Results of all streams as they arrive."""
     arrived: asyncio.Queue[Result | Exception | None] = asyncio.Queue()
 
     async def drain(stream: AsyncGenerator[Result, None]) -> None:
@@ -194,7 +194,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Result, None]]) -> AsyncGener
             async for result in stream:
                 arrived.put_nowait(result)
             arrived.put_nowait(None)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the caller waits for it
+        except Exception as error:  # noqa: BLE001  # raised again by the caller
             arrived.put_nowait(error)
 
     tasks = [asyncio.create_task(drain(stream)) for stream in streams]

@@ -1,17 +1,18 @@
-"""What both clients hand to gRPC: options, credentials, metadata, methods and health messages."""
+"""What both clients pass to gRPC: options, credentials, metadata, methods and health messages."""
 
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
 import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
+from vitwire._protocol import Response
 from vitwire._retry import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, Request, read_chunk, read_plain, write_chunk, write_request
@@ -36,33 +37,43 @@ _BALANCED: dict[str, object] = {
 _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # gRPC repeats nothing, neither by a policy nor transparently: where 1.85 does, RPCs whose servers are all gone hang
-    # beyond their deadline, and client streams lose messages. `_retry.Attempts` says when the client sends again.
+    # No retries in gRPC: with them, in 1.85, RPCs hang beyond their deadline if no server is left, and client streams
+    # lose messages. `_retry.Attempts` decides about retries.
     ("grpc.enable_retries", 0),
-    # A server that returns is reached within half a second.
+    # Reconnect within half a second to a server that is back.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 400),
-    # This is how long an attempt to connect may take: a frozen server accepts, and then says nothing.
+    # Timeout of a connection attempt: a frozen server accepts the connection but does not answer.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Finds a frozen or vanished server within 20 s. Pings are sent while a call is open, and the health watch of each
-    # connection always is. Otherwise gRPC stops after two pings without data.
+    # Detect a frozen or vanished server within 20 s. Pings are sent while a call is open; the health watch of each
+    # connection always is. By default gRPC stops after two pings without data.
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Names are resolved again as soon as a connection ends, not 30 s after the last time: replicas come and go.
+    # Resolve names again soon after a connection ends, not 30 s after the last resolution: replicas come and go.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
-    # gRPC 1.85 waits a minute for the answer to any ping if this does not say otherwise.
+    # gRPC 1.85 waits a minute for the answer to a ping by default.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
 )
 OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
-# Streams have connections of their own, to keep bulk off that of small requests.
+# Streams use separate connections, so that large uploads do not delay small requests.
 STREAM_OPTIONS: ChannelOptions = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 HEALTH_OPTIONS = _COMMON_OPTIONS
-"""No health checking here: such a channel hides the servers whose ill health is asked for."""
+"""Without health checking, which would hide the unhealthy servers that are queried."""
+
+
+class StreamCall(Protocol):
+    """An RPC with a response stream; gRPC's own class is private."""
+
+    def __iter__(self) -> Iterator[Response]: ...
+
+    def initial_metadata(self) -> object: ...
+
+    def cancel(self) -> object: ...
 
 
 class Method(NamedTuple, Generic[Q, R]):
-    """Path of an RPC and how its messages are written and read; the order grpc's constructors take."""
+    """Path, serialiser and deserialiser of an RPC, in the order of gRPC's constructors."""
 
     path: str
     serializer: Callable[[Q], bytes]
@@ -80,7 +91,7 @@ GET_MODEL: Method[pb.GetModelRequest, pb.GetModelResponse | Malformed] = Method(
 )
 
 
-# HealthCheckRequest is one string and HealthCheckResponse one enum, both of number 1, as in the wrappers.
+# HealthCheckRequest is one string and HealthCheckResponse one enum, both field 1, as in the wrapper types.
 def _health_request(service: str) -> bytes:
     return StringValue(value=service).SerializeToString()
 
@@ -99,7 +110,7 @@ def health_name(status: int) -> str:
 
 
 def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
-    """None for a channel without TLS. Raises OSError where a file of root certificates cannot be read."""
+    """Channel credentials; None without TLS. Raises OSError if the file cannot be read."""
     if isinstance(tls, grpc.ChannelCredentials):
         return tls
     if isinstance(tls, str | os.PathLike):
@@ -108,9 +119,9 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
 
 
 def bearer(token: str | None) -> str | None:
-    """The token, if a header can carry it. Raises ValueError, which does not tell the token."""
+    """The token. Raises ValueError, without the token in its message, if it is not valid in a header."""
     if token and not (token.isascii() and token.isprintable()):
-        raise ValueError("the token has characters other than printable ASCII, such as a line's end")
+        raise ValueError("the token has characters other than printable ASCII, such as a line break")
     return token
 
 
@@ -121,10 +132,10 @@ def metadata(token: str | None) -> Metadata:
 
 
 def _trace_context() -> Metadata:
-    """The caller's span in W3C form, where the program uses OpenTelemetry, which is not asked for here."""
+    """The caller's span in W3C format, if the program has imported OpenTelemetry."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
-    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # there, but for others' sake
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # imported by the program
         TraceContextTextMapPropagator,
     )
 

@@ -1,4 +1,4 @@
-"""Until when a call has to be done, and how long that is where the caller did not say."""
+"""Deadlines of calls, and the default timeout by the amount of work."""
 
 import math
 import time
@@ -12,27 +12,27 @@ MODEL_SECONDS = 60.0
 _BASE_SECONDS, _PATIENT_SECONDS = 60.0, 600.0
 _SECONDS_PER_PATCH = 0.025
 """A tower of 600 M parameters takes 1.2 GFLOP per patch: 12 ms on a CPU that does 100 GFLOP/s, 6 ms more to send its
-float32 pixels at 1 MB/s. A slower server than that is worth an explicit timeout."""
+float32 pixels at 1 MB/s. Slower servers need an explicit timeout."""
 _VALUES_PER_PATCH = 3 * 14 * 14
 _LONGEST_SECONDS = 1e9
-"""gRPC overflows on longer deadlines; nobody waits that long."""
+"""gRPC overflows on longer deadlines; these become no deadline."""
 
 
 class Deadline:
-    """The moment at which a whole call, however many RPCs it takes, has to be done."""
+    """The deadline of a call, including all its RPCs."""
 
     def __init__(self, timeout: float | None, default: float) -> None:
-        """`default` seconds hold where `timeout` is None; infinity means no deadline. Raises ValueError for NaN."""
+        """`default` applies if `timeout` is None; infinity means no deadline. Raises ValueError for NaN."""
         if timeout is not None and math.isnan(timeout):
-            raise ValueError("timeout is a number of seconds, not NaN")
+            raise ValueError("timeout must be a number of seconds, not NaN")
         seconds = float(default if timeout is None else timeout)
         self._is_default = timeout is None
         self._at = None if seconds > _LONGEST_SECONDS else time.monotonic() + seconds
 
     def covering(self, items: Iterable[Item], *, patient: bool) -> "Deadline":
-        """This deadline if the caller set it; else one that fits the work, counted from now.
+        """This deadline if the caller set it; else a new one, from now, by the amount of work.
 
-        patient: the work may first wait long, for a server that loads or behind requests of higher priority.
+        patient: allow for a long wait, for a server that is loading or behind requests of higher priority.
         """
         if not self._is_default:
             return self
@@ -40,7 +40,7 @@ class Deadline:
         return Deadline(None, base + _SECONDS_PER_PATCH * sum(map(_patches, items)))
 
     def left(self) -> float | None:
-        """Seconds that are left; None without a deadline. Raises DeadlineExceeded when there are none."""
+        """Seconds left; None without a deadline. Raises DeadlineExceeded if none are left."""
         if self._at is None:
             return None
         left = self._at - time.monotonic()
@@ -49,11 +49,11 @@ class Deadline:
         return left
 
     def has(self, seconds: float) -> bool:
-        """Whether more than so many seconds are left."""
+        """Whether more than `seconds` are left."""
         return self._at is None or self._at - time.monotonic() > seconds
 
 
 def _patches(item: Item) -> int:
-    """Of the grid; in towers that take tiles, whose grid counts those, of the pixels."""
+    """Patches by the grid, or by the pixels, whichever is more: the grid of tile towers counts tiles."""
     values = sum(math.prod(tensor.shape) for tensor in (item.pixels, item.crops) if tensor is not None)
     return max(math.prod(item.grid), values // _VALUES_PER_PATCH)

@@ -1,17 +1,16 @@
-"""bfloat16 in DLPack capsules: numpy, which exports them, knows it only as the bits of uint16."""
+"""bfloat16 in DLPack capsules. numpy, which exports the capsules, has no bfloat16 and holds its bits as uint16."""
 
 import ctypes
-from typing import Any
 
 _BFLOAT = 4
 """`kDLBfloat`, https://dmlc.github.io/dlpack/latest/c_api.html."""
 _CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
-"""Where the code of the type is in the struct of each capsule. A tensor begins with its data (8 bytes), its device (8)
-and its number of dimensions (4); the newer struct has version (8), context (8), deleter (8) and flags (8) before it."""
+"""Offset of the type code by name of the capsule. A tensor has data (8 bytes), device (8) and number of dimensions (4)
+before it; the versioned struct has version (8), context (8), deleter (8) and flags (8) before these."""
 
 
-def name_bfloat16(capsule: Any) -> None:  # noqa: ANN401  # Python has no type for capsules
-    """Make a capsule of uint16, which nobody took yet, one of bfloat16."""
+def name_bfloat16(capsule: object) -> None:
+    """Change the type of a capsule that is not yet consumed from uint16 to bfloat16."""
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype = ctypes.c_char_p
     api.PyCapsule_GetName.argtypes = [ctypes.py_object]

@@ -1,4 +1,4 @@
-"""What a caller gets back: the rows of one item."""
+"""Results: embeddings and their reports."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ OUTPUT_TYPES: dict[DType, "pb.DataType.ValueType"] = {
 }
 DTYPES: dict[int, DType] = {number: name for name, number in OUTPUT_TYPES.items()}
 STORAGE: dict[DType, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
-"""How numpy holds each type; bfloat16, which it does not know, as the bits of uint16."""
+"""numpy dtype of each type; bfloat16, which numpy lacks, is held as uint16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,22 @@ class Embedding:
     """Rows of one item, `(tokens, width)`; a row is `[main | level 0 | level 1 | ...]`."""
 
     _rows: npt.NDArray[Any]
-    """In the server's dtype, held as `STORAGE` says; owned by this object."""
+    """In the server's dtype, stored as in `STORAGE`; owned by this object."""
     dtype: DType
-    """Type that the rows travelled in: float32, float16 or bfloat16."""
+    """Type of the rows as received: float32, float16 or bfloat16."""
     levels: int
     """Number of deepstack levels."""
     report: Report
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Of the item that was encoded, in patches; zeros where no item is known."""
+    """Grid of the item in patches; zeros if unknown."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`(tokens, width)`, deepstack levels included in the width."""
+        """`(tokens, width)`; the width includes deepstack levels."""
         return self._rows.shape
 
     def numpy(self) -> Float32:
-        """The rows as float32, `(tokens, width)`; widening is exact. A view where they came as float32."""
+        """The rows as float32, `(tokens, width)`; the conversion is exact. A view if they were received as float32."""
         return _float32(self._rows, self.dtype)
 
     def torch(self) -> "torch.Tensor":
@@ -88,7 +88,7 @@ class Embedding:
         return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """As `numpy()`, for `np.asarray`. Raises ValueError where `copy=False` cannot be kept."""
+        """As `numpy()`, for `np.asarray`. Raises ValueError if `copy=False` is impossible."""
         wanted = np.dtype(np.float32 if dtype is None else dtype)
         shares = self.dtype != "bfloat16" and wanted == self._rows.dtype
         if copy is False and not shares:
@@ -97,7 +97,7 @@ class Embedding:
             return self._rows.copy() if copy else self._rows
         return self.numpy().astype(wanted, copy=False)
 
-    def __dlpack__(self, **options: Any) -> Any:  # noqa: ANN401  # a capsule, and what the protocol may add
+    def __dlpack__(self, **options: Any) -> Any:  # noqa: ANN401  # capsules have no type before 3.13
         """The rows in the server's dtype, bfloat16 included, on the CPU, sharing this object's memory."""
         capsule = self._rows.__dlpack__(**options)
         if self.dtype == "bfloat16":
@@ -111,8 +111,8 @@ class Embedding:
     def main(self) -> Float32:
         """The rows without the deepstack levels, float32, `(tokens, width / (1 + levels))`.
 
-        A view where the rows came as float32; else only this part is converted. `torch().chunk(1 + levels, -1)` gives
-        views in any dtype.
+        A view if the rows were received as float32; else only this part is converted.
+        `torch().chunk(1 + levels, -1)` gives views in any dtype.
         """
         return self._level(0)
 

@@ -1,17 +1,14 @@
-"""What can go wrong, and whose mistake it is.
+"""All errors of the client. gRPC's errors are translated here and never reach the caller.
 
-    VitwireError
-    ├── InvalidItem        the caller's: an item or the request breaks the contract; do not send it again
-    ├── Unauthenticated    the caller's: the token is missing, wrong or not allowed to do this
-    ├── NotCached          nobody's: the cache does not hold the content_id; send the item with its pixels
-    ├── Overloaded         nobody's: the queue or the device is full; come back after `retry_after` seconds
-    ├── DeadlineExceeded   nobody's: the timeout passed, or the server saw that it could not be met
-    ├── Unavailable        the operator's: no server answers, or it is starting or draining; retried already
-    └── EncodeFailed       the server's: it failed on the item, or its answer broke the contract
-
-Errors of gRPC never reach the caller: they are translated here, and only here.
+VitwireError
+├── InvalidItem        an item or the request is invalid; do not retry
+├── Unauthenticated    the token is missing, wrong or not allowed to do this
+├── NotCached          the content_id is not in the cache; send the item with its pixels
+├── Overloaded         the queue or the device is full; retry after `retry_after` seconds
+├── DeadlineExceeded   the timeout passed, or the server could not meet it
+├── Unavailable        no server answers, or it is starting or draining; already retried
+└── EncodeFailed       the server failed on the item, or its response was invalid
 """
-# the names are the contract's
 
 import re
 from collections.abc import Iterable, Sequence
@@ -29,17 +26,17 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 
 class Violation(NamedTuple):
-    """One wrong field, named as in the proto (`items[2].grid.h`), and what is wrong with it."""
+    """An invalid field, named as in the proto (`items[2].grid.h`), and what is wrong with it."""
 
     field: str
     description: str
 
 
 class VitwireError(Exception):
-    """Root of all errors of this package.
+    """Base class of all errors of this package.
 
-    `code` is the name of the gRPC status (`"UNAVAILABLE"`); `item` the position of the item that failed, None
-    when the whole request did.
+    `code` is the name of the gRPC status (`"UNAVAILABLE"`); `item` is the position of the item that failed, None
+    if the whole request failed.
     """
 
     default_code: ClassVar[str] = "UNKNOWN"
@@ -51,7 +48,7 @@ class VitwireError(Exception):
 
 
 class InvalidItem(VitwireError):
-    """The caller's mistake: `violations` names each wrong field."""
+    """An item or the request is invalid: `violations` names each invalid field."""
 
     default_code = "INVALID_ARGUMENT"
 
@@ -74,13 +71,13 @@ class Unauthenticated(VitwireError):
 
 
 class NotCached(VitwireError):
-    """The server does not hold an embedding for this content_id: send the item with its pixels."""
+    """The server has no cached embedding for this content_id: send the item with its pixels."""
 
     default_code = "NOT_FOUND"
 
 
 class Overloaded(VitwireError):
-    """The queue or the device is full; `retry_after` is in seconds, None when the server did not say."""
+    """The queue or the device is full; `retry_after` is in seconds, None if the server did not set it."""
 
     default_code = "RESOURCE_EXHAUSTED"
 
@@ -97,19 +94,19 @@ class Overloaded(VitwireError):
 
 
 class DeadlineExceeded(VitwireError):
-    """The timeout passed, or the server saw that it could not be met."""
+    """The timeout passed, or the server could not meet it."""
 
     default_code = "DEADLINE_EXCEEDED"
 
 
 class Unavailable(VitwireError):
-    """No server answers, or it is starting or draining; `max_retries` or the timeout allow no further attempt."""
+    """No server answers, or it is starting or draining; no retries are left by `max_retries` or the timeout."""
 
     default_code = "UNAVAILABLE"
 
 
 class EncodeFailed(VitwireError):
-    """The server failed on the item, or its answer broke the contract."""
+    """The server failed on the item, or its response was invalid."""
 
     default_code = "INTERNAL"
 
@@ -127,17 +124,17 @@ _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusC
 
 
 def from_status(status: Status, item: int, indices: Sequence[int] = ()) -> VitwireError:
-    """The error of one item, as it comes in a response; `indices` as of `from_rpc`."""
+    """The error of one item from a response; `indices` as for `from_rpc`."""
     code = _CODE_NAMES.get(status.code, "UNKNOWN")
     return _error(code, status.message, status.details, item=item, indices=indices)
 
 
 def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     """The error of a whole RPC; `indices` are the positions of its items in the caller's request."""
-    pairs: Any = error.trailing_metadata() or ()  # the stubs know neither kind as what it is, pairs
+    pairs: Any = error.trailing_metadata() or ()  # pairs; the stubs disagree
     metadata: dict[str, str | bytes] = dict(pairs)
     details: Iterable[AnyMessage] = ()
-    with suppress(DecodeError):  # code and message still tell what happened
+    with suppress(DecodeError):  # code and message are still valid
         details = Status.FromString(_bytes(metadata.get(_STATUS_KEY, b""))).details
     code = "UNAVAILABLE" if _is_reset(error) else error.code().name
     translated = _error(code, error.details() or "", details, indices=indices)
@@ -152,7 +149,7 @@ def _is_reset(error: grpc.RpcError) -> bool:
 
 
 def is_from_server(error: grpc.RpcError) -> bool:
-    """Whether the server itself gave the reason, rather than gRPC on its behalf."""
+    """Whether the status came from the server rather than from gRPC in the client."""
     pairs: Any = error.trailing_metadata() or ()  # as in `from_rpc`
     return any(key == _STATUS_KEY for key, _ in pairs)
 
@@ -200,13 +197,13 @@ def _unpack(detail: AnyMessage, message: BadRequest | RetryInfo) -> bool:
 
 
 def _item(violations: Sequence[Violation], item: int | None) -> int | None:
-    """The item that the violations are about, if there is just one."""
+    """The item of the violations, if they are all about one item."""
     named = {int(found[1]) for each in violations if (found := re.match(r"items\[(\d{1,9})\]", each.field))}
     return item if item is not None or len(named) != 1 else named.pop()
 
 
 def _renumbered(text: str, indices: Sequence[int]) -> str:
-    """`items[i]` of one RPC as the position in the caller's request."""
+    """The text with `items[i]` of an RPC replaced by positions in the caller's request."""
 
     def number(found: re.Match[str]) -> str:
         position = int(found[1])

@@ -1,4 +1,4 @@
-"""The way of one part of a request to its results, over as many attempts as it takes; without I/O, for both clients."""
+"""The exchange of one part of a request over all its attempts, without I/O, for both clients."""
 
 from vitwire._errors import EncodeFailed, InvalidItem, Overloaded, VitwireError
 from vitwire._model import Model
@@ -9,11 +9,11 @@ from vitwire.wire import Malformed
 
 
 class Exchange:
-    """Holds what is still to be answered, so that only that is sent again; encoding twice does no harm."""
+    """Tracks the items not yet answered, so that a retry sends only those. Encoding twice is harmless."""
 
     def __init__(self, part: Part, levels: int, attempts: Attempts) -> None:
         self.part = part
-        """What the next attempt has to send."""
+        """The items that the next attempt sends."""
         self.attempts = attempts
         self._levels = levels
         self._answered: set[int] = set()
@@ -21,13 +21,13 @@ class Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """Before each attempt."""
+        """Start an attempt."""
         self.part = self.part.without(self._answered)
         self._overloaded.clear()
         self._assembler = Assembler(self.part.indices, self._levels, self.part.expected)
 
     def feed(self, response: Response) -> Result | None:
-        """The result that this response completes. An item that the server will take later is held back."""
+        """The result that this response completes. Items to retry later are held back."""
         result = self._assembler.feed(response)
         if result is None:
             return None
@@ -36,7 +36,7 @@ class Exchange:
             self._overloaded[index] = outcome
             return None
         self._answered.add(index)
-        self.attempts.progress()
+        self.attempts.answered()
         return result
 
     def failed(self, failure: VitwireError) -> float:
@@ -50,9 +50,9 @@ class Exchange:
         return delay
 
     def finish(self) -> float | None:
-        """At the end of an attempt: seconds until the next one, which items held back ask for; None if it was the last.
+        """End an attempt: seconds until the next one, if items were held back and retries are left, else None.
 
-        Raises EncodeFailed where items are missing.
+        Raises EncodeFailed if items are missing.
         """
         self._assembler.finish()
         if not self._overloaded:
@@ -63,20 +63,20 @@ class Exchange:
             return None
 
     def refused(self) -> list[Result]:
-        """After the last attempt: the items that were never taken."""
+        """After the last attempt: the items that the server refused."""
         return list(self._overloaded.items())
 
 
 def model_of(message: pb.GetModelResponse | Malformed) -> Model:
-    """The model that a server describes. Raises EncodeFailed for a description that contradicts itself."""
+    """The model from a server's description. Raises EncodeFailed for an invalid description."""
     if isinstance(message, Malformed):
-        raise EncodeFailed(f"the server's description of its model does not parse: {message.reason}")
+        raise EncodeFailed(f"the server's description of its model cannot be parsed: {message.reason}")
     try:
         return Model.from_message(message)
     except ValueError as error:
-        raise EncodeFailed(f"the server describes its model wrongly: {error}") from None
+        raise EncodeFailed(f"the server's description of its model is invalid: {error}") from None
 
 
-def may_speak_of_another_model(error: VitwireError) -> bool:
-    """Whether the server may hold another model than the client knows: then items or rows do not fit any more."""
+def may_mean_other_model(error: VitwireError) -> bool:
+    """Whether the error may mean that the server has another model than the client has cached."""
     return isinstance(error, InvalidItem | EncodeFailed) and error.code != "CANCELLED"

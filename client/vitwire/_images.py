@@ -1,7 +1,7 @@
-"""From images and clips to patches, as the model's Hugging Face processor would make them.
+"""Images and clips to patches or tiles, equal to those of the model's Hugging Face processor.
 
-Pixels stay uint8: the server rescales and normalises them on its device. Pillow is needed for files, for
-Pillow's images and wherever a frame has to be resized (`pip install 'vitwire[images]'`).
+Pixels stay uint8: the server rescales and normalises them on its device. Pillow is needed for files, Pillow images
+and resizing (`pip install 'vitwire[images]'`).
 """
 
 import os
@@ -39,10 +39,10 @@ ImageLike: TypeAlias = "str | os.PathLike[str] | Image | Pixels"
 _Picture: TypeAlias = "Image | Pixels"
 
 MAX_DECODED_PIXELS = 89_478_485
-"""Images of more pixels are refused undecoded: a quarter of a GiB as RGB, where Pillow starts to warn."""
+"""Larger images are refused before decoding: a quarter of a GiB as RGB, where Pillow starts to warn."""
 
 _CHANNEL_COUNTS = (1, 3, 4)
-# What Pillow raises over files that are cut short, damaged or no images; warnings where they are errors.
+# What Pillow raises for truncated, damaged or invalid files; Warning if warnings are errors.
 _UNREADABLE = (
     OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, RuntimeError, Warning, struct.error,
     zlib.error,
@@ -53,8 +53,8 @@ def image_patches(image: ImageLike, settings: Preprocessor) -> tuple[Pixels, Gri
     """Patches `(h*w, C*p*p)` of one image, and its grid `(1, h, w)`.
 
     `image` is a path, a Pillow image or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4
-    channels. The frame axis, along which the processor only duplicates the image, is left out.
-    Raises ValueError for what cannot be read or has no pixels, and OSError for a file that cannot be opened.
+    channels. The frame axis, along which the processor only duplicates the image, is omitted.
+    Raises ValueError for invalid or empty images, and OSError for a file that cannot be opened.
     """
     picture = _rgb(image, drop=settings.drops_transparency)
     size = resized(*_size(picture), settings, settings.temporal_patch_size)
@@ -65,7 +65,7 @@ def clip_patches(frames: Pixels | Sequence[ImageLike], settings: Preprocessor) -
     """Patches `(t*h*w, C*T*p*p)` of one clip, and its grid `(t, h, w)`, t = ceil(F / T).
 
     `frames` is a uint8 array `(F, H, W, 3)` or a sequence of images of one size, in order. All frames are
-    taken; the last one is repeated until T divides their number. Raises as `image_patches` does.
+    used; the last is repeated until T divides their number. Raises as `image_patches` does.
     """
     pictures = _frames(frames, drop=settings.drops_transparency)
     first = next(pictures)
@@ -77,7 +77,7 @@ def clip_patches(frames: Pixels | Sequence[ImageLike], settings: Preprocessor) -
 
 
 def image_tiles(image: ImageLike, settings: Preprocessor, tiling: Tiling) -> Tiles:
-    """Tiles `(tiles, 3, H, W)` of one image, its grid `(tiles, rows, columns)`, and its crops, if it has any.
+    """Tiles `(tiles, 3, H, W)` of one image, its grid `(tiles, rows, columns)`, and its crops, if any.
 
     Raises as `image_patches` does.
     """
@@ -116,7 +116,7 @@ def _of_one_size(pictures: Iterable[_Picture], size: Size) -> Iterator[_Picture]
 
 
 def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
-    """An RGB picture of `image`, on white unless transparency is to `drop`; arrays stay views where they can."""
+    """`image` in RGB, on a white background unless transparency is to `drop`; arrays stay views if possible."""
     if isinstance(image, np.ndarray):
         return _rgb_array(image, drop=drop)
     if isinstance(image, str | os.PathLike):
@@ -128,7 +128,7 @@ def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
 
 
 def _rgb_array(image: Pixels, *, drop: bool) -> Pixels:
-    """An (H, W, 3) view or copy of an array; where its shape is ambiguous, channels come first."""
+    """An (H, W, 3) view or copy of an array; an ambiguous shape is read as channels first."""
     if image.dtype != np.uint8:
         raise ValueError(f"expected an array of uint8, values 0 to 255, got {image.dtype}")
     shape = image.shape
@@ -146,11 +146,11 @@ def _rgb_array(image: Pixels, *, drop: bool) -> Pixels:
 def _array_on_white(image: Pixels) -> Pixels:
     alpha = image[..., 3:].astype(np.uint16)
     blend = alpha * image[..., :3] + (255 - alpha) * 255
-    return ((blend + 127) // 255).astype(np.uint8)  # at most 65152; nothing is halfway between two values
+    return ((blend + 127) // 255).astype(np.uint8)  # at most 65152; never halfway between two values
 
 
 def _rgb_file(path: Path, *, drop: bool) -> "Image":
-    """The picture in a file as Hugging Face loads it: upright, alpha ignored, one transparent colour not."""
+    """The image in a file as Hugging Face loads it: rotated by EXIF, alpha ignored, a transparent colour applied."""
     pillow = _pillow()
     from PIL import ImageOps  # noqa: PLC0415  # as optional as Pillow
 
@@ -159,7 +159,7 @@ def _rgb_file(path: Path, *, drop: bool) -> "Image":
         _check_bounded(image)
         ImageOps.exif_transpose(image, in_place=True)
         if isinstance(image.info.get("transparency"), bytes):
-            del image.info["transparency"]  # dropped by the conversion too, but with a warning
+            del image.info["transparency"]  # the conversion drops it too, but with a warning
         return _rgb_image(image.convert("RGB"), drop=drop)
 
 
@@ -175,14 +175,14 @@ def _rgb_image(image: "Image", *, drop: bool) -> "Image":
 
 def _check_bounded(image: "Image") -> None:
     if image.format == "EPS":
-        raise ValueError("EPS is a program, which Pillow would have Ghostscript run")
+        raise ValueError("EPS is not supported: Pillow would run it as a program in Ghostscript")
     if image.width * image.height > MAX_DECODED_PIXELS:
         raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_DECODED_PIXELS} pixels")
 
 
 @contextmanager
 def _decoding(name: str) -> Iterator[None]:
-    """Turn whatever Pillow raises over a bad image into a ValueError that names it."""
+    """Turn any error of Pillow for a bad image into a ValueError with its name."""
     pillow = _pillow()
     try:
         yield
@@ -200,7 +200,7 @@ def _size(picture: _Picture) -> Size:
 
 
 def _resized(picture: _Picture, size: Size, resample: int) -> Pixels:
-    """An (H, W, 3) array of the picture at `size`; the array itself where it has that size already."""
+    """An (H, W, 3) array of the picture at `size`; the same array if it has that size."""
     if _size(picture) == size:
         return np.asarray(picture)
     image: Image = _pillow().fromarray(picture) if isinstance(picture, np.ndarray) else picture

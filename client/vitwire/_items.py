@@ -1,4 +1,4 @@
-"""What a caller hands in: one image or one clip, as patches."""
+"""Items: one image or clip each, as patches or tiles."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,19 @@ Modality = Literal["image", "video"]
 Array = npt.NDArray[Any]
 
 
+class _DetachedTensor(Protocol):
+    def cpu(self) -> "_DetachedTensor": ...
+
+    def contiguous(self) -> "_DetachedTensor": ...
+
+    def view(self, dtype: Any, /) -> "_DetachedTensor": ...  # noqa: ANN401  # torch.dtype
+
+    def numpy(self) -> Array: ...
+
+
 @runtime_checkable
 class TorchTensor(Protocol):
-    """What is asked of a torch tensor; torch itself is never imported here."""
+    """The parts of torch.Tensor in use; torch itself is not imported."""
 
     @property
     def dtype(self) -> object: ...
@@ -26,7 +36,7 @@ class TorchTensor(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...
 
-    def detach(self) -> Any: ...  # noqa: ANN401  # torch's own types are out of reach here
+    def detach(self) -> "_DetachedTensor": ...
 
 
 Pixels = Array | TorchTensor
@@ -48,16 +58,16 @@ class Item:
 
     pixels: `(t*h*w, C*T*p*p)` patches as the model's Hugging Face processor emits them, or `(tiles, 3, H, W)`
         for tile towers; a numpy array or a torch tensor of uint8, float32, float16 or bfloat16, read when the
-        item is sent. uint8 means before rescaling and normalisation; for images the frame axis T may be left
-        out. None asks for the embedding cached under `content_id`.
-    grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers, `(tiles, 1, 1)` where only
+        item is sent. uint8 means before rescaling and normalisation; for images the frame axis T may be
+        omitted. None requests the embedding cached under `content_id`.
+    grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers, `(tiles, 1, 1)` if only
         the number of tiles is known.
     modality: "image" or "video".
-    content_id: names the content for the server's embedding cache.
-    keep_ratio: share of a video's tokens to keep, in (0, 1); 0 or 1 switches pruning off.
+    content_id: key of the content in the server's embedding cache.
+    keep_ratio: share of a video's tokens to keep, in (0, 1); 0 and 1 disable pruning.
     crops: second view of two-resolution towers, of the same types as `pixels`.
 
-    Raises InvalidItem, with the field named, for what can be told to be wrong without the model.
+    Raises InvalidItem, naming the field, for errors that can be found without the model.
     """
 
     pixels: Pixels | None
@@ -91,13 +101,13 @@ class Item:
 
 
 def without_pixels(item: Item) -> Item:
-    """The item that asks for the embedding cached under this one's content_id; without one, the item itself."""
+    """The item without pixels, to look up its content_id in the cache; without a content_id, the item itself."""
     return replace(item, pixels=None, crops=None) if item.content_id else item
 
 
 def _grid_violations(grid: object) -> Iterator[Violation]:
     try:
-        sides = [int(side) for side in grid]  # type: ignore[attr-defined]  # anything may be handed in
+        sides = [int(side) for side in grid]  # type: ignore[attr-defined]  # callers may pass anything
         whole = sides == list(grid) and len(sides) == len(_GRID_SIDES)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
         sides, whole = [], False
@@ -110,7 +120,7 @@ def _grid_violations(grid: object) -> Iterator[Violation]:
 
 
 class WireItem(NamedTuple):
-    """An item ready to travel: the message without its tensors' bytes, and those bytes as views."""
+    """An item ready to send: the message without the bytes of its tensors, and views of those bytes."""
 
     message: pb.Item
     tensors: ItemTensors
@@ -122,7 +132,7 @@ class WireItem(NamedTuple):
 
 
 def to_wire(item: Item) -> WireItem:
-    """Copies only what is not in host memory, little-endian and in C order yet."""
+    """Copies only tensors that are not in host memory, little-endian and in C order."""
     t, h, w = item.grid
     message = pb.Item(
         modality=MODALITIES[item.modality],
@@ -153,7 +163,7 @@ def _type_name(tensor: Pixels) -> str:
 
 
 def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
-    """Describe the tensor in `message`; its bytes."""
+    """Set type and shape in `message`; returns the bytes."""
     message.data_type = DATA_TYPES[_type_name(tensor)]
     message.shape.extend(tensor.shape)
     array = tensor if isinstance(tensor, np.ndarray) else _from_torch(tensor)
@@ -163,7 +173,7 @@ def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
 
 
 def _from_torch(tensor: TorchTensor) -> Array:
-    """The tensor's own memory where it is on the host; numpy has no bfloat16, so its bits go as uint16."""
+    """The tensor as array, sharing memory if on the host; bfloat16, which numpy lacks, as uint16."""
     host = tensor.detach().cpu().contiguous()
     if _type_name(tensor) == "bfloat16":
         host = host.view(sys.modules["torch"].uint16)

@@ -1,10 +1,15 @@
-"""What the server says of itself."""
+"""The server's description of its model and limits."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from vitwire._images import Preprocessor, Tiling
 from vitwire.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper
+
+V = TypeVar("V", bound=int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +23,12 @@ class Budget:
     segment_patches: int
     """Longest segment, in patches."""
     crops: int = 0
-    """Rows of the second view, in models that take one."""
+    """Crops, in models with a second view."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server accepts of one request and holds in its queue; 0 where it did not say."""
+    """Limits of a request and of the server's queue; 0 if the server does not say."""
 
     request_bytes: int
     items_per_request: int
@@ -34,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that the server holds, how to prepare pixels for it, and the server's limits."""
+    """The server's model, how to prepare pixels for it, and the server's limits."""
 
     model_id: str
     model_type: str
@@ -44,14 +49,14 @@ class Model:
     dtype: str
     """Type that the tower computes in and, by default, returns: float32, float16 or bfloat16."""
     embedding_width: int
-    """Columns of an embedding, deepstack levels included."""
+    """Columns of an embedding, including deepstack levels."""
     deepstack_levels: int
     patch_size: int
     merge_size: int
     temporal_patch_size: int
     channels: int
     image_preprocessor: Preprocessor | None
-    """None where the checkpoint came without settings for images."""
+    """None if the checkpoint has no settings for images."""
     video_preprocessor: Preprocessor | None
     budgets: tuple[Budget, ...]
     """Captured budgets in ascending order; empty when graphs are off."""
@@ -64,7 +69,7 @@ class Model:
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
-        """Raises ValueError when the settings contradict themselves."""
+        """Raises ValueError for inconsistent settings."""
         model = cls(
             model_id=message.model_id,
             model_type=message.model_type,
@@ -154,11 +159,11 @@ def _size(message: pb.PixelSize) -> tuple[int, int]:
     return message.height, message.width
 
 
-def _named(enum: Any, number: int, unspecified: str) -> str:  # noqa: ANN401  # the stubs' wrappers differ by enum
-    """An enum's value as this package calls it: without the enum's name, in lower case."""
+def _named(enum: "_EnumTypeWrapper[V]", number: V, unspecified: str) -> str:
+    """The name of an enum's value in lower case, without the prefix of the enum."""
     if number not in enum.values():
         return f"number {number}"
     if not number:
         return unspecified
     prefix = "".join(f"_{letter}" if letter.isupper() else letter for letter in enum.DESCRIPTOR.name).strip("_")
-    return str(enum.Name(number)).removeprefix(f"{prefix.upper()}_").lower()
+    return enum.Name(number).removeprefix(f"{prefix.upper()}_").lower()

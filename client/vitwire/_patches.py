@@ -1,6 +1,5 @@
-"""From frames to patch rows: the size a frame is resized to and the order of its patches.
-
-Both are those of the stock Hugging Face processors of the qwen2_vl, qwen2_5_vl, qwen3_vl and glm4v families.
+"""Frames to patch rows: target sizes of frames and the order of their patches, as in the Hugging Face
+processors of the qwen2_vl, qwen2_5_vl, qwen3_vl and glm4v families.
 """
 
 import math
@@ -39,36 +38,36 @@ class Preprocessor:
     resample: int
     """Resampling filter as Pillow numbers it: 2 bilinear, 3 bicubic."""
     bounds_span_frames: bool = False
-    """True where the area bounds count all frames together (videos of Qwen3-VL, all of GLM-4V)."""
+    """Whether the area bounds apply to all frames together (videos of Qwen3-VL, all of GLM-4V)."""
     resizing: str = "area"
-    """What the size of a resized frame follows from: area, enlarged_area, longest_side, most_patches or most_tokens."""
+    """How the target size is chosen: area, enlarged_area, longest_side, most_patches or most_tokens."""
     raster: bool = False
-    """Patches come row by row of the whole frame, rather than token by token."""
+    """Whether patches are ordered row by row of the frame, rather than token by token."""
     channels_last: bool = False
-    """The columns of a patch are (p, p, C), rather than (C, T, p, p)."""
+    """Whether the columns of a patch are (p, p, C), rather than (C, T, p, p)."""
     tiling: "Tiling | None" = None
-    """How images are cut, for models that take tiles."""
+    """How images are cut, for tile models."""
     drops_transparency: bool = False
-    """The processor drops transparency; otherwise it puts images on white."""
+    """Whether the processor drops transparency, rather than using a white background."""
 
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.resizing not in RESIZINGS:
-            raise ValueError(f"resizing by {self.resizing!r} is not known to this client; a newer one may know it")
+            raise ValueError(f"resizing {self.resizing!r} is not supported by this version of the client")
 
     @property
     def factor(self) -> int:
-        """Height and width of a resized frame are multiples of this: the side of one token, in pixels."""
+        """Side of one token in pixels; resized frames are multiples of it."""
         return self.patch_size * self.merge_size
 
 
 def smart_resize(height: int, width: int, settings: Preprocessor, frames: int = 1) -> Size:
     """Height and width to resize to: multiples of the factor, within the area bounds, nearly the same shape.
 
-    `frames` (before any is repeated) counts only where the bounds span frames.
-    Raises ValueError for empty, for very long and, where the bounds span frames, for too few frames.
+    `frames` (before repetition) matters only if the bounds span frames.
+    Raises ValueError for empty or very long frames, and for too few if the bounds span frames.
     """
     if min(height, width) < 1:
         raise ValueError(f"expected at least one pixel, got a frame of {height}x{width}")
@@ -79,7 +78,7 @@ def smart_resize(height: int, width: int, settings: Preprocessor, frames: int = 
     else:
         frames = 1
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise ValueError(f"{height}x{width} is too long: sides may differ {MAX_ASPECT_RATIO}-fold at most")
+        raise ValueError(f"{height}x{width} is too elongated: the maximum aspect ratio is {MAX_ASPECT_RATIO}")
 
     rows, columns = round(height / factor), round(width / factor)
     area = depth * rows * factor * columns * factor
@@ -94,14 +93,14 @@ def smart_resize(height: int, width: int, settings: Preprocessor, frames: int = 
 
 
 def _temporal_depth(frames: int, group: int) -> int:
-    """Frames as the processor counts them: to the nearest multiple of a group, halves to the even one."""
+    """Frames rounded to a multiple of `group` as in the processor (ties to even)."""
     if frames < group:
-        raise ValueError(f"this model takes clips of at least {group} frames, got {frames}")
+        raise ValueError(f"this model needs clips of at least {group} frames, got {frames}")
     return round(frames / group) * group
 
 
 def _at_least(side: int, height: int, width: int) -> Size:
-    """Enlarge a frame with a side under `side`, so that none is."""
+    """The size enlarged so that both sides are at least `side`."""
     if min(height, width) >= side:
         return height, width
     scale = max(side / height, side / width)
@@ -111,9 +110,9 @@ def _at_least(side: int, height: int, width: int) -> Size:
 def patch_rows(frames: Iterable[Pixels], size: Size, slots: Size, settings: Preprocessor) -> tuple[Pixels, Grid]:
     """Rows of patches, and their grid, of RGB frames (H, W, 3) of `size`.
 
-    `slots` is (t, T): how many groups of how many frames; where frames run out, the last one is repeated.
-    Rows are in the order (t, h/m, w/m, m, m), so that the patches of one token are neighbours, or (t, h, w)
-    where patches are raster; the columns of each in the order (C, T, p, p), or (T, p, p, C).
+    `slots` is (t, T): t groups of T frames each; the last frame is repeated to fill them.
+    Rows are in the order (t, h/m, w/m, m, m), so that the patches of one token are adjacent, or (t, h, w)
+    for raster patches; their columns in the order (C, T, p, p) or (T, p, p, C).
     """
     patch, merge = settings.patch_size, 1 if settings.raster else settings.merge_size
     (height, width), (groups, depth) = size, slots

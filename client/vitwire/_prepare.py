@@ -1,9 +1,9 @@
-"""Images and clips to items, in a few threads: Pillow and numpy let go of the GIL where it counts."""
+"""Images and clips to items, in a few threads: Pillow and numpy release the GIL for most of the work."""
 
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,14 @@ _MAX_THREADS = 8
 
 
 def image_items(images: "Sequence[ImageLike]", model: Model) -> list[Item]:
-    """One item per image, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
+    """One item per image, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
     settings = _settings(model.image_preprocessor, "images")
     _check_list(images, "images", dimensions=3)
     return _items(images, lambda image: _image(image, settings), "image")
 
 
 def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
-    """One item per clip, its pixels uint8 patches. Raises InvalidItem over one that cannot be used."""
+    """One item per clip, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
     settings = _settings(model.video_preprocessor, "clips")
     _check_list(clips, "clips", dimensions=4)
     return _items(clips, lambda frames: _clip(frames, settings), "video")
@@ -52,7 +52,7 @@ def _clip(frames: "Clip", settings: Preprocessor) -> Tiles:
 
 
 def _check_list(sources: object, what: str, *, dimensions: int) -> None:
-    """One image where a list is expected would be taken apart into rows or letters. Raises TypeError."""
+    """Raises TypeError for a single image or clip, which would be iterated over as if it were a list."""
     alone = isinstance(sources, np.ndarray) and sources.ndim <= dimensions
     if alone or isinstance(sources, str | os.PathLike) or hasattr(sources, "getbands"):
         raise TypeError(f"expected a list of {what}, got a single {type(sources).__name__}")
@@ -60,7 +60,7 @@ def _check_list(sources: object, what: str, *, dimensions: int) -> None:
 
 def _settings(settings: Preprocessor | None, what: str) -> Preprocessor:
     if settings is None:
-        raise EncodeFailed(f"the server does not say how to prepare {what}", code="UNIMPLEMENTED")
+        raise EncodeFailed(f"the server's model has no settings to prepare {what}", code="UNIMPLEMENTED")
     return settings
 
 
@@ -72,8 +72,8 @@ def _items(sources: Sequence[S], cut: Callable[[S], Tiles], modality: Modality) 
             raise InvalidItem(str(error), item=index) from error
         return Item(parts.pixels, parts.grid, modality, crops=parts.crops)
 
-    arguments: tuple[Any, Any] = (range(len(sources)), sources)
+    positions = range(len(sources))
     if len(sources) < 2:
-        return list(map(item, *arguments))
+        return list(map(item, positions, sources))
     with ThreadPoolExecutor(min(_MAX_THREADS, len(sources), os.cpu_count() or 1)) as pool:
-        return list(pool.map(item, *arguments))
+        return list(pool.map(item, positions, sources))

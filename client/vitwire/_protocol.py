@@ -1,7 +1,4 @@
-"""The service's protocol without I/O: items to messages, response frames to embeddings.
-
-Shared by `Client` and `AsyncClient`, which only move the messages.
-"""
+"""The protocol without I/O, shared by both clients: items to messages, response frames to embeddings."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -25,14 +22,14 @@ Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed
 Upload = Frame[pb.EncodeStreamRequest]
 
 ONE_MESSAGE_BYTES = 4 << 20
-"""Larger requests go as a stream; also gRPC's customary bound of a message."""
+"""Larger requests are sent as a stream; gRPC's default limit of a message."""
 CHUNK_BYTES = 1 << 20
 MAX_EMBEDDING_BYTES = 2 << 30
 _WINDOW_BYTES = 64 << 10
 """What HTTP/2 delivers of a message before the server asks for it."""
 _MAX_DIMENSIONS = 4
 _FRAMING_BYTES = 32
-"""Bounds the tags and lengths around one item and its two tensors."""
+"""Upper bound of the tags and lengths around one item and its two tensors."""
 _PRIORITIES: dict[Priority, "pb.Priority.ValueType"] = {
     "interactive": pb.PRIORITY_INTERACTIVE,
     "batch": pb.PRIORITY_BATCH,
@@ -41,27 +38,27 @@ _PRIORITIES: dict[Priority, "pb.Priority.ValueType"] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What holds for a whole request."""
+    """Options of a whole request."""
 
     output_type: "pb.DataType.ValueType"
     priority: "pb.Priority.ValueType"
     stream: bool = False
-    """However small: an item that the server finds invalid ends one message as a whole, but no stream."""
+    """Always use a stream: an invalid item fails a whole message, but not a stream."""
 
     @property
     def patient(self) -> bool:
-        """Whether the request may wait long behind others."""
+        """Whether the request may wait a long time behind others."""
         return self.priority == pb.PRIORITY_BATCH
 
     @classmethod
     def of(cls, output_type: DType | None, priority: Priority, *, stream: bool = False) -> "Options":
-        """Raises ValueError for a name that is not known."""
+        """Raises ValueError for an unknown name."""
         if priority not in _PRIORITIES:
-            raise ValueError(f"priority is one of {', '.join(_PRIORITIES)}, not {priority!r}")
+            raise ValueError(f"priority must be one of {', '.join(_PRIORITIES)}, got {priority!r}")
         if output_type is None:
             return cls(pb.DATA_TYPE_UNSPECIFIED, _PRIORITIES[priority], stream)
         if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type is one of {', '.join(OUTPUT_TYPES)}, not {output_type!r}")
+            raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {output_type!r}")
         return cls(OUTPUT_TYPES[output_type], _PRIORITIES[priority], stream)
 
 
@@ -76,7 +73,7 @@ class Part:
     limits: Limits
 
     def without(self, answered: Set[int]) -> "Part":
-        """What is left when the items at these positions of the caller's request are answered."""
+        """The part without the items at these positions of the caller's request."""
         rows = [row for row in zip(self.indices, self.items, self.expected, strict=True) if row[0] not in answered]
         indices, items, expected = zip(*rows, strict=True) if rows else ((), (), ())
         return Part(indices, items, expected, self.options, self.limits)
@@ -88,7 +85,7 @@ class Part:
 
     @property
     def one_message(self) -> bool:
-        """Whether the items travel in one message rather than as a stream."""
+        """Whether to send the items in one message rather than as a stream."""
         if self.options.stream:
             return False
         most_items = self.limits.items_per_request or len(self.items)
@@ -140,8 +137,8 @@ def split(items: Mapping[int, Item], options: Options, count: int, model: Model)
     ]
 
 
-def is_unknown(result: Embedding | VitwireError, item: Item) -> bool:
-    """Whether an item that was asked for without its pixels has to be sent with them."""
+def needs_upload(result: Embedding | VitwireError, item: Item) -> bool:
+    """Whether an item that was looked up without its pixels must be sent with them."""
     return isinstance(result, NotCached) and item.pixels is not None
 
 
@@ -156,11 +153,11 @@ def embeddings(results: Mapping[int, Embedding | VitwireError]) -> list[Embeddin
 
 
 class Assembler:
-    """Puts the response frames of one RPC together; buffers are bounded and filled in order.
+    """Assembles embeddings from the response frames of one RPC; buffers are bounded and filled in order.
 
-    `indices` are the positions of the RPC's items in the caller's request, `levels` the model's deepstack
-    levels, `expected` what is known of each item's embedding. Raises EncodeFailed for an answer that breaks the
-    contract; values that are not finite fail their item only.
+    `indices` are the positions of the RPC's items in the caller's request, `levels` the model's deepstack levels,
+    `expected` the expected embeddings. Raises EncodeFailed for an invalid response; values that are not finite fail
+    only their item.
     """
 
     def __init__(self, indices: Sequence[int], levels: int, expected: Sequence[Expected] = ()) -> None:
@@ -170,12 +167,12 @@ class Assembler:
         self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
 
     def feed(self, response: Response) -> Result | None:
-        """The item that this frame completed, if any."""
+        """The result of the item that this frame completes, if any."""
         if isinstance(response, Malformed):
-            raise EncodeFailed(f"the response does not parse: {response.reason}")
+            raise EncodeFailed(f"the response cannot be parsed: {response.reason}")
         message = response.message
         if message.item not in self._open:
-            raise EncodeFailed(f"the server answered for item {message.item}, which is not open")
+            raise EncodeFailed(f"the server answered for item {message.item}, which is unknown or already answered")
         index = self._indices[message.item]
         match message.WhichOneof("result"):
             case "error":
@@ -187,7 +184,7 @@ class Assembler:
                 raise EncodeFailed(f"items[{index}]: the server sent neither rows nor an error", item=index)
 
     def finish(self) -> None:
-        """To be called at the end of the RPC: every item must have been answered."""
+        """End of the RPC. Raises EncodeFailed if items are not answered."""
         if self._open:
             missing = sorted(self._indices[number] for number in self._open)
             raise EncodeFailed(f"the response ended without the items {missing}", item=missing[0])
@@ -213,7 +210,7 @@ class Assembler:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of one embedding so far; raises ValueError over what does not fit."""
+    """The rows of one embedding so far. Raises ValueError for invalid chunks."""
 
     array: npt.NDArray[Any]
     dtype: DType
@@ -239,7 +236,7 @@ class _Rows:
         if tuple(chunk.shape) != self.array.shape or DTYPES.get(chunk.data_type) != self.dtype:
             raise ValueError("the server changed shape or type between chunks")
         if chunk.row != self.filled:
-            raise ValueError(f"the server sent row {chunk.row} where row {self.filled} is next")
+            raise ValueError(f"the server sent row {chunk.row}, expected row {self.filled}")
         row_bytes = self.array.itemsize * math.prod(self.array.shape[1:])
         count, rest = divmod(len(data), row_bytes)
         if rest or count > len(self.array) - self.filled:

@@ -1,4 +1,4 @@
-"""The size that an image is resized to before it is cut into patches, by the rules of several families."""
+"""Target sizes of images before they are cut into patches, by the rules of several model families."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ _LARGEST_SCALE = 100.0
 
 
 def resized(height: int, width: int, settings: Preprocessor, frames: int = 1) -> Size:
-    """Height and width to resize to. Raises ValueError for what the model's processor could not take either."""
+    """Height and width to resize to. Raises ValueError for sizes that the model's processor rejects too."""
     if min(height, width) < 1:
         raise ValueError(f"expected at least one pixel, got a frame of {height}x{width}")
     if settings.resizing == "area":
@@ -19,7 +19,7 @@ def resized(height: int, width: int, settings: Preprocessor, frames: int = 1) ->
 
 
 def _longest_side(height: int, width: int, settings: Preprocessor) -> Size:
-    """The longer side is at most the root of the area bound; both are rounded up to whole tokens."""
+    """The longer side is at most the square root of the area bound; both are rounded up to whole tokens."""
     shrink = max(height, width) / math.isqrt(settings.max_pixels)
     if shrink > 1:
         height, width = math.floor(height / shrink), math.floor(width / shrink)
@@ -28,7 +28,7 @@ def _longest_side(height: int, width: int, settings: Preprocessor) -> Size:
 
 
 def _most_patches(height: int, width: int, settings: Preprocessor) -> Size:
-    """The largest scale, found by bisection, at which the patches, rounded up, are not too many."""
+    """The largest scale, by bisection, at which the number of patches, rounded up, is within the bound."""
     patch, most = settings.factor, settings.max_pixels // settings.factor**2
 
     def patches(scale: float) -> Size:
@@ -49,7 +49,7 @@ def _most_tokens(height: int, width: int, settings: Preprocessor) -> Size:
     rows, columns = math.floor(height * scale / factor), math.floor(width * scale / factor)
     most = settings.max_pixels // factor**2
     if not rows and not columns:
-        raise ValueError(f"an image of {height}x{width} becomes less than one token")
+        raise ValueError(f"an image of {height}x{width} is less than one token")
     if not rows:
         rows, columns = 1, min(width // height, most)
     elif not columns:
@@ -58,7 +58,7 @@ def _most_tokens(height: int, width: int, settings: Preprocessor) -> Size:
 
 
 def _enlarged_area(height: int, width: int, settings: Preprocessor) -> Size:
-    """By area, once a side shorter than a token was enlarged to one."""
+    """By area, after enlarging a side shorter than a token to one token."""
     side = settings.factor
     if height < side:
         height, width = side, round(width * side / height)

@@ -1,4 +1,4 @@
-"""What a client connects to, checked before gRPC sees it: gRPC reports a wrong target late, and some never."""
+"""Checks of a client's target. gRPC reports invalid targets late, and some never."""
 
 from ipaddress import IPv4Address, IPv6Address
 
@@ -7,7 +7,7 @@ _FORMS = "expected host:port, dns:///name:port, ipv4:address:port,address:port o
 
 
 def checked_target(target: str) -> str:
-    """The target. Raises ValueError, with what is wrong, for one that cannot be connected to."""
+    """The target. Raises ValueError if it is invalid."""
     scheme, _, rest = target.partition(":")
     if scheme in ("http", "https"):
         raise ValueError(f"target {target!r} is a URL; {_FORMS}")
@@ -29,7 +29,7 @@ def _check_address(target: str, scheme: str, address: str) -> None:
         else:
             IPv6Address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        wrong = f"{host!r} is no {scheme} address; a name is resolved as dns:///name:port"
+        wrong = f"{host!r} is not an {scheme} address; for a name use dns:///name:port"
         raise ValueError(f"target {target!r}: {wrong if colon else f'{address!r} has no port'}") from None
     _check_port(target, port)
 
@@ -37,11 +37,11 @@ def _check_address(target: str, scheme: str, address: str) -> None:
 def _check_name(target: str, address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not (host or not colon) or not address:
-        raise ValueError(f"target {target!r} names no host; {_FORMS}")
+        raise ValueError(f"target {target!r} has no host; {_FORMS}")
     if colon and not host.startswith("[") and ":" not in host:
         _check_port(target, port)
 
 
 def _check_port(target: str, port: str) -> None:
     if not (port.isascii() and port.isdigit() and 1 <= int(port) <= _MAX_PORT):
-        raise ValueError(f"target {target!r}: {port!r} is no port between 1 and {_MAX_PORT}")
+        raise ValueError(f"target {target!r}: {port!r} is not a port between 1 and {_MAX_PORT}")

@@ -1,6 +1,6 @@
-"""From an image to tiles of one size: which layout, and what each tile shows.
+"""Images to tiles of one size: the layout, and the content of each tile.
 
-Each rule is that of a family's stock Hugging Face processor; pixels stay uint8.
+Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
 import math
@@ -14,12 +14,12 @@ import numpy.typing as npt
 from vitwire._patches import CHANNELS, Grid, Pixels, Size
 
 Resizer = Callable[[Pixels, Size, int], Pixels]
-"""Any picture at a size."""
+"""Resizes a picture to a size, with a resampling filter."""
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
 _NARROW = 32
 _ROUNDED_UP = 0.2
-"""Share of a window from which on a rest gets a window of its own."""
+"""Minimum remainder, as a share of a window, that gets its own window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +31,24 @@ class Tiling:
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
-    """Where the tile comes that shows all of an image that was cut: none, first or last."""
+    """Position of the tile that shows the whole image, if it was cut: none, first or last."""
     min_tiles: int = 1
     max_tiles: int = 1
     layouts: tuple[tuple[int, int], ...] = ()
-    """Rows and columns to choose from, for best_fit."""
+    """Allowed rows and columns, for best_fit."""
     background: tuple[int, ...] = ()
     min_side: int = 0
     max_side: int = 0
     crop: Size | None = None
-    """Height and width of a row of the second view."""
+    """Height and width of a crop of the second view."""
     crop_background: tuple[int, ...] = ()
     crop_resample: int | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in _RULES:
-            raise ValueError(f"tiling by {self.rule!r} is not known to this client; a newer one may know it")
+            raise ValueError(f"tiling {self.rule!r} is not supported by this version of the client")
         if min(*self.tile, *(self.crop or (1, 1))) < 1 or not 1 <= self.min_tiles <= self.max_tiles:
-            raise ValueError(f"tiles of {self.tile}, {self.min_tiles} to {self.max_tiles} of them, cannot be cut")
+            raise ValueError(f"invalid tiling: {self.min_tiles} to {self.max_tiles} tiles of {self.tile}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Picture:
     resample: int
 
     def at(self, size: Size, resample: int | None = None) -> Pixels:
-        """(H, W, 3) of the picture at a size."""
+        """The picture at a size, (H, W, 3)."""
         return self.resizer(self.pixels, size, self.resample if resample is None else resample)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Pixels `(tiles, 3, H, W)` of one image, its grid, and its second view, if it has one."""
+    """Pixels `(tiles, 3, H, W)` of one image, its grid, and its second view, if any."""
 
     pixels: Pixels
     grid: Grid
@@ -87,7 +87,7 @@ def _stretch(picture: Picture, tiling: Tiling) -> Tiles:
 
 
 def _square(picture: Picture, tiling: Tiling) -> Tiles:
-    """With a second view, that one is made of the image, and the first one of it."""
+    """One tile. With a second view, the crop is made from the image, and the tile from the crop."""
     if tiling.crop is None:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background, tiling.min_side)]), (1, 1, 1))
     high = _squared(picture, tiling.crop[0], tiling.crop_background, tiling.min_side, tiling.crop_resample)
@@ -99,7 +99,7 @@ def _square(picture: Picture, tiling: Tiling) -> Tiles:
 def _squared(
     picture: Picture, side: int, background: tuple[int, ...], min_side: int = 0, resample: int | None = None
 ) -> Pixels:
-    """The picture resized so that its longer side is `side`, in the middle of a square."""
+    """The picture resized to a longer side of `side`, centred in a square."""
     scale = side / max(picture.size)
     height, width = (max(round(length * scale), min_side, 1) for length in picture.size)
     return _centred(picture.at((height, width), resample), (side, side), background)
@@ -124,7 +124,7 @@ def _placed(pixels: Pixels, size: Size, corner: Size, background: tuple[int, ...
 
 
 def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
-    """With a second view, large images are cut into crops, beside one view of the whole."""
+    """With a second view, large images are cut into crops, and one tile shows the whole image."""
     size = tiling.crop or tiling.tile
     if tiling.crop and max(picture.size) <= size[0]:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background)]), (1, 1, 1))
@@ -137,7 +137,7 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
 
 
 def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
-    """Rows and columns of the layout nearest in aspect ratio; of two, the larger one while it is filled to half."""
+    """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it."""
     ratio, area = picture[1] / picture[0], picture[0] * picture[1]
     best, distance = (1, 1), math.inf
     for columns, rows in _layouts(fewest, most):
@@ -149,7 +149,7 @@ def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
 
 @cache
 def _layouts(fewest: int, most: int) -> tuple[Size, ...]:
-    """Columns and rows of all layouts of so many tiles, by their number."""
+    """Columns and rows of all layouts with `fewest` to `most` tiles, by number of tiles."""
     pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
     return tuple(sorted((p for p in pairs if fewest <= p[0] * p[1] <= most), key=lambda pair: pair[0] * pair[1]))
 
@@ -168,7 +168,7 @@ def _best_fit(picture: Picture, tiling: Tiling) -> Tiles:
 
 
 def _layout_of_most(picture: Size, tiling: Tiling) -> Size:
-    """The layout in which most pixels of the image are kept, and of several the smallest."""
+    """The layout that keeps most pixels of the image; in a tie, the smallest."""
     height, width = picture
 
     def kept(layout: Size) -> tuple[int, int]:
@@ -181,7 +181,7 @@ def _layout_of_most(picture: Size, tiling: Tiling) -> Size:
 
 
 def _canvas(picture: Picture, tiling: Tiling) -> Tiles:
-    """An image is enlarged to one tile at most, and never reduced more than the largest layout asks for."""
+    """Enlarges an image to at most one tile, and shrinks it only to fit the largest layout."""
     rows, columns = _layout_of_scale(picture.size, tiling.tile[0], tiling.max_tiles)
     whole = (rows * tiling.tile[0], columns * tiling.tile[1])
     room = tuple(min(max(own, tiling.tile[0]), most) for own, most in zip(picture.size, whole, strict=True))
@@ -196,7 +196,7 @@ def _canvas(picture: Picture, tiling: Tiling) -> Tiles:
 
 
 def _layout_of_scale(picture: Size, side: int, most: int) -> Size:
-    """The layout that enlarges the image least, or else reduces it least; of several the smallest."""
+    """The layout that enlarges the image least, or else shrinks it least; in a tie, the smallest."""
     layouts = _layouts_by_ratio(most)
     sizes = np.array(layouts, np.float32) * side
     scales = (sizes / np.array(picture, np.float32)).min(axis=1)
@@ -207,7 +207,7 @@ def _layout_of_scale(picture: Size, side: int, most: int) -> Size:
 
 @cache
 def _layouts_by_ratio(most: int) -> tuple[Size, ...]:
-    """Rows and columns of all layouts, those of one shape together, larger ones first."""
+    """Rows and columns of all layouts, grouped by shape, larger ones first."""
     by_ratio: dict[float, list[Size]] = {}
     for tiles in range(most, 0, -1):
         for rows in (n for n in range(1, tiles + 1) if tiles % n == 0):
@@ -255,7 +255,7 @@ def _bounded(size: Size, longest: int) -> Size:
 
 
 def _window(size: Size, view: int, crop: int) -> int:
-    """The side of the windows; 0 where the view alone shows enough."""
+    """The side of the windows; 0 if the whole view is enough."""
     short, long = sorted(size)
     if long <= view:
         return short if long / short > _ELONGATED else 0

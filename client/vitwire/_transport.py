@@ -1,15 +1,14 @@
-"""Channels and RPCs of the client for threads. `_aio_transport.py` holds its twin for asyncio."""
+"""Channels and RPCs of the synchronous client. `_aio_transport.py` is the same for asyncio."""
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 import grpc
 
 from vitwire import _channel
-from vitwire._channel import Metadata
+from vitwire._channel import Metadata, StreamCall
 from vitwire._deadline import Deadline
 from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import Exchange, model_of
@@ -23,7 +22,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Transport:
-    """Moves the messages of `_protocol`; nothing of gRPC leaves it."""
+    """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
 
     def __init__(
         self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None, policy: Policy
@@ -37,7 +36,7 @@ class Transport:
         self._channels: dict[_channel.ChannelOptions, grpc.Channel] = {}
 
     def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> Iterator[Result]:
-        """Results of all parts as they come; the calls are cancelled when the iterator is closed."""
+        """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
         metadata = _channel.metadata(self._token)
         calls = Calls()
         exchanges = [Exchange(part, levels, Attempts(self._policy, deadline)) for part in parts]
@@ -52,15 +51,15 @@ class Transport:
         metadata = _channel.metadata(self._token)
         attempts = Attempts(self._policy, deadline)
         while True:
-            patience = attempts.patience()
+            accept_timeout = attempts.accept_timeout()
             try:
-                timeout = attempts.left() if patience is None else patience
+                timeout = attempts.left() if accept_timeout is None else accept_timeout
                 return model_of(get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
             except grpc.RpcError as error:
-                if patience is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    attempts.silent()
+                if accept_timeout is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    attempts.unanswered()
                     continue
-                delay = attempts.delay(self._explained(error, attempts))
+                delay = attempts.delay(self._with_reason(error, attempts))
             time.sleep(delay)
 
     def health(self, service: str, deadline: Deadline) -> str:
@@ -88,18 +87,18 @@ class Transport:
         """Results of one part; what a server refused or never answered is sent again."""
         while True:
             exchange.begin()
-            patience = exchange.attempts.patience()
+            accept_timeout = exchange.attempts.accept_timeout()
             call = calls.add(self._start(exchange, metadata))
             try:
-                if not _accepted(call, patience):
-                    exchange.attempts.silent()
+                if not _accepted(call, accept_timeout):
+                    exchange.attempts.unanswered()
                     continue
                 for response in call:
                     if (result := exchange.feed(response)) is not None:
                         yield result
                 delay = exchange.finish()
             except grpc.RpcError as error:
-                delay = exchange.failed(self._explained(error, exchange.attempts, exchange.part))
+                delay = exchange.failed(self._with_reason(error, exchange.attempts, exchange.part))
             finally:
                 calls.drop(call)
             if delay is None:
@@ -107,8 +106,8 @@ class Transport:
                 return
             calls.wait(delay)
 
-    def _explained(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
-        """The error; where gRPC only knows that no server is ready, with the reason that a server gives."""
+    def _with_reason(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
+        """The error; if gRPC only reports that no server is ready, the reason that a server gives instead."""
         failure = from_rpc(error, part.indices if part else ())
         if not isinstance(failure, Unavailable) or is_from_server(error):
             return failure
@@ -117,16 +116,16 @@ class Transport:
         return attempts.reason or failure
 
     def _reason(self, known: VitwireError | None) -> VitwireError | None:
-        """Why no server is ready: None if one is; what is known where none answers."""
-        ask = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
+        """Why no server is ready: None if one is ready, `known` if none answers."""
+        get_model = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
         try:
-            ask(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
+            get_model(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
             return from_rpc(error) if error.code() is grpc.StatusCode.UNAVAILABLE else known
         return None
 
-    def _start(self, exchange: Exchange, metadata: Metadata) -> Any:  # noqa: ANN401  # grpc's is private
+    def _start(self, exchange: Exchange, metadata: Metadata) -> StreamCall:
         part, timeout = exchange.part, exchange.attempts.left()
         if part.one_message:
             encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
@@ -153,20 +152,20 @@ class Transport:
 
 
 class Calls:
-    """The calls of one request, to be cancelled together, one that is being started included."""
+    """The calls of one request, which are cancelled together, including one that is being started."""
 
     def __init__(self) -> None:
-        self._calls: list[Any] = []
+        self._calls: list[StreamCall] = []
         self._cancelled = threading.Event()
 
-    def add(self, call: Any) -> Any:  # noqa: ANN401  # grpc's type is private
+    def add(self, call: StreamCall) -> StreamCall:
         self._calls.append(call)
         if self._cancelled.is_set():
             call.cancel()
         return call
 
-    def drop(self, call: Any) -> None:  # noqa: ANN401  # as above
-        """End one of them; that does nothing to a call that has ended."""
+    def drop(self, call: StreamCall) -> None:
+        """Cancel and forget a call; a call that has ended is only forgotten."""
         call.cancel()
         self._calls.remove(call)
 
@@ -176,30 +175,30 @@ class Calls:
             call.cancel()
 
     def wait(self, seconds: float) -> None:
-        """Wait, or until they are cancelled."""
+        """Wait, at most until the calls are cancelled."""
         self._cancelled.wait(seconds)
 
 
-def _accepted(call: Any, patience: float | None) -> bool:  # noqa: ANN401  # grpc's type is private
-    """Whether the server accepted the call, or ended it, within its patience; one that did not is cancelled."""
-    if patience is None:
+def _accepted(call: StreamCall, timeout: float | None) -> bool:
+    """Whether the server accepted or ended the call within `timeout`; otherwise the call is cancelled."""
+    if timeout is None:
         return True
-    silent = threading.Event()
+    timed_out = threading.Event()
 
     def give_up() -> None:
-        silent.set()
+        timed_out.set()
         call.cancel()
 
-    timer = threading.Timer(patience, give_up)
+    timer = threading.Timer(timeout, give_up)
     timer.daemon = True
     timer.start()
-    call.initial_metadata()  # there, if empty, once the call has ended
+    call.initial_metadata()  # returns, perhaps empty, once the call has ended
     timer.cancel()
-    return not silent.is_set()
+    return not timed_out.is_set()
 
 
 def _merged(streams: Sequence[Iterator[Result]]) -> Iterator[Result]:
-    """Results of all streams as they come; the threads end with their calls, which the caller cancels."""
+    """Results of all streams as they arrive; the threads end with their calls, which the caller cancels."""
     arrived: SimpleQueue[Result | Exception | None] = SimpleQueue()
 
     def drain(stream: Iterator[Result]) -> None:
@@ -207,7 +206,7 @@ def _merged(streams: Sequence[Iterator[Result]]) -> Iterator[Result]:
             for result in stream:
                 arrived.put(result)
             arrived.put(None)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the caller waits for it
+        except Exception as error:  # noqa: BLE001  # raised again by the caller
             arrived.put(error)
 
     for stream in streams:

@@ -1,4 +1,4 @@
-"""Memory of large messages: glibc's allocator, set for buffers that come and go by the megabyte."""
+"""Tuning of glibc's allocator for large, short-lived buffers."""
 
 import ctypes
 
@@ -7,13 +7,11 @@ _SETTINGS = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_A
 
 
 def tune() -> bool:
-    """Keep large freed buffers in the process. Returns whether it took effect, which it does on glibc only.
+    """Keep large freed buffers in the process. Returns whether it took effect; only glibc supports it.
 
-    By default glibc maps every large buffer anew and gives it back after each message, and the page faults
-    of the next one then cost more than gRPC itself does. Meant for processes that send or receive megabytes
-    again and again; to be called once, early, before threads are started. It is never called on import,
-    since the allocator belongs to the whole process. The price is that freed memory stays with the process:
-    see `trim`.
+    By default glibc maps and unmaps each large buffer, and the page faults then cost more than gRPC itself. Useful in
+    processes that send or receive megabytes repeatedly. Call it once, before threads are started; it is not called on
+    import, as it changes the whole process. Freed memory stays with the process: see `trim`.
     """
     libc = _glibc()
     if libc is None:
@@ -23,7 +21,7 @@ def tune() -> bool:
 
 
 def trim() -> bool:
-    """Give freed memory back to the system, when idle. Returns whether there was any."""
+    """Return freed memory to the system; call it when idle. Returns whether there was any."""
     libc = _glibc()
     return libc is not None and libc.malloc_trim(0) == 1
 
@@ -31,6 +29,6 @@ def trim() -> bool:
 def _glibc() -> ctypes.CDLL | None:
     try:
         libc = ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has no handle of the process itself
+    except (OSError, TypeError):  # on Windows
         return None
     return libc if hasattr(libc, "gnu_get_libc_version") else None

@@ -1,11 +1,10 @@
 """Tensor-carrying messages without copies: framing shared by client and server.
 
-protobuf copies a `bytes` field whenever it is set, serialised, parsed and read. Here the message
-goes without its tensor bytes through protobuf, and the bytes are joined to it (or cut out of it as
-views) by hand. What is written is byte-identical to protobuf's own serialisation, since every
-tensor field has the highest number of its message and so comes last
-(https://protobuf.dev/programming-guides/encoding). What is read may come from anybody: every length is checked,
-and nothing is allocated for a length that is only claimed.
+protobuf copies a `bytes` field whenever it is set, serialised, parsed and read. Here protobuf handles the message
+without its tensor bytes; these are appended when writing, and cut out as views when reading. The result is
+byte-identical to protobuf's serialisation, as each tensor field has the highest number of its message and so comes
+last (https://protobuf.dev/programming-guides/encoding). Input is untrusted: every length is checked, and nothing is
+allocated for a claimed length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,34 +23,33 @@ _ITEMS = 1
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 _MAX_FIELDS = 1 << 14
-"""Fields of one message at most: reading one takes microseconds in Python, so a megabyte of tiny ones would
-hold up everybody else for seconds."""
+"""Maximum fields of a message: each takes microseconds in Python, so a megabyte of tiny ones would take seconds."""
 _NOTHING = memoryview(b"")
 
 
 class Frame(NamedTuple, Generic[M]):
-    """A message and the bytes of its one tensor field, kept beside it."""
+    """A message and, separately, the bytes of its tensor field."""
 
     message: M
     data: Buffer = b""
 
 
 class ItemTensors(NamedTuple):
-    """The bytes of one item's tensors; empty where the item has none."""
+    """The bytes of one item's tensors; empty if it has none."""
 
     pixels: Buffer = _NOTHING
     crops: Buffer = _NOTHING
 
 
 class Request(NamedTuple):
-    """An EncodeRequest whose tensors hold no data, and the data, item by item."""
+    """An EncodeRequest without tensor data, and the data of each item."""
 
     message: pb.EncodeRequest
     tensors: Sequence[ItemTensors]
 
 
 class Malformed(NamedTuple):
-    """A message that does not parse; takes its place, as a raising deserialiser hides the cause."""
+    """Stands for a message that cannot be parsed: gRPC hides errors raised in a deserialiser."""
 
     reason: str
 
@@ -72,9 +70,9 @@ def write_request(request: Request) -> bytes:
 
 
 def write_chunk(frame: Frame[M]) -> bytes:
-    """Serialise a message whose `chunk` (field 15) holds `frame.data` in its field 15.
+    """Serialise a message with `frame.data` as field 15 of its `chunk` (field 15).
 
-    Without a chunk set, the message is serialised as it is.
+    A message without a chunk is serialised as it is.
     """
     message = frame.message
     if not message.HasField("chunk"):
@@ -120,7 +118,7 @@ def _varint(value: int) -> bytes:
 
 
 def read_request(raw: bytes) -> Request | Malformed:
-    """Parse an EncodeRequest; the tensors' data come back as views of `raw`."""
+    """Parse an EncodeRequest; tensor data are views of `raw`."""
     try:
         rest: list[Buffer] = []
         items: list[pb.Item] = []
@@ -148,7 +146,7 @@ def read_plain(kind: type[M], raw: bytes) -> M | Malformed:
 
 
 def read_chunk(kind: type[M], raw: bytes) -> Frame[M] | Malformed:
-    """Parse a message of `kind`; the data of its chunk comes back as a view of `raw`."""
+    """Parse a message of `kind`; the data of its chunk is a view of `raw`."""
     try:
         rest: list[Buffer] = []
         data = _NOTHING
@@ -176,7 +174,7 @@ def _read_item(view: memoryview) -> tuple[pb.Item, ItemTensors]:
 
 
 def _cut(view: memoryview, data: memoryview) -> tuple[bytes, memoryview]:
-    """A message without its field 15, and that field's value, `data` without one; the last one wins."""
+    """A message without its field 15, and that field's last value, or `data` if there is none."""
     rest: list[Buffer] = []
     for number, field, value in _fields(view):
         if number == DATA and value is not None:
@@ -206,7 +204,7 @@ def _fields(view: memoryview) -> Iterator[tuple[int, memoryview, memoryview | No
         elif kind in (_FIXED64, _FIXED32):
             position += 8 if kind == _FIXED64 else 4
         else:
-            raise DecodeError(f"wire type {kind} is not in use")
+            raise DecodeError(f"unknown wire type {kind}")
         if position > size:
             raise DecodeError("a field is longer than its message")
         if key >> 3 == 0:

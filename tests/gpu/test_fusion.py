@@ -9,7 +9,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 from bench.models import PUBLISHED, build, draw, items, preprocessing, shrunk
-from gpu.test_kernels import distance, interpreted
+from tests.gpu.test_kernels import distance, interpreted
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid

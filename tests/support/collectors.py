@@ -1,4 +1,4 @@
-"""An OTLP collector within the test: what a server exports arrives over real gRPC."""
+"""An OTLP collector in the test process, over real gRPC."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _ARRIVAL_SECONDS = 30
 
 
 class Collector(TraceServiceServicer):
-    """Keeps every span that arrives, and what was told of the resource they come from."""
+    """Keeps all spans and the attributes of their resources."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -33,7 +33,7 @@ class Collector(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
     def wait_for(self, wanted: Callable[[Span], bool], count: int = 1) -> list[Span]:
-        """Spans that are wanted, once as many have arrived."""
+        """Wait until `count` wanted spans have arrived; returns them."""
         deadline = time.monotonic() + _ARRIVAL_SECONDS
         while len(found := [span for span in self.spans if wanted(span)]) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} spans arrived"
@@ -42,7 +42,7 @@ class Collector(TraceServiceServicer):
 
 
 def attributes(span: Span) -> dict[str, str | int]:
-    """The attributes of a span that are words or whole numbers."""
+    """The attributes of a span that are strings or integers."""
     return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
 
 

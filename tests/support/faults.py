@@ -1,4 +1,4 @@
-"""What the fault tier shares: its scale, and the accounts that have to be even after every fault."""
+"""Shared by tests/fault: the scale, and checks that counters balance after every fault."""
 
 import os
 import time
@@ -18,7 +18,7 @@ Note = Callable[..., None]
 
 
 def scaled(full: int, least: int = 1) -> int:
-    """So much of the full size."""
+    """The full size times the scale."""
     return max(least, round(full * SCALE))
 
 

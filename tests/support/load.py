@@ -1,4 +1,4 @@
-"""Load on a target: raw stubs without retries, so that every failure shows. Also a program, to be killed."""
+"""Load on a target, by raw stubs without retries, so that every failure shows. Also a program that tests kill."""
 
 import asyncio
 import sys
@@ -30,7 +30,7 @@ def request(*items: pb.Item) -> pb.EncodeRequest:
 
 @dataclass
 class Tally:
-    """What became of calls."""
+    """Outcomes of calls."""
 
     codes: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Tally:
 
 
 async def call(stub: EncoderServiceStub, message: pb.EncodeRequest, tally: Tally, timeout: float = 30) -> None:  # noqa: ASYNC109 - the RPC's deadline
-    """One Encode, every item of which has to be answered with rows."""
+    """One Encode; every item must be answered with rows."""
     start = time.monotonic()
     try:
         done = set()
@@ -71,7 +71,7 @@ def grpc_code(number: int) -> str:
 async def closed(
     target: str, message: pb.EncodeRequest, *, workers: int, calls: int = 0, stop: asyncio.Event | None = None
 ) -> Tally:
-    """So many workers, each with one call at a time: `calls` in all, or until `stop`."""
+    """Closed loop: each worker has one call at a time; `calls` in total, or until `stop`."""
     tally, left = Tally(), iter(range(calls)) if calls else None
 
     async def work(stub: EncoderServiceStub) -> None:
@@ -85,7 +85,7 @@ async def closed(
 
 
 async def offered(target: str, message: pb.EncodeRequest, *, rate: float, seconds: float) -> Tally:
-    """Calls at a fixed rate, whatever becomes of them."""
+    """Open loop: calls at a fixed rate, whatever their outcome."""
     tally, tasks = Tally(), set()
     async with grpc.aio.insecure_channel(target, UNLIMITED) as channel:
         stub, start, sent = EncoderServiceStub(channel), time.monotonic(), 0
@@ -100,7 +100,7 @@ async def offered(target: str, message: pb.EncodeRequest, *, rate: float, second
 
 
 def uploads() -> Iterator[pb.EncodeStreamRequest]:
-    """Items without end."""
+    """Endless items."""
     head, data = pb.Item(), image(16, 16)
     head.CopyFrom(data)
     head.pixels.data = b""

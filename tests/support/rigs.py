@@ -104,7 +104,7 @@ class Rig:
         return Item(self.modality(grid), grid, tiles, footprint, DType.FLOAT32, crops=second)
 
     def items(self, grids: Sequence[Grid], seed: int = 0) -> list[Item]:
-        """Items of these grids, each with pixels of its own: item i has those of seed + i."""
+        """Items of these grids, each with different pixels: item i has those of seed + i."""
         return [
             self.item(grid, self.pixels(grid, seed + i), self.crops(grid, seed + i)) for i, grid in enumerate(grids)
         ]

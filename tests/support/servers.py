@@ -29,11 +29,11 @@ class ServerProcess:
 
     @property
     def target(self) -> str:
-        """Where its gRPC port is."""
+        """Address of its gRPC port."""
         return f"127.0.0.1:{self.port}"
 
     def log(self) -> str:
-        """Everything it wrote so far."""
+        """Its output so far."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def page(self, path: str) -> tuple[int, str]:
@@ -65,7 +65,7 @@ class ServerProcess:
         raise RuntimeError(f"the server did not write {pattern!r} (exit code {self.process.poll()}):\n{self.log()}")
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM; returns the exit code."""
         self.process.terminate()
         return self.process.wait(_STOP_SECONDS)
 
@@ -87,7 +87,7 @@ def serving(
     program: Sequence[str] = ("-m", "vitwire_server"),
     wrapper: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
-    """A server of `model` on free ports, ready; it ends with the block, by force if need be."""
+    """A ready server of `model` on free ports, stopped at the end of the block, by force if necessary."""
     defaults = ["--port", "0", "--metrics-port", "0", "--lame-duck-seconds", "0", "--drain-seconds", "10"]
     with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
         process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file, wrapper)
@@ -112,7 +112,7 @@ def serving(
 def supervising(
     model: Path, devices: str, *flags: str, ready: bool = True
 ) -> Iterator[tuple[ServerProcess, dict[str, ServerProcess]]]:
-    """A supervisor of a process for each of `devices`, and these by their labels, each with its ports."""
+    """A supervisor of one process per device, and these processes by label, with their ports."""
     names = devices.split(",")
     labels = [f"{name}.{index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
     with serving(model, "--devices", devices, *flags, wait=False) as supervisor:

@@ -65,7 +65,7 @@ def test_what_is_wrong_or_refuses_is_not_chosen(caplog: pytest.LogCaptureFixture
         _fastest(backends[:2], torch.device("cpu"), torch.float32, 2, 8)
 
 
-def test_a_name_that_cannot_serve_is_told() -> None:
+def test_a_name_that_cannot_serve_is_reported() -> None:
     with pytest.raises(
         ValueError, match=r"'triton' does not run on cpu in torch.float32; available: sdpa \(cpu/cuda\)"
     ):

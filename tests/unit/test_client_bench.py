@@ -1,4 +1,4 @@
-"""`vitwire bench` against a service that is known: what it sends, counts and tells."""
+"""`vitwire bench` against a fake service: what it sends, counts and prints."""
 
 import json
 import signal
@@ -221,7 +221,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
     assert running.fake.methods == []
 
 
-def test_figures_are_told_before_a_plot_fails(running: Running, tmp_path: Path) -> None:
+def test_figures_are_reported_before_a_plot_fails(running: Running, tmp_path: Path) -> None:
     plot = tmp_path / "x.png"
     running.fake.before = lambda _: plot.mkdir(exist_ok=True)
     done = bench(running.target, "--requests", 2, "--plot", plot)

@@ -1,4 +1,4 @@
-"""The command line, in this process and as a process of its own."""
+"""The command line, in this process and as a subprocess."""
 
 import json
 import os

@@ -186,9 +186,9 @@ FULL = ROWS.tobytes()
         ([Malformed("why")], "why"),
         ([Frame(pb.EncodeResponse(item=0))], "neither"),
         ([chunk(FULL, number=7)], "item 7"),
-        ([chunk(FULL, last=True), chunk(FULL, last=True)], "not open"),
+        ([chunk(FULL, last=True), chunk(FULL, last=True)], "unknown or already answered"),
         ([chunk(FULL, row=1)], "row 1"),
-        ([chunk(FULL[:48]), chunk(FULL[:48])], "row 0 where row 1"),
+        ([chunk(FULL[:48]), chunk(FULL[:48])], "row 0, expected row 1"),
         ([chunk(FULL[:48]), chunk(FULL, row=1)], "bytes"),
         ([chunk(FULL + FULL)], "bytes"),
         ([chunk(FULL[:50])], "50 bytes"),
@@ -225,10 +225,10 @@ BF16 = pb.DATA_TYPE_BFLOAT16
 @pytest.mark.parametrize(
     ("asked", "shape", "reason"),
     [
-        (item(4), (5, 12), "items.0.: .*5 rows where the grid gives 4"),
-        (item(4), (4, 24), "items.0.: .*width 24 where the model's are 12"),
-        (replace(CLIP, keep_ratio=0.0), (9, 12), "9 rows where the grid gives at most 8"),
-        (CLIP, (8, 12), "8 rows where the grid gives 4"),
+        (item(4), (5, 12), "items.0.: .*5 rows, expected 4"),
+        (item(4), (4, 24), "items.0.: .*width 24, expected 12"),
+        (replace(CLIP, keep_ratio=0.0), (9, 12), "9 rows, expected at most 8"),
+        (CLIP, (8, 12), "8 rows, expected 4"),
     ],
 )
 def test_shapes_are_those_of_the_item_and_the_model(asked: Item, shape: tuple[int, int], reason: str) -> None:

@@ -49,7 +49,7 @@ class Failing:
 
 
 class TestCaptureFails:
-    """A budget without a graph is told of and never planned; the others serve."""
+    """A budget without a graph is reported and never planned; the others are used."""
 
     @pytest.mark.parametrize(
         ("number", "failure"),
@@ -139,7 +139,7 @@ class TestOutOfMemory:
 
 
 class TestDeviceLost:
-    """What only a new process can leave is told as such; what one batch met is that batch's alone."""
+    """Errors that need a new process are reported as such; other errors affect one batch only."""
 
     def test_at_launch(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.forward_raises(rig, monkeypatch, torch.AcceleratorError("CUDA error: illegal access\nCompile with ..."))
@@ -175,11 +175,11 @@ class TestDeviceLost:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_an_embedding_that_is_not_finite_names_what_came_in(dtype: torch.dtype) -> None:
     nan, inf = float("nan"), float("inf")
-    told = "holds NaN or infinity"
+    reason = "holds NaN or infinity"
     for value in (nan, inf, -inf):
-        assert blamed(dtype, torch.float32, value) == {"pixels": told}
-    assert blamed(dtype, torch.float32, 1.0, inf) == {"crops": told}
-    assert blamed(dtype, torch.float32, nan, nan) == {"pixels": told, "crops": told}
+        assert blamed(dtype, torch.float32, value) == {"pixels": reason}
+    assert blamed(dtype, torch.float32, 1.0, inf) == {"crops": reason}
+    assert blamed(dtype, torch.float32, nan, nan) == {"pixels": reason, "crops": reason}
     assert blamed(dtype, torch.float32, 1.0, 6e4) == {}, "finite pixels are no mistake of the client"
 
 

@@ -67,7 +67,7 @@ class TestTraces:
         assert [len(queue) for queue in queues(items, 2)] == [2, 1]
 
     @pytest.mark.parametrize(
-        ("content", "told"),
+        ("content", "message"),
         [
             ("{}", "trace.jsonl:1: expected"),
             ('{"items": []}\nnonsense', "trace.jsonl:2: expected"),
@@ -77,10 +77,10 @@ class TestTraces:
             ("", "has no items"),
         ],
     )
-    def test_a_wrong_line_is_named(self, content: str, told: str, tmp_path: Path) -> None:
+    def test_a_wrong_line_is_named(self, content: str, message: str, tmp_path: Path) -> None:
         path = tmp_path / "trace.jsonl"
         path.write_text(content)
-        with pytest.raises(TraceError, match=told):
+        with pytest.raises(TraceError, match=message):
             read_trace(path, merge=2)
 
     def test_a_missing_file_is_named(self) -> None:

@@ -17,7 +17,7 @@ _names = count()
 
 
 class Log:
-    """A logger of its own, and what it wrote."""
+    """A separate logger and its output."""
 
     def __init__(self) -> None:
         self.out = io.StringIO()
@@ -53,8 +53,8 @@ def test_of_many_lines_of_a_kind_a_few_are_shown_and_the_rest_counted(log: Log) 
     log.logger.error("something else")
     shown = ["request 0 is wrong", "request 1 is wrong", "request 2 is wrong", "something else"]
     assert log.lines == shown, "the count comes when the window closes"
-    told = log.wait_for("more lines like this")
-    assert told == f"97 more lines like this were dropped in {SECONDS:g} s, the first: request 3 is wrong"
+    line = log.wait_for("more lines like this")
+    assert line == f"97 more lines like this were dropped in {SECONDS:g} s, the first: request 3 is wrong"
     log.logger.error("request %d is wrong", 100)
     assert log.lines[-1] == "request 100 is wrong", "a new window has room again"
 

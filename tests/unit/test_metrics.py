@@ -72,7 +72,7 @@ def test_cache_hits_are_items_and_the_canary_is_none(metrics: Metrics) -> None:
     assert (value(metrics, "vitwire_admitted_items"), value(metrics, "vitwire_admitted_bytes")) == (3, 700)
 
 
-def test_what_was_too_late_or_left_is_told_by_stage(metrics: Metrics) -> None:
+def test_what_was_too_late_or_left_is_reported_by_stage(metrics: Metrics) -> None:
     metrics.engine.item_dropped("admission", "deadline")
     metrics.engine.item_dropped("queue", "deadline")
     metrics.rpc.send_cancelled()
@@ -98,7 +98,7 @@ def test_codes_that_items_fail_with_show_before_the_first_failure(metrics: Metri
     assert exposed == {code.name for _, code in _CODES}
 
 
-def test_latencies_of_a_few_milliseconds_are_told_apart(metrics: Metrics) -> None:
+def test_latencies_of_a_few_milliseconds_are_distinguished(metrics: Metrics) -> None:
     for seconds in (0.0012, 0.0022, 0.0035, 0.0045, 0.0055, 0.007, 0.009):
         metrics.rpc.request_seconds.labels("Encode").observe(seconds)
     counts = Readings(metrics.registry).latencies

@@ -59,8 +59,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
 def test_a_child_that_keeps_dying_ends_all(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:
     code, calls = pretend(LISTENING + READY + DYING)
     assert code == 1
-    told = "vitwire-server: cpu: failed 5 starts; last exit: SIGKILL\n"
-    assert capfd.readouterr().err == told
+    message = "vitwire-server: cpu: failed 5 starts; last exit: SIGKILL\n"
+    assert capfd.readouterr().err == message
     own = [call for call in calls if "--device cpu" in call]
     assert len(own) == 5
     assert own[0].endswith("--devices none --device cpu --unix-socket s.0 --port 0 --metrics-port 0")

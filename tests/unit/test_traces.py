@@ -67,7 +67,7 @@ def test_a_footprint_that_cannot_be_is_named_by_its_line(footprint: str, tmp_pat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
-def test_a_full_disk_ends_the_recording_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_recording_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     trace = TraceWriter(Path("/dev/full"))
     with caplog.at_level(logging.ERROR):
         trace.record([IMAGE])

@@ -1,1 +1,1 @@
-"""Vitwire as the vision tower of other libraries; each module needs the library it is named after."""
+"""Vitwire as the vision tower in other libraries, one module per library."""

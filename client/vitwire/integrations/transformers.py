@@ -5,17 +5,17 @@
         attach(model, client)
         model.generate(**inputs)
 
-Works for models that hold a grid_thw tower as `visual`: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and their relatives.
+Works for models with a grid_thw tower as `visual`: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and related models.
 """
 
 from collections.abc import Sequence
 from inspect import signature
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
@@ -25,7 +25,7 @@ from vitwire._model import Model
 
 
 class Encoder(Protocol):
-    """What is asked of the client; `vitwire.Client` has it."""
+    """The methods of `vitwire.Client` in use."""
 
     def model(self) -> Model: ...
 
@@ -33,16 +33,16 @@ class Encoder(Protocol):
 
 
 class RemoteTower(nn.Module):
-    """Stands for the tower `original`: same forward, no weights.
+    """Replaces the tower `original`: the same forward, without weights.
 
-    Its rows come on the device and in the dtype of `place`, and follow the model when that is moved.
+    Rows are returned on the device and in the dtype of `place`, which moves with the model.
     """
 
     def __init__(self, original: PreTrainedModel, client: Encoder, place: torch.Tensor, levels: int) -> None:
         super().__init__()
         self._place: torch.Tensor
         self.register_buffer("_place", place.new_empty(0), persistent=False)
-        self._original = (original,)  # in a tuple, so that it is no submodule
+        self._original = (original,)  # in a tuple, so that it is not a submodule
         self._client = client
         self._levels = levels
         self._deepstack = hasattr(original.config, "deepstack_visual_indexes")
@@ -52,7 +52,7 @@ class RemoteTower(nn.Module):
 
     @property
     def original(self) -> PreTrainedModel:
-        """The tower that this one stands for."""
+        """The replaced tower."""
         return self._original[0]
 
     @property
@@ -67,7 +67,7 @@ class RemoteTower(nn.Module):
         self,
         hidden_states: torch.Tensor,
         grid_thw: torch.Tensor,
-        **_: Any,  # noqa: ANN401  # options of the local tower
+        **_: object,  # options of the local tower
     ) -> BaseModelOutputWithPooling:
         """Encode patches `(sum of t*h*w, C*T*p*p)` of items with the grids `(items, 3)`.
 
@@ -86,18 +86,18 @@ class RemoteTower(nn.Module):
 
 
 def attach(model: PreTrainedModel, client: Encoder) -> RemoteTower:
-    """Put a `RemoteTower` in the place of the model's vision tower, and return it.
+    """Replace the model's vision tower by a `RemoteTower`, and return it.
 
-    The original is kept for `detach`, without moving it: to free device memory, move `.original` to the CPU.
-    Raises ValueError when the model has no such tower, or the service holds another one, and what
-    `client.model()` raises.
+    The original is kept for `detach` where it is: to free device memory, move `.original` to the CPU.
+    Raises ValueError if the model has no such tower or the service has another one, and the errors of
+    `client.model()`.
     """
     owner = _owner(model)
-    original = owner.visual
+    original = cast("PreTrainedModel", owner.get_submodule("visual"))
     if isinstance(original, RemoteTower):
-        raise ValueError("the model's vision tower is remote already; detach it first")
+        raise ValueError("the model's vision tower is already remote; detach it first")
     if not {"hidden_states", "grid_thw"} <= signature(original.forward).parameters.keys():
-        raise ValueError(f"{type(original).__name__} is not called with hidden_states and grid_thw; it has no stand-in")
+        raise ValueError(f"{type(original).__name__} does not take hidden_states and grid_thw; it cannot be replaced")
     levels = _check(getattr(model.config, "model_type", ""), original.config, client.model())
     place: Any = model.get_input_embeddings().weight
     remote = RemoteTower(original, client, place.detach(), levels)
@@ -106,28 +106,27 @@ def attach(model: PreTrainedModel, client: Encoder) -> RemoteTower:
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Put the original tower back. Raises ValueError when none was replaced."""
+    """Restore the original tower. Raises ValueError if it was not replaced."""
     owner = _owner(model)
-    remote = owner.visual
+    remote = owner.get_submodule("visual")
     if not isinstance(remote, RemoteTower):
-        raise ValueError("the model's vision tower is its own; there is nothing to detach")
+        raise ValueError("the model's vision tower is not remote; there is nothing to detach")
     owner.visual = remote.original
 
 
-def _owner(model: PreTrainedModel) -> Any:  # noqa: ANN401  # nn.Module's attributes are untyped
-    """The module that holds the tower as `visual`."""
+def _owner(model: PreTrainedModel) -> nn.Module:
+    """The module that has the tower as `visual`."""
     for candidate in (model, *(child for name, child in model.named_children() if name == "model")):
         if any(name == "visual" for name, _ in candidate.named_children()):
             return candidate
-    raise ValueError(f"{type(model).__name__} holds no vision tower as `visual` or `model.visual`")
+    raise ValueError(f"{type(model).__name__} has no vision tower as `visual` or `model.visual`")
 
 
-def _check(model_type: str, vision: Any, remote: Model) -> int:  # noqa: ANN401  # a config of any family
-    """Whether the service holds the tower that the model expects; the number of its deepstack levels."""
+def _check(model_type: str, vision: PretrainedConfig, remote: Model) -> int:
+    """The number of deepstack levels. Raises ValueError if the service has another tower than the model."""
     if remote.model_type != model_type:
         raise ValueError(
-            f"the service holds {remote.model_id}, a {remote.model_type or 'nameless'} tower; "
-            f"the model is a {model_type}"
+            f"the service has {remote.model_id}, a {remote.model_type or 'nameless'} tower; the model is a {model_type}"
         )
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     width = getattr(vision, "out_hidden_size", None) or vision.hidden_size
@@ -144,7 +143,7 @@ def _items(patches: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> list
     for t, h, w in grids:
         ends.append(ends[-1] + t * h * w)
     if ends[-1] != len(patches):
-        raise ValueError(f"the grids name {ends[-1]} patches, but {len(patches)} were given")
+        raise ValueError(f"the grids have {ends[-1]} patches, got {len(patches)}")
     return [
         Item(patches[start:end], grid, "video" if grid[0] > 1 else "image")
         for grid, (start, end) in zip(grids, pairwise(ends), strict=True)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EncoderServiceStub(object):
-    """Encodes images and clips with the vision tower that the server holds.
+    """Encodes images and clips with the server's vision tower.
     """
 
     def __init__(self, channel):
@@ -53,20 +53,20 @@ class EncoderServiceStub(object):
 
 
 class EncoderServiceServicer(object):
-    """Encodes images and clips with the vision tower that the server holds.
+    """Encodes images and clips with the server's vision tower.
     """
 
     def Encode(self, request, context):
-        """Encodes items that travel in one message. The answer streams the rows of
-        each item as soon as its batch is done; items may come in any order.
+        """Encodes the items of one message. The response streams the rows of each
+        item as soon as its batch is done, in any order of items.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EncodeStream(self, request_iterator, context):
-        """Encodes items that are uploaded in chunks, so that no message grows with
-        an item. Many items may be in flight on one stream.
+        """Encodes items that are uploaded in chunks, so that messages stay small for
+        large items. Many items may be in flight on one stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ def add_EncoderServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EncoderService(object):
-    """Encodes images and clips with the vision tower that the server holds.
+    """Encodes images and clips with the server's vision tower.
     """
 
     @staticmethod

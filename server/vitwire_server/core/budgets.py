@@ -18,9 +18,9 @@ class Budget:
     tokens: int
     max_items: int
     max_segments: int
-    """Attention segments of real items; padding has segments of its own."""
+    """Attention segments of real items; padding has separate segments."""
     max_segment_patches: int
-    """Bound of the longest attention segment, in patches: the static `max_seqlen`."""
+    """Maximum length of an attention segment, in patches: the static `max_seqlen`."""
     max_crops: int = 0
     """Rows of crops, in towers that take them; their tokens are among `tokens`."""
 
@@ -62,17 +62,16 @@ class Ladder:
         return self.budgets[-1] if self.budgets else None
 
     def smallest_fitting(self, load: Footprint, items: int) -> Budget | None:
-        """The cheapest budget that holds `items` items of summed footprint `load`, if any does."""
+        """The cheapest budget that fits `items` items with the summed footprint `load`, if any."""
         return next((budget for budget in self.budgets if budget.fits(load, items)), None)
 
 
 def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budget:
-    """A budget of `tokens` with the bounds that its size gives.
+    """A budget of `tokens` with default limits for its size.
 
-    The longest segment may be the whole budget, so that one large image fits, up to the size from which
-    a forward keeps the device busy by its attention alone and a graph gains nothing (measured:
-    docs/performance.md). Slots without a segment cost an attention kernel something; so there are only as
-    many as segments of 16 tokens fill, and eight at least.
+    A segment may fill the whole budget, so that one large image fits, up to a size at which attention alone keeps the
+    device busy and a graph gains nothing (measured: docs/performance.md). Empty slots cost time in attention kernels,
+    so there is one slot per 16 tokens, and at least eight.
     """
     segments = min(max_frames, max(_FEWEST_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))
     return Budget(
@@ -86,8 +85,8 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
 def default_tokens(max_tokens: int, *, smallest: int = 16, ratio: float = 1.25) -> list[int]:
     """Budget sizes from `smallest` to `max_tokens` in steps of about `ratio`.
 
-    A geometric ladder bounds padding by `ratio - 1` of what is computed; sizes are
-    multiples of 8, so that rows stay aligned for matrix units.
+    A geometric ladder limits padding to a share of `ratio - 1`; sizes are multiples of 8, which keeps rows aligned
+    for matrix units.
     """
     sizes = [min(smallest, max_tokens)]
     while sizes[-1] < max_tokens:

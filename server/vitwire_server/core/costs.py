@@ -1,4 +1,4 @@
-"""Predicted times, by which the planner chooses between replays and eager forwards."""
+"""Predicted times, with which the planner chooses between replays and eager forwards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,11 +9,11 @@ from vitwire_server.core.grids import Footprint
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that a forward takes, as a function of its tokens.
+    """Seconds of a forward as a function of its tokens.
 
-    Attention within segments is left out on both sides: it is the same however items are packed.
-    A replay costs what was measured for its budget, or the line where nothing was measured. An
-    eager forward costs a line too, but never less than launching its kernels from Python takes.
+    Attention within segments is not included, as it does not depend on packing. A replay costs the measured time of
+    its budget, or else the linear prediction. An eager forward costs a linear prediction, but at least the time to
+    launch its kernels from Python.
     """
 
     replay_fixed: float
@@ -41,7 +41,7 @@ class Costs:
 
 
 EAGER_HOST_SECONDS = 9.0e-3
-"""Seconds that an eager forward holds the host: launching its kernels from Python takes 7 to 11 ms (H200)."""
+"""Seconds that an eager forward blocks the host: launching its kernels from Python takes 7 to 11 ms (H200)."""
 
 ASSUMED = Costs(
     replay_fixed=2.0e-3,
@@ -50,11 +50,11 @@ ASSUMED = Costs(
     eager_token=8.3e-6,
     eager_floor=8.1e-3,
 )
-"""Taken where nothing was measured: lines through what Qwen3-VL-8B's tower took on an H200 (docs/performance.md).
+"""Defaults without measurements: fitted to Qwen3-VL-8B's tower on an H200 (docs/performance.md).
 
 On the device a replay took 1.9 ms for 49 tokens and 14.6 ms for 1568, an eager forward 15.4 ms for 1568 and never
 less than the 7.6 ms that launching its kernels takes; half a millisecond is added for the host's part of a batch.
-Simulated graphs use it too: on a CPU every measurement would say that padding is pure loss.
+Simulated graphs use them too: measured on a CPU, padding would never pay.
 """
 
 ASSUMED_ON_HOST = replace(ASSUMED, attention_pair=5e-6)

@@ -1,4 +1,4 @@
-"""The patch grid of an item: the only source of its counts, on the host."""
+"""The patch grid of an item and the counts that follow from it."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 class Grid(NamedTuple):
     """Frames (after temporal merging), rows and columns of an item, in patches.
 
-    In tile towers: how many tiles, and the rows and columns that they were cut in.
+    In tile towers: number of tiles, rows and columns of the layout.
     """
 
     t: int
@@ -28,15 +28,15 @@ class Grid(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What an item costs: everything the planner needs to know of it.
+    """The size of an item, for the planner.
 
-    Counts are for one item; footprints of a batch add up (`longest` by maximum).
+    Footprints of a batch add up, except for `longest`, which is the maximum.
     """
 
     patches: int
     """Rows of the pixel tensor: patches, or whole tiles."""
     tokens: int
-    """Tokens of a budget: patches over the merged area. Rows of the embedding, and those that pooling takes off."""
+    """Tokens of a budget: patches per merged area, which are the rows of the embedding before pooling."""
     segments: int
     """Attention segments (frames, unless the tower attends over whole clips)."""
     longest: int
@@ -44,7 +44,7 @@ class Footprint(NamedTuple):
     crops: int = 0
     """Rows of crops, in towers that take them."""
     pooled: int = 0
-    """Rows that pooling over frames takes off, in towers that do so."""
+    """Rows removed by pooling over frames, in towers that pool."""
 
     @property
     def rows(self) -> int:
@@ -53,8 +53,8 @@ class Footprint(NamedTuple):
 
 
 def retained(tokens: int, frames: int, keep_ratio: float) -> int:
-    """Rows that pruning leaves of a clip's tokens: the share asked for, but at least one whole frame.
+    """Rows left of a clip's tokens after pruning: the share `keep_ratio`, but at least one frame.
 
-    A ratio of 0 switches pruning off.
+    A ratio of 0 disables pruning.
     """
     return max(tokens // frames, int(tokens * keep_ratio)) if keep_ratio else tokens

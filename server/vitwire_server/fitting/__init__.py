@@ -1,1 +1,1 @@
-"""Ladders fitted to traces, and the `budgets` command."""
+"""Fitting of budgets to traces, and the command `vitwire-server budgets`."""

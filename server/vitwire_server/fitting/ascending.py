@@ -1,8 +1,8 @@
-"""The packing that others use, to compare with: ascending and greedy, on budgets that double.
+"""Reference packing for comparison: ascending and greedy, on budgets that double.
 
 Written from the published description of vLLM's encoder graphs (its pull requests 35963 and 38061):
 items sorted by output tokens, packed greedily up to the largest budget and the item limit, each batch
-replayed on the smallest budget that holds it; what exceeds every budget runs eagerly, alone.
+replayed on the smallest budget that fits; items larger than every budget run eagerly, alone.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from vitwire_server.core.plans import Batch, Fallback, Plan
 
 
 def plan_ascending(footprints: Sequence[Footprint], ladder: Ladder, max_items: int) -> Plan:
-    """Batches of `footprints` as the reference makes them. `ladder` must not be empty."""
+    """The reference's batches of `footprints`. `ladder` must not be empty."""
     if ladder.largest is None:
-        raise ValueError("the reference needs a budget")
+        raise ValueError("the reference packing needs at least one budget")
     largest, cropped = ladder.largest.tokens, any(footprint.crops for footprint in footprints)
     batches: list[Batch] = []
     group: list[int] = []

@@ -1,4 +1,4 @@
-"""Which budgets the tower of a trace can have, read from the footprints of its items."""
+"""The kind of budgets that fit the tower of a trace, inferred from footprints."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -9,9 +9,9 @@ from vitwire_server.fitting.traces import TraceError
 
 
 def capacities_of(trace: Sequence[Footprint]) -> Capacities:
-    """The budgets that a tower with items of these footprints can have. Raises TraceError where none has.
+    """The capacities of a tower with these footprints. Raises TraceError if no kind of tower fits.
 
-    The segments of a packed item have all its patches; a tile is one row, whatever patches its segment has.
+    The segments of a packed item have all its patches; a tile is one row, however many patches its segment has.
     """
     if all(item.segments * item.longest == item.patches for item in trace):
         merge = max(-(-item.patches // item.tokens) for item in trace)
@@ -21,11 +21,11 @@ def capacities_of(trace: Sequence[Footprint]) -> Capacities:
         found = _tiles(trace, longest) or _crops(trace, longest)
         if found:
             return found
-    raise TraceError("the items of this trace are of several models: fit each model's to itself")
+    raise TraceError("the trace has items of several models: fit one model at a time")
 
 
 def _tiles(trace: Sequence[Footprint], longest: int) -> TileCapacities | None:
-    """Where every tile is a segment of as many tokens as any other."""
+    """Tile towers: every tile is a segment with the same number of tokens."""
     tile = trace[0].tokens // trace[0].patches
     paired = any(item.crops for item in trace)
     alike = (item.segments == item.patches and item.tokens == tile * item.patches for item in trace)

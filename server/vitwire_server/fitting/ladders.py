@@ -1,4 +1,4 @@
-"""Ladders fitted to what is encoded: optimal quantisation of loads, by exact dynamic programming."""
+"""Ladders fitted to recorded items: optimal quantisation of loads by exact dynamic programming."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,8 +15,8 @@ Integers = NDArray[np.int64]
 DEPTHS: Mapping[int, float] = {1: 0.7, 4: 1.0}
 """Queue depths whose loads a ladder is fitted to, and their weights.
 
-Deeper queues are packed to meet whatever budgets there are; a single item, and a few that all fit
-one replay, have to take the next budget up.
+Deeper queues can be packed to fill any budget; a single item, or a few that fit in one replay, take the next larger
+budget.
 """
 
 
@@ -24,7 +24,7 @@ def loads(tokens: Sequence[int], largest: int, depths: Mapping[int, float] = DEP
     """Weight of each load of one forward, from item sizes in their order of arrival.
 
     The load at depth d is the sum of d consecutive items. Depths are weighted per token, so that
-    the relative padding of each counts as `depths` says. Loads beyond `largest` are left out.
+    the relative padding of each counts as `depths` says. Loads beyond `largest` are ignored.
     """
     return _weighed(lambda depth: _sums(tokens, depth), largest, depths)
 
@@ -32,7 +32,7 @@ def loads(tokens: Sequence[int], largest: int, depths: Mapping[int, float] = DEP
 def held_loads(
     trace: Sequence[Footprint], capacities: Capacities, largest: int, depths: Mapping[int, float] = DEPTHS
 ) -> dict[int, float]:
-    """`loads` of a trace, each as large as the smallest budget that the tower can have for it."""
+    """`loads` of a trace, each rounded up to the smallest budget that the tower can have for it."""
     columns = [[item.patches for item in trace], [item.tokens for item in trace], [item.crops for item in trace]]
 
     def held(depth: int) -> Integers:
@@ -107,7 +107,7 @@ def _budgets(sizes: Sequence[int], best: Floats, previous: NDArray[np.int64]) ->
 
 
 def powers_of_two(largest: int, smallest: int = 64) -> list[int]:
-    """The ladder of the reference: budgets that double from `smallest`, ending at `largest`."""
+    """The reference ladder: budgets that double from `smallest` to `largest`."""
     sizes = [min(smallest, largest)]
     while sizes[-1] < largest:
         sizes.append(min(2 * sizes[-1], largest))

@@ -13,18 +13,18 @@ from vitwire_server.core.items import Item
 
 _log = logging.getLogger(__name__)
 _MERGE = 2
-"""Side of the merged squares that a line without a footprint stands for: what readers assume unless told."""
+"""Default merge size of readers, for lines without a footprint."""
 
 
 class TraceError(Exception):
-    """A line of a trace is wrong; the message names file and line."""
+    """A trace is invalid; the message names file and line."""
 
 
 class TraceWriter:
-    """Appends a line per request to a trace; owns the file, used on the event loop only.
+    """Appends a line per request to a trace. Used on the event loop only.
 
-    Each line is one write at the file's end, so servers may share a file. An error is logged once and
-    ends the recording, never a request.
+    Each line is a single append, so servers may share a file. An error is logged once and stops the recording; it
+    never fails a request.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class TraceWriter:
         self._start = time.monotonic()
 
     def record(self, items: Iterable[Item]) -> None:
-        """Write what was submitted together; nothing once closed."""
+        """Write the items of one request; does nothing once closed."""
         sizes = [_size(item) for item in items]
         if self._file.closed or not sizes:
             return
@@ -46,24 +46,24 @@ class TraceWriter:
             self.close()
 
     def close(self) -> None:
-        """End the recording."""
-        with suppress(OSError):  # what cannot be written is lost either way
+        """Stop recording."""
+        with suppress(OSError):  # nothing is left to save
             self._file.close()
 
 
 def _size(item: Item) -> dict[str, Any]:
-    """Modality and grid, and the footprint where a reader would get another one from the grid."""
+    """Modality and grid, and the footprint unless readers can compute it from the grid."""
     size: dict[str, Any] = {"modality": item.modality, "grid": item.grid}
     grid, footprint = item.grid, item.footprint
-    told = _divides(grid, _MERGE) and footprint == _of(grid, _MERGE)
-    return size if told else size | {"footprint": footprint._asdict()}
+    computable = _divides(grid, _MERGE) and footprint == _packed_footprint(grid, _MERGE)
+    return size if computable else size | {"footprint": footprint._asdict()}
 
 
 def read_trace(path: Path, merge: int) -> list[Footprint]:
-    """Footprints of all items of a trace in their order of arrival, each frame a segment.
+    """Footprints of all items of a trace, in order of arrival.
 
-    A line is `{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}`; an item may have a
-    `footprint`, which counts instead of the grid. Raises TraceError.
+    A line is `{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}`; the `footprint` of an
+    item, if any, replaces the one computed from its grid. Raises TraceError.
     """
     footprints: list[Footprint] = []
     try:
@@ -83,31 +83,31 @@ def _items(line: str, merge: int, where: str) -> Iterator[Footprint]:
         request: dict[str, Any] = json.loads(line)
         for item in request["items"]:
             t, h, w = item["grid"]
-            told = item.get("footprint")
-            yield _told(told) if told else _footprint(Grid(int(t), int(h), int(w)), merge)
+            recorded = item.get("footprint")
+            yield _recorded(recorded) if recorded else _from_grid(Grid(int(t), int(h), int(w)), merge)
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f'{where}: expected {{"items": [{{"grid": [t, h, w]}}]}}, got {error!r}') from error
 
 
-def _told(footprint: dict[str, int]) -> Footprint:
-    told = Footprint(**{name: int(count) for name, count in footprint.items()})
-    if min(told.patches, told.tokens, told.segments, told.longest) < 1 or min(told) < 0:
-        raise ValueError(f"expected a footprint of positive counts, got {footprint}")
-    return told
+def _recorded(counts: dict[str, int]) -> Footprint:
+    footprint = Footprint(**{name: int(count) for name, count in counts.items()})
+    if min(footprint.patches, footprint.tokens, footprint.segments, footprint.longest) < 1 or min(footprint) < 0:
+        raise ValueError(f"expected a footprint of positive counts, got {counts}")
+    return footprint
 
 
-def _footprint(grid: Grid, merge: int) -> Footprint:
+def _from_grid(grid: Grid, merge: int) -> Footprint:
     if min(grid) < 1 or not _divides(grid, merge):
         raise ValueError(f"expected a grid of positive multiples of the merge size {merge}, got {list(grid)}")
-    return _of(grid, merge)
+    return _packed_footprint(grid, merge)
 
 
 def _divides(grid: Grid, merge: int) -> bool:
     return not (grid.h % merge or grid.w % merge)
 
 
-def _of(grid: Grid, merge: int) -> Footprint:
-    """Of an item whose frames are segments."""
+def _packed_footprint(grid: Grid, merge: int) -> Footprint:
+    """The footprint of an item whose frames are segments."""
     return Footprint(grid.patches, grid.patches // merge**2, grid.t, grid.frame_patches)
 
 

@@ -1,6 +1,6 @@
 """The metrics port: `/metrics` for Prometheus, `/healthz` and `/livez` for probes, `/` for people.
 
-Runs on an event loop and thread of its own, so that it answers while the server's event loop is busy or the engine
+Runs on a separate event loop and thread, so that it answers while the server's event loop is busy or the engine
 hangs. The number of connections is bounded, and none takes a thread.
 """
 
@@ -142,7 +142,7 @@ class _Connection(asyncio.Protocol):
 
 
 class MetricsServer:
-    """Serves the metrics and the server's health over HTTP, on a thread of its own."""
+    """Serves the metrics and the server's health over HTTP, on a separate thread."""
 
     def __init__(self, registry: CollectorRegistry, health: Health, host: str, port: int, max_connections: int) -> None:
         """Bind; raises OSError if the address is taken. Port 0 takes a free one.

@@ -99,7 +99,7 @@ def point(before: Readings, after: Readings) -> Point:
 
 
 class History:
-    """Takes a snapshot every two seconds, on a thread of its own, and keeps five minutes of them."""
+    """Takes a snapshot every two seconds, on a separate thread, and keeps five minutes of them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

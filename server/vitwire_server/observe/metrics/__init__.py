@@ -14,7 +14,7 @@ from vitwire_server.observe.metrics.series import Series, Shared
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own. Each part may be recorded on any thread.
+    """All metrics of one server, in their own registry. prometheus_client is thread-safe.
 
     At all times `vitwire_items_total` equals graph hits + eager fallbacks + cache hits.
     """

@@ -23,7 +23,7 @@ class RpcMetrics:
         self.rejected = series.counter("rejected", "Requests rejected, by the limit that was reached", "reason")
         self.tickets_opened = series.counter("tickets_opened", "RPCs that opened a ticket")
         self.tickets_closed = series.counter("tickets_closed", "RPCs that closed their ticket")
-        self._items_failed = series.counter("items_failed", "Items answered with an error of their own", "code")
+        self._items_failed = series.counter("items_failed", "Items answered with an error", "code")
         self._received = series.counter("received_bytes", "Bytes of request messages with items")
         self._delivered = series.counter("delivered_bytes", "Bytes of rows sent to clients", "way")
         self._stages, self._cancelled = shared.stages, shared.cancelled
@@ -39,7 +39,7 @@ class RpcMetrics:
         self._received.inc(nbytes)
 
     def item_failed(self, code: str) -> None:
-        """An item was answered with an error of its own."""
+        """An item was answered with an error."""
         self._items_failed.labels(code).inc()
 
     def sent(self, seconds: float) -> None:
