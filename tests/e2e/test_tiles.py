@@ -125,7 +125,7 @@ def test_frames_of_a_clip_are_tiles(served: Served) -> None:
         if served.model_type not in CLIPS:
             assert settings is None
             item = image_items(frames[:1], client.model())[0]
-            with pytest.raises(InvalidItem, match="takes no videos"):
+            with pytest.raises(InvalidItem, match="does not accept videos"):
                 client.encode([Item(item.pixels, item.grid, "video", crops=item.crops)])
             return
         assert settings is not None
