@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import faulty
+import faulty_server
 from checkpoints import Checkpoints
 from reference import Array, Reference
 from servers import ServerProcess, serving
@@ -33,7 +33,7 @@ def server(checkpoints: Checkpoints, fault: Path, tmp_path_factory: pytest.TempP
     tokens.write_text("alice-has-a-long-token alice\nmallory-has-one-as-well mallory\n")
     flags = ("--cache-bytes", "3000000", "--graphs", "simulated", "--budgets", "16,64", "--dtype", "float32")
     guarded = ("--auth-tokens-file", str(tokens), "--canary-seconds", "0")
-    with serving(checkpoints("qwen3_vl"), *flags, *guarded, program=(faulty.__file__, str(fault))) as process:
+    with serving(checkpoints("qwen3_vl"), *flags, *guarded, program=(faulty_server.__file__, str(fault))) as process:
         yield process
         hits = process.metric("vitwire_graph_hits_total") + process.metric("vitwire_cache_hits_total")
         assert process.metric("vitwire_items_total") == hits + process.metric("vitwire_eager_fallbacks_total")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import faulty
+import faulty_server
 from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import Client, InvalidItem, Item
 
 SERVICE = "vitwire.v1.EncoderService"
 SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
-PROGRAM = str(Path(faulty.__file__))
+PROGRAM = str(Path(faulty_server.__file__))
 COLUMNS = 3 * 2 * 14 * 14
 Break = Callable[[str], None]
 Watch = Iterator[health_pb2.HealthCheckResponse]

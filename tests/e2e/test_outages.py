@@ -112,7 +112,7 @@ async def test_a_timeout_says_that_the_server_is_loading(
 ) -> None:
     fault = tmp_path / "fault"
     fault.write_text("hang")  # in the forward that warms the engine up
-    program = (str(Path(__file__).parents[1] / "support" / "faulty.py"), str(fault))
+    program = (str(Path(__file__).parents[1] / "support" / "faulty_server.py"), str(fault))
     with serving(checkpoints("qwen2_vl"), wait=False, program=program) as server:
         client = kind(server.target, timeout=8, wait_for_ready=True)
         with pytest.raises(Unavailable, match="still loading"):

@@ -40,7 +40,7 @@ def note(request: pytest.FixtureRequest) -> Note:
 
 @pytest.fixture(scope="module")
 def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is written here breaks the engine, see `faulty.py`."""
+    """What is written here breaks the engine, see `faulty_server.py`."""
     return tmp_path_factory.mktemp("faults") / "fault"
 
 

@@ -9,11 +9,11 @@ from threading import Event, Thread
 
 import psutil
 
-import faulty
+import faulty_server
 from servers import ServerProcess
 
 SCALE = float(os.environ.get("VITWIRE_FAULT_SCALE", "1"))
-FAULTY = str(Path(faulty.__file__))
+FAULTY = str(Path(faulty_server.__file__))
 Note = Callable[..., None]
 
 

@@ -1,8 +1,8 @@
-"""A server whose engine breaks on demand: `python tests/support/faulty.py FILE serve …`, where FILE names the fault.
+"""A server whose engine breaks on demand: `python tests/support/faulty_server.py FILE serve …`; FILE names the fault.
 
-The one way to break an engine on purpose; it is no part of any package. The file is read at each launch:
-empty or missing is no fault, `raise` is a bug, `hang` lasts until the file says something else, `lost` is a
-sticky error of the device, `fail` fails the batch, `nan` too, and `slow SECONDS` takes so long.
+The one way to break an engine on purpose; part of no package. The file is read at each launch: empty or missing is
+no fault, `raise` is a bug, `hang` lasts until the file says something else, `lost` is a sticky error of the device,
+`fail` fails the batch, and `slow SECONDS` takes that long.
 """
 
 import sys
