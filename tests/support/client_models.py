@@ -8,7 +8,7 @@ from vitwire._model import Model
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.items import DType
 from vitwire_server.core.models import Limits, ModelCard
-from vitwire_server.rpc.answers import model_message
+from vitwire_server.rpc.responses import model_message
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 

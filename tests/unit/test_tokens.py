@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vitwire_server.rpc import watch
+from vitwire_server.rpc import file_watch
 from vitwire_server.rpc.tokens import Tokens
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-0123456789abcdef"
@@ -13,7 +13,7 @@ ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-012
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(file_watch, "_LOOK_SECONDS", 0.0)
     return tmp_path / "tokens"
 
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_read_leaves_the_tokens_as_they_were(file: Path, caplog: 
 def test_files_are_looked_at_once_a_second(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("a")
-    looking = watch.FileWatch(file)
+    looking = file_watch.FileWatch(file)
     file.write_text("other")
     assert not looking.changed(), "the first second is not over"
     looking._looked -= 1

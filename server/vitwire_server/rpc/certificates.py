@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from vitwire_server.rpc.watch import FileWatch
+from vitwire_server.rpc.file_watch import FileWatch
 
 _log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached
 from vitwire_server.core.health import Health, State
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import trace_item
-from vitwire_server.rpc.answers import Answer, frames, model_message
 from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
 from vitwire_server.rpc.codec import Codec, parsed
 from vitwire_server.rpc.grpc_types import Context, Stream, read
 from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.receive_slots import ReceiveSlots
+from vitwire_server.rpc.responses import Answer, frames, model_message
 from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
 

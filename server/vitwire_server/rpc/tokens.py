@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from vitwire_server.rpc.watch import FileWatch
+from vitwire_server.rpc.file_watch import FileWatch
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
