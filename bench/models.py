@@ -16,8 +16,8 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.demo.demo_model import CLIP, STEPS, write_json
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.layouts.packed import PackedTower
+from vitwire_server.towers.registry import FAMILIES
 
 _QWEN3 = {"patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
 PUBLISHED: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(

@@ -15,8 +15,8 @@ from pydantic_core import PydanticUndefined
 
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Accepts, Family
+from vitwire_server.towers.registry import FAMILIES
 
 _ROOT = Path(__file__).parents[1]
 _BYTES = ("_bytes", "_memory")

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from broken import Break, edit, load, write
 from checkpoints import Checkpoints
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.files import CheckpointError
+from vitwire_server.towers.registry import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 PREPROCESSOR = "preprocessor_config.json"

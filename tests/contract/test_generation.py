@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from checkpoints import MODEL_TYPES, Checkpoints
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
+from vitwire_server.towers.registry import FAMILIES
 
 WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
 """Those with a language model, in a layout that transformers reads."""

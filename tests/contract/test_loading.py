@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from broken import load
 from checkpoints import MODEL_TYPES, Checkpoints
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.files import CheckpointError
+from vitwire_server.towers.registry import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 

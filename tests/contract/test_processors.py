@@ -15,8 +15,8 @@ from vitwire._images import image_patches
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Resizing
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Accepts
+from vitwire_server.towers.registry import FAMILIES
 
 PACKED = [name for name in MODEL_TYPES if FAMILIES[name].layout == "packed patches"]
 NEEDS_TORCHVISION = {"minimax_m3_vl"}

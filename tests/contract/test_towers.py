@@ -18,9 +18,9 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Accepts
 from vitwire_server.towers.layouts.packed import AttentionSpan
+from vitwire_server.towers.registry import FAMILIES
 
 Rigs = Callable[..., Rig]
 References = Callable[[str, torch.dtype], Reference | TileReference]

@@ -17,8 +17,8 @@ from checkpoints import MODEL_TYPES, Checkpoints
 from reference import TOLERANCE, Array, Reference, error
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, Item
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Accepts
+from vitwire_server.towers.registry import FAMILIES
 
 References = Callable[..., Reference]
 EVERYDAY = ("qwen2_5_vl", "qwen3_vl", "kimi_k25")

@@ -21,7 +21,7 @@ from tile_reference import TileReference
 from vitwire import Client, InvalidItem, Item
 from vitwire._images import Preprocessor
 from vitwire._prepare import clip_items, image_items
-from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.registry import FAMILIES
 
 References = Callable[..., TileReference | RasterReference]
 SERVED = ("internvl", "internvl_chat", "step3p7", "deepseek_vl_hybrid", "mistral3")

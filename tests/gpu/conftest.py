@@ -14,7 +14,7 @@ import transformers
 from packaging.version import Version
 
 from rigs import Rig
-from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.registry import FAMILIES
 
 _DEVICE = os.environ.get("VITWIRE_GPU_TEST_DEVICE", "cuda")
 

@@ -11,8 +11,8 @@ from reference import Array, norm_error
 from references import reference_of
 from rigs import RIGHT, Rig, draw_grids
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.layouts.packed import PackedFamily
+from vitwire_server.towers.registry import FAMILIES
 
 BF16 = torch.bfloat16
 LOSS = 1.1

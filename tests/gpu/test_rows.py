@@ -8,8 +8,8 @@ import torch
 from rigs import Rig, Yardstick, rows_of
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.layouts.packed import PackedFamily
+from vitwire_server.towers.registry import FAMILIES
 
 BF16 = torch.bfloat16
 OTHERS = [

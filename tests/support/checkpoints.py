@@ -6,7 +6,7 @@ from pathlib import Path
 import transformers
 from packaging.version import Version
 
-from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.registry import FAMILIES
 
 _INSTALLED = Version(transformers.__version__)
 MODEL_TYPES = [name for name, row in FAMILIES.items() if Version(row.transformers) <= _INSTALLED]

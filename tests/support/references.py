@@ -7,7 +7,7 @@ import torch
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches
 from tile_reference import TileReference
-from vitwire_server.towers.families import FAMILIES
+from vitwire_server.towers.registry import FAMILIES
 
 _OWN: dict[str, type[Reference]] = {"kimi_k25": Kimi, "kimi_vl": KimiVL, "paddleocr_vl": SquarePatches}
 """Models that are asked in another way than others of their layout."""

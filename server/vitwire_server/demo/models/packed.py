@@ -10,9 +10,9 @@ from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, DemoModel, Json, save_plain
 from vitwire_server.demo.saving import save_kimi, save_kimi_vl, save_qwen2_5_omni
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Accepts
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
+from vitwire_server.towers.registry import FAMILIES
 
 _IMAGE_TOKENS = (16, 1280)
 """Bounds of an image's tokens, as the published processors have them."""

@@ -16,9 +16,9 @@ from vitwire_server.towers.checkpoints.building import BROKEN, build_module
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import Track, download, fingerprint, read_weights
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.families import FAMILIES
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.files import CheckpointError, read_json
+from vitwire_server.towers.registry import FAMILIES
 from vitwire_server.towers.served import absurd_layers
 from vitwire_server.towers.tower import Tower
 
