@@ -59,14 +59,16 @@ class ServeSettings(BaseSettings):
     toml: ClassVar[Path | None] = None
     """The TOML file to read; `resolving.resolve` sets it on a subclass."""
 
-    model: str = Field(description="checkpoint directory in Hugging Face layout, or Hugging Face model id")
+    model: str = Field(description="Hugging Face model id, or a checkpoint directory in Hugging Face layout")
     lora: str | None = Field(
         default=None,
         pattern=r"^[\w.-]{1,64}=.+$",
         description="PEFT adapter whose vision weights are merged at load, as NAME=DIR",
     )
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 picks a free port and prints it")
+    port: int = Field(
+        default=50051, ge=0, le=65535, description="port to listen on; 0 picks a free port, printed on stdout"
+    )
     unix_socket: Path | None = Field(
         default=None, description="also listen on this Unix socket; with --devices, process N uses PATH.N"
     )
@@ -85,7 +87,7 @@ class ServeSettings(BaseSettings):
         "PATH.0, PATH.1; none: serve --device in this process",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="dtype the tower computes in; auto uses the checkpoint's dtype"
+        default="auto", description="compute dtype of the tower; auto uses the checkpoint's dtype"
     )
     graphs: Literal["auto", "cuda", "simulated", "off"] = Field(
         default="auto",
@@ -114,22 +116,24 @@ class ServeSettings(BaseSettings):
         default="auto",
         description="sdpa, triton, varlen, cudnn, fa3, fa4, or auto: the fastest that passes the accuracy check",
     )
-    max_queued_items: int = Field(default=4096, ge=1, description="maximum items admitted at a time")
+    max_queued_items: int = Field(default=4096, ge=1, description="maximum items admitted and not yet answered")
     max_queued_bytes: int = Field(
         default=4096 * _MIB,
         ge=1,
-        description="maximum bytes admitted at a time, pixels and resulting embeddings together",
+        description="maximum bytes admitted and not yet answered, pixels and resulting embeddings together",
     )
     max_request_bytes: int | None = Field(
         default=None,
         ge=1,
         le=MAX_MESSAGE_BYTES,
-        description="maximum bytes per message; default: the size of the largest item allowed",
+        description="maximum bytes per message; none: the size of the largest item allowed",
     )
     max_items_per_request: int = Field(default=256, ge=1, le=MAX_ITEMS, description="maximum items per request")
     max_patches_per_item: int = Field(default=65536, ge=4, le=MAX_PATCHES, description="maximum patches per item")
     cache_bytes: int = Field(default=0, ge=0, description="size of the embedding cache in bytes; 0 disables it")
-    idle_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="seconds a stalled client is kept")
+    idle_seconds: float = Field(
+        default=60.0, gt=0, allow_inf_nan=False, description="seconds until a stalled client is cut off"
+    )
     max_connection_age_seconds: float = Field(
         default=300.0,
         ge=0,
@@ -165,7 +169,7 @@ class ServeSettings(BaseSettings):
         default=5.0,
         ge=0,
         allow_inf_nan=False,
-        description="seconds to keep serving at shutdown after readiness turns off",
+        description="seconds to keep serving at shutdown after the server turns not ready",
     )
     record_trace: Path | None = Field(
         default=None,

@@ -18,19 +18,21 @@ class EngineMetrics:
 
     def __init__(self, series: Series, shared: Shared) -> None:
         counter, gauge, histogram = series.counter, series.gauge, series.histogram
-        self._queue_items = gauge("queue_items", "Items that wait")
-        self._queue_bytes = gauge("queue_bytes", "Bytes of pixels that wait")
+        self._queue_items = gauge("queue_items", "Items waiting in the queue")
+        self._queue_bytes = gauge("queue_bytes", "Bytes of pixels waiting in the queue")
         self._expired = counter("expired", "Items whose deadline passed, or could not be met, by stage", "stage")
-        self._hits = counter("graph_hits", "Items encoded by a replay", "modality", "budget")
-        self._replays = counter("graph_replays", "Replays", "budget")
+        self._hits = counter("graph_hits", "Items encoded by a graph replay", "modality", "budget")
+        self._replays = counter("graph_replays", "Graph replays", "budget")
         self._fallbacks = counter("eager_fallbacks", "Items encoded eagerly, and why", "modality", "reason")
-        self._graph_tokens = counter("graph_tokens", "Tokens computed by replays", "budget", "kind")
-        self._tokens = counter("tokens", "Tokens computed", "kind")
+        self._graph_tokens = counter(
+            "graph_tokens", "Tokens computed by graph replays, real and padding", "budget", "kind"
+        )
+        self._tokens = counter("tokens", "Tokens computed, real and padding", "kind")
         self._nonfinite = counter("nonfinite", "Embeddings withheld for not being finite")
-        self._batch_items = histogram("batch_items", "Items of a batch", _ITEMS)
-        self._batch_requests = histogram("batch_requests", "Requests that a batch has items of", _ITEMS)
-        self._fill = histogram("batch_fill_ratio", "Real tokens of a replay over its budget", _RATIOS)
-        self._canaries = counter("canaries", "Test items run while idle", "result")
+        self._batch_items = histogram("batch_items", "Items per batch", _ITEMS)
+        self._batch_requests = histogram("batch_requests", "Requests per batch", _ITEMS)
+        self._fill = histogram("batch_fill_ratio", "Real tokens of a graph replay divided by its budget", _RATIOS)
+        self._canaries = counter("canaries", "Test items run while the engine is idle", "result")
         self._heartbeat = gauge("engine_heartbeat_timestamp_seconds", "Time of the engine thread's last heartbeat")
         self._items, self._stages, self._cancelled = shared.items, shared.stages, shared.cancelled
         self._show_labels()

@@ -8,11 +8,18 @@ class ModelMetrics:
 
     def __init__(self, series: Series) -> None:
         self._model = series.gauge(
-            "model_info", "What is served", "model", "model_type", "dtype", "device", "graphs", "attention"
+            "model_info",
+            "The model being served; always 1",
+            "model",
+            "model_type",
+            "dtype",
+            "device",
+            "graphs",
+            "attention",
         )
-        self._captured = series.gauge("graphs_captured", "Budgets with a graph")
+        self._captured = series.gauge("graphs_captured", "Budgets whose graph was captured")
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
-        self._capture_seconds = series.gauge("graph_capture_seconds", "Time that capture took")
+        self._capture_seconds = series.gauge("graph_capture_seconds", "Time it took to capture all graphs")
         self._pool_bytes = series.gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
 
     def loaded(self, **labels: str) -> None:

@@ -36,8 +36,10 @@ class Shared:
 
     def __init__(self, series: Series) -> None:
         self.items = series.counter("items", "Items encoded, by path", "modality", "path")
-        self.stages = series.histogram("stage_seconds", "Time by stage", SECONDS, "stage")
-        self.cancelled = series.counter("cancelled", "Cancelled items, by the stage they were in", "stage")
+        self.stages = series.histogram(
+            "stage_seconds", "Time by stage: queue and send per item, the others per batch", SECONDS, "stage"
+        )
+        self.cancelled = series.counter("cancelled", "Items cancelled, by the stage they were in", "stage")
         for modality in Modality:
             for path in Path:
                 self.items.labels(modality, path)
