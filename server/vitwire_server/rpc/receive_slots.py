@@ -98,10 +98,11 @@ class ReceiveSlots:
             self._dequeue(caller, granted)
 
     def _dequeue(self, caller: Caller, granted: Granted) -> None:
-        waiting = self._waiting[caller]
-        del waiting[granted]
+        """A request waits no longer; a second call does nothing."""
+        waiting = self._waiting.get(caller, {})
+        waiting.pop(granted, None)
         if not waiting:
-            del self._waiting[caller]
+            self._waiting.pop(caller, None)
 
     def _release(self, slot: _Slot) -> None:
         with suppress(ValueError):
