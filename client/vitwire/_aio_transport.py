@@ -97,11 +97,11 @@ class AsyncTransport:
                         yield result
                 delay = exchange.finish()
             except grpc.RpcError as error:
+                if exchange.is_complete:
+                    return
                 delay = exchange.failed(await self._with_reason(error, exchange.attempts, exchange.part))
-            except asyncio.CancelledError:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
-                raise EncodeFailed("the client was closed during the call", code="CANCELLED") from None
+            except asyncio.CancelledError as error:
+                raise _cancelled(error) from None
             finally:
                 call.cancel()
             if delay is None:
@@ -183,6 +183,13 @@ async def _accepted(call: grpc.aio.Call, timeout: float | None) -> bool:  # noqa
     except TimeoutError:
         return False
     return True
+
+
+def _cancelled(error: asyncio.CancelledError) -> BaseException:
+    """The error itself if this task was cancelled; else the client was closed, and only its calls were cancelled."""
+    if (task := asyncio.current_task()) is not None and task.cancelling():
+        return error
+    return EncodeFailed("the client was closed during the call", code="CANCELLED")
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Result, None]]) -> AsyncGenerator[Result, None]:

@@ -39,6 +39,11 @@ class Exchange:
         self.attempts.answered()
         return result
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every item is answered: how the attempt ended then does not matter, and there is nothing to send."""
+        return self._answered.issuperset(self.part.indices)
+
     def failed(self, failure: VitwireError) -> float:
         """After an attempt that failed as a whole: seconds until the next one. Raises the failure if there is none.
 

@@ -98,6 +98,8 @@ class Transport:
                         yield result
                 delay = exchange.finish()
             except grpc.RpcError as error:
+                if exchange.is_complete:
+                    return
                 delay = exchange.failed(self._with_reason(error, exchange.attempts, exchange.part))
             finally:
                 calls.drop(call)
@@ -183,18 +185,21 @@ def _accepted(call: StreamCall, timeout: float | None) -> bool:
     """Whether the server accepted or ended the call within `timeout`; otherwise the call is cancelled."""
     if timeout is None:
         return True
-    timed_out = threading.Event()
+    decision = threading.Lock()
+    """Taken once, by whichever is first: the server's answer or the timer."""
 
     def give_up() -> None:
-        timed_out.set()
-        call.cancel()
+        if decision.acquire(blocking=False):
+            call.cancel()
 
     timer = threading.Timer(timeout, give_up)
     timer.daemon = True
     timer.start()
-    call.initial_metadata()  # returns, perhaps empty, once the call has ended
-    timer.cancel()
-    return not timed_out.is_set()
+    try:
+        call.initial_metadata()  # returns, perhaps empty, once the call has ended
+        return decision.acquire(blocking=False)
+    finally:
+        timer.cancel()
 
 
 def _merged(streams: Sequence[Iterator[Result]]) -> Iterator[Result]:

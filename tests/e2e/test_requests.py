@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import grpc
@@ -251,6 +252,44 @@ class TestClientErrors:
         items = [Item(np.zeros((4096, COLUMNS), np.float32), (1, 64, 64))] * 4
         with pytest.raises(DeadlineExceeded):
             client.encode(items, timeout=0.02)
+
+    @pytest.mark.parametrize(("timeout", "code"), [(None, "CANCELLED"), (0.3, "DEADLINE_EXCEEDED")])
+    def test_a_request_that_ends_before_its_message_arrived_is_not_invalid(
+        self, server: ServerProcess, timeout: float | None, code: str
+    ) -> None:
+        """gRPC ends the messages of such an RPC just before it cancels its task."""
+        header = pb.EncodeStreamHeader(header=good())
+        header.header.pixels.ClearField("data")
+        sent: dict[str, list[bytes]] = {
+            "Encode": [],
+            "EncodeStream": [pb.EncodeStreamRequest(header=header).SerializeToString()],
+        }
+        counted = [("requests_total", {"method": method, "code": code}) for method in sent]
+        counted += [("requests_total", {"code": "INVALID_ARGUMENT"}), ("items_failed_total", {})]
+
+        def counts() -> list[float]:
+            return [server.metric(f"vitwire_{name}", **labels) for name, labels in counted]
+
+        before = counts()
+        for method, messages in sent.items():
+            with grpc.insecure_channel(server.target) as channel:
+                silent = Event()
+
+                def requests(messages: list[bytes] = messages, silent: Event = silent) -> Iterator[bytes]:
+                    yield from messages
+                    silent.wait(10)
+
+                call = channel.stream_stream(f"/vitwire.v1.EncoderService/{method}")(
+                    requests(), timeout=timeout, metadata=[("x-vitwire-acknowledge", "1")]
+                )
+                call.initial_metadata()
+                time.sleep(0.1)
+                if timeout is None:
+                    call.cancel()
+                assert call.code() is grpc.StatusCode[code]
+                silent.set()
+        time.sleep(0.5)
+        assert [after - then for after, then in zip(counts(), before, strict=True)] == [1, 1, 0, 0]
 
     def test_non_finite_embedding_is_withheld(self, server: ServerProcess, client: Client) -> None:
         """NaN that came in is the client's mistake; NaN that the tower made of finite pixels is the server's."""

@@ -75,6 +75,14 @@ def test_a_name_stands_for_what_it_was_last_given_with() -> None:
     assert found[1].kept == (2,)
 
 
+def test_rows_that_come_again_keep_their_names() -> None:
+    cache = EmbeddingCache(1 << 20)
+    for called in ("cat", "pet"):
+        cache.put(key(), rows(), {name(called)})
+    assert cache.find(name("cat")) is not None
+    assert cache.find(name("pet")) is not None
+
+
 def test_rows_are_copied_out_of_the_buffer_they_came_in() -> None:
     cache, buffer = EmbeddingCache(1 << 20), bytearray(b"\1\0\0\0")
     cache.put(key(), Embedding(memoryview(buffer), DType.FLOAT32, (1, 1)), set())

@@ -79,6 +79,22 @@ async def test_only_what_was_not_answered_is_sent_again(make: Call) -> None:
 
 
 @both
+async def test_a_server_that_dies_after_its_last_answer_has_answered(make: Call) -> None:
+    def break_off(responses: Iterator[Any]) -> Iterator[Any]:
+        yield from responses
+        raise ConnectionAbortedError
+
+    fake = Fake(bend=break_off)
+    with serving(fake) as running:
+        async with make(running.target, timeout=20) as client:
+            (embedding,) = await client.encode([item(2, 9.0)])
+            (streamed,) = await client.encode([large()])
+    np.testing.assert_array_equal(embedding.numpy(), expected(2, 9.0))
+    assert streamed.shape[0] == 4
+    assert fake.methods == ["GetModel", "Encode", "EncodeStream"], "no request without items"
+
+
+@both
 async def test_the_model_is_kept_unless_the_error_may_speak_of_another(make: Call) -> None:
     fake = Fake()
     with serving(fake) as running:

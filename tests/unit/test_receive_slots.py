@@ -81,6 +81,20 @@ async def test_a_connection_without_a_slot_goes_first(slots: ReceiveSlots) -> No
     await cancel(*silent)
 
 
+async def test_a_waiting_request_may_end_at_the_moment_a_slot_gets_free(slots: ReceiveSlots) -> None:
+    silent = [reading(slots, f"ipv4:10.0.0.{host}:1") for host in range(4)]
+    await asyncio.sleep(0)
+    waiting = reading(slots, "ipv4:10.0.0.9:1", b"hello")
+    await asyncio.sleep(0)
+    waiting.cancel()  # its future is cancelled now, the task runs later
+    slots._review()
+    slots._release(slots._held[0])
+    await cancel(*silent)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (slots._held, slots._waiting) == ([], {})
+
+
 async def test_a_message_that_does_not_come_ends_after_the_stall_seconds() -> None:
     slots = ReceiveSlots(max_message_bytes=1, max_bytes=4, stall_seconds=CROWDED)
     with pytest.raises(DeadlineExceeded, match="did not arrive within"):

@@ -91,7 +91,12 @@ def test_a_refusal_before_the_first_readiness_ends_all(pretend: Pretend, capfd: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc")
 @pytest.mark.parametrize(
-    ("life", "fault"), [(f"{BEAT}kill -STOP $$\n", "was stopped (SIGSTOP)"), (BEAT + WAITING, "did not respond")]
+    ("life", "fault"),
+    [
+        (f"{BEAT}kill -STOP $$\n", "was stopped (SIGSTOP)"),
+        (BEAT + WAITING, "did not respond"),
+        pytest.param(f"{BEAT}sleep 60 &\n{DYING}", "did not respond", id="an orphan keeps the output open"),
+    ],
 )
 def test_a_stopped_or_mute_process_is_replaced(
     life: str, fault: str, pretend: Pretend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -104,21 +104,27 @@ class EmbeddingCache:
         return key, self._entries[key].embedding
 
     def put(self, key: Key, embedding: Embedding, names: set[Name]) -> None:
-        """Cache a copy of the rows, unless they are larger than the cache."""
-        if key in self._entries:
-            self._remove(key)
-        if _Entry(embedding).nbytes > self._max_bytes:
+        """Cache a copy of the rows, unless they are larger than the cache; `names` refer to them from now on.
+
+        Rows that are cached already stay, and so do their names: equal keys have equal rows.
+        """
+        if self.get(key) is None and not self._add(key, embedding):
             for name in names:  # they refer to this content, not to older pixels
                 self._forget(name)
-            self._changed(self._nbytes, 0)
-            return
+        else:
+            for name in names:
+                self._set_name(name, key, self._entries[key])
+        self._shrink()
+
+    def _add(self, key: Key, embedding: Embedding) -> bool:
+        """Add a copy of the rows; False if they are larger than the cache."""
+        if _Entry(embedding).nbytes > self._max_bytes:
+            return False
         # The rows' buffer may be pinned memory, which is scarce, or larger than the rows.
         entry = _Entry(Embedding(memoryview(bytes(embedding.data)), embedding.dtype, embedding.shape, embedding.kept))
         self._entries[key] = entry
         self._nbytes += entry.nbytes
-        for name in names:
-            self._set_name(name, key, entry)
-        self._shrink()
+        return True
 
     def _set_name(self, name: Name, key: Key, entry: _Entry) -> None:
         """Let `name` refer to `key` only."""

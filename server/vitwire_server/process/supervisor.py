@@ -77,8 +77,14 @@ class DeviceProcess:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def kill(self) -> None:
+        """Kill the process, if there is one, and what it started: an orphan would keep its output open."""
+        if self._process:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     async def _run_once(self, stopping: asyncio.Event) -> int:
-        """Start a process and wait for it to end; returns its exit code."""
+        """Start a process and wait for it to end, and for its output; returns its exit code."""
         self._ready_at = None
         monitor = heartbeat.HeartbeatMonitor()
         try:
@@ -96,6 +102,7 @@ class DeviceProcess:
             watching.cancel()
             return code
         finally:
+            self._process = None  # its number may now be that of another process
             monitor.close()
 
     async def _start(self, monitor: heartbeat.HeartbeatMonitor) -> Process:
@@ -118,8 +125,7 @@ class DeviceProcess:
     async def _kill_if_unresponsive(self, process: Process, monitor: heartbeat.HeartbeatMonitor) -> None:
         fault = await monitor.wait_for_silence(process.pid, self._unresponsive_seconds)
         _log.error("%s %s for %g s; killing it", self._label, fault, self._unresponsive_seconds)
-        with suppress(ProcessLookupError):
-            process.kill()
+        self.kill()
 
     async def _forward(self, lines: asyncio.StreamReader, out: BinaryIO, on_line: Callable[[bytes], None]) -> None:
         while True:
@@ -180,7 +186,7 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
 
     def kill() -> None:
         for process in processes:
-            process.send(signal.SIGKILL)
+            process.kill()
 
     def kill_now() -> None:
         sys.stderr.write(plain_line("second signal: killing all processes", settings.log_format, "warning") + "\n")

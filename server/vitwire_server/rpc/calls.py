@@ -145,7 +145,7 @@ class Call:
 
         A client that sends faster than it reads waits, as its next message is not read.
         """
-        while sum(item.submitted for item in self._items.values()) + self._outcomes.qsize() >= most:
+        while sum(item.submitted or item.answered for item in self._items.values()) >= most:
             await self._next_release()
 
     def close(self) -> int:

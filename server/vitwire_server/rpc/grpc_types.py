@@ -1,5 +1,6 @@
 """Names for gRPC's types, and typed access to what its stubs leave out."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -19,6 +20,7 @@ else:
     RpcHandler = grpc.RpcMethodHandler
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]
 
+_CANCELLATION_SECONDS = 0.1
 _METHODS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
@@ -26,6 +28,14 @@ async def read(context: Stream[M, Any]) -> M | None:
     """The next message; None at the end of the stream."""
     message = await context.read()
     return None if message is grpc.aio.EOF else message
+
+
+async def raise_if_cancelled() -> None:
+    """After a stream that ended too early: wait for the cancellation that may have ended it.
+
+    When an RPC is cancelled or its deadline passes, gRPC ends its messages just before it cancels its task.
+    """
+    await asyncio.sleep(_CANCELLATION_SECONDS)
 
 
 def deserializer(handler: RpcHandler) -> Callable[[bytes], Any]:

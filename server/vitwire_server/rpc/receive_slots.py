@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vitwire_server.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Violation
-from vitwire_server.rpc.grpc_types import Stream, read
+from vitwire_server.rpc.grpc_types import Stream, raise_if_cancelled, read
 from vitwire_server.rpc.principals import Caller, caller_of
 from vitwire_server.scheduling.admission import SHARE
 
@@ -68,6 +68,7 @@ class ReceiveSlots:
         finally:
             self._release(slot)
         if message is None:
+            await raise_if_cancelled()
             raise InvalidRequest([Violation("message", "is missing: the stream ended without one")])
         return message
 
@@ -98,10 +99,11 @@ class ReceiveSlots:
             self._dequeue(caller, granted)
 
     def _dequeue(self, caller: Caller, granted: Granted) -> None:
-        waiting = self._waiting[caller]
-        del waiting[granted]
+        """A request waits no longer; a second call does nothing."""
+        waiting = self._waiting.get(caller, {})
+        waiting.pop(granted, None)
         if not waiting:
-            del self._waiting[caller]
+            self._waiting.pop(caller, None)
 
     def _release(self, slot: _Slot) -> None:
         with suppress(ValueError):

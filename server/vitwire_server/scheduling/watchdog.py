@@ -11,17 +11,16 @@ class Watchdog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last_beat = clock()
-        self._allowance = 0.0
+        self._explained_until = clock()
+        """One number, so that another thread never reads half of a beat."""
 
     def beat(self, predicted: float = 0.0, attention: float = 0.0) -> None:
         """The engine's thread is alive; the work under way explains these seconds of silence from now on.
 
         `attention` is an upper bound already, `predicted` is not.
         """
-        self._allowance = _LENIENCE * predicted + attention
-        self._last_beat = self._clock()
+        self._explained_until = self._clock() + _LENIENCE * predicted + attention
 
     def silence(self) -> float:
         """Seconds without a beat that the work under way does not explain."""
-        return max(0.0, self._clock() - self._last_beat - self._allowance)
+        return max(0.0, self._clock() - self._explained_until)
