@@ -51,7 +51,7 @@ class EncoderService:
         self.serving: Serving | None = None
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; wait at most so long until those in flight are answered."""
+        """Refuse new requests; wait at most `seconds` until those in flight are answered."""
         self._draining = True
         await self._boundary.idle(seconds)
 
