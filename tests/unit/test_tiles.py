@@ -213,5 +213,5 @@ def test_frames_are_tiles() -> None:
 )
 def test_settings_that_cannot_be_followed_are_refused(changes: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"rule": "stretch", "tile": (56, 56)} | changes
-    with pytest.raises(ValueError, match="not supported|invalid tiling"):
+    with pytest.raises(ValueError, match=r"not supported|invalid tiling"):
         Tiling(**fields)

@@ -38,7 +38,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class _Flight:
-    """Visits of one key in order: those whose items were queued, and those that wait for them."""
+    """The waiters of one key, oldest first: those whose items were queued, and those that wait for them."""
 
     running: dict[Waiter, None] = field(default_factory=dict)
     waiting: dict[Waiter, None] = field(default_factory=dict)

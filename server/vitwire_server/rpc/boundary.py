@@ -32,7 +32,7 @@ class RpcBoundary:
         self._idle = asyncio.Event()
 
     async def idle(self, seconds: float) -> None:
-        """Wait until no RPC is active, at most so long."""
+        """Wait at most `seconds` until no RPC is active."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._active:

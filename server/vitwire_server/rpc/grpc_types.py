@@ -30,8 +30,8 @@ async def read(context: Stream[M, Any]) -> M | None:
     return None if message is grpc.aio.EOF else message
 
 
-async def raise_if_cancelled() -> None:
-    """After a stream that ended too early: wait for the cancellation that may have ended it.
+async def wait_for_cancellation() -> None:
+    """Call when a stream ended too early: waits for the cancellation that may have ended it.
 
     When an RPC is cancelled or its deadline passes, gRPC ends its messages just before it cancels its task.
     """

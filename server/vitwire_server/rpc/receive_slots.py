@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vitwire_server.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Violation
-from vitwire_server.rpc.grpc_types import Stream, raise_if_cancelled, read
+from vitwire_server.rpc.grpc_types import Stream, read, wait_for_cancellation
 from vitwire_server.rpc.principals import Caller, caller_of
 from vitwire_server.scheduling.admission import SHARE
 
@@ -68,7 +68,7 @@ class ReceiveSlots:
         finally:
             self._release(slot)
         if message is None:
-            await raise_if_cancelled()
+            await wait_for_cancellation()
             raise InvalidRequest([Violation("message", "is missing: the stream ended without one")])
         return message
 

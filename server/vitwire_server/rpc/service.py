@@ -19,7 +19,7 @@ from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
 from vitwire_server.rpc.codec import Codec, parsed
-from vitwire_server.rpc.grpc_types import Context, Stream, raise_if_cancelled, read
+from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancellation
 from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.responses import Answer, frames, model_message
@@ -51,7 +51,7 @@ class EncoderService:
         self.serving: Serving | None = None
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; wait at most so long until those in flight are answered."""
+        """Refuse new requests; wait at most `seconds` until those in flight are answered."""
         self._draining = True
         await self._boundary.idle(seconds)
 
@@ -162,7 +162,7 @@ class EncoderService:
                 await uploads.take(frame.message, frame.data)
                 await call.room(limits.items_per_request)
             if uploads.waiting:
-                await raise_if_cancelled()
+                await wait_for_cancellation()
             uploads.finish()
             call.end()
         except Exception as error:  # noqa: BLE001 - the RPC, which waits for outcomes, raises and maps it

@@ -95,7 +95,7 @@ class Intake:
             return self._closed and not self._queue
 
     def take(self, wait_seconds: float = 0.0) -> Taken:
-        """Remove what runs next and what has expired, after waiting at most so long for items."""
+        """Remove what runs next and what has expired, after waiting at most `wait_seconds` for items."""
         with self._changed:
             if wait_seconds and not self._queue and not self._closed:
                 self._changed.wait(wait_seconds)
