@@ -4,7 +4,10 @@ They need no port, certificate or output, and stop when the process is stopped o
 """
 
 import asyncio
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -12,16 +15,25 @@ from typing import TypeVar
 
 VARIABLE = "VITWIRE_HEARTBEAT_FD"
 """Set by the supervisor for its children: the descriptor to write to."""
+_SUPERVISOR = "VITWIRE_SUPERVISOR_PID"
 SECONDS = 1.0
 _MAX_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
 def inherited() -> int | None:
-    """The pipe to the supervisor, removed from the environment; None without a supervisor."""
-    descriptor = os.environ.pop(VARIABLE, "")
+    """The pipe to the supervisor, removed from the environment; None without a supervisor.
+
+    From now on the process dies with its supervisor (on Linux).
+    """
+    descriptor, supervisor = os.environ.pop(VARIABLE, ""), os.environ.pop(_SUPERVISOR, "")
     if not descriptor.isdigit():
         return None
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if str(os.getppid()) != supervisor:  # it exited before prctl
+            os._exit(1)
     os.set_inheritable(int(descriptor), False)
     os.set_blocking(int(descriptor), False)
     return int(descriptor)
@@ -43,6 +55,11 @@ async def _beat(descriptor: int) -> None:
             with suppress(BlockingIOError):  # the supervisor is stopped, and the pipe full
                 os.write(descriptor, b".")
             await asyncio.sleep(SECONDS)
+
+
+def variables(monitor: "HeartbeatMonitor") -> dict[str, str]:
+    """The environment that a child needs for `inherited`."""
+    return {VARIABLE: str(monitor.write_end), _SUPERVISOR: str(os.getpid())}
 
 
 class HeartbeatMonitor:

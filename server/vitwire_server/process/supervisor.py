@@ -1,7 +1,6 @@
 """`--devices`: one server process per device, restarted when it dies or hangs. Does not import torch."""
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -30,7 +29,6 @@ _GRACE_SECONDS = 30.0
 """Extra time to drain, beyond the lame duck and drain settings, before processes are killed."""
 _LINE_BYTES = 1 << 20
 _LISTENING = re.compile(r"listening on \S+:(\d+), metrics (?:on \S+:(\d+)|off)$")
-_PR_SET_PDEATHSIG = 1
 
 
 class StartFailed(Exception):
@@ -114,10 +112,9 @@ class DeviceProcess:
                 stdout=PIPE,
                 stderr=PIPE,
                 limit=_LINE_BYTES,
-                env={**self._environment, **os.environ, heartbeat.VARIABLE: str(monitor.write_end)},
+                env={**self._environment, **os.environ, **heartbeat.variables(monitor)},
                 pass_fds=(monitor.write_end,),
                 process_group=0,  # so that Ctrl-C reaches only the supervisor, which drains the processes
-                preexec_fn=_killed_with(os.getpid()),
             )
         finally:
             monitor.child_started()
@@ -222,20 +219,6 @@ def _processes(words: Sequence[str], settings: ServeSettings) -> list[DeviceProc
         ports = (settings.port and settings.port + index, settings.metrics_port and settings.metrics_port + index)
         processes.append(DeviceProcess(label, flags, ports, threads if device == "cpu" else None, settings))
     return processes
-
-
-def _killed_with(supervisor: int) -> Callable[[], None] | None:
-    """The preexec function that has the kernel kill the process when the supervisor exits; None but on Linux."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != supervisor:  # it exited before prctl
-            os._exit(1)
-
-    return prepare
 
 
 def _exit(code: int) -> str:
