@@ -110,21 +110,19 @@ class EncoderService:
 
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
-        """A call, counted, that is always closed."""
+        """A call that is always closed."""
         call = Call(serving, principal(context), caller_of(context).name, context.time_remaining())
-        self._metrics.tickets_opened.inc()
         try:
             yield call
         finally:
             for _ in range(call.close()):
                 self._metrics.send_cancelled()
-            self._metrics.tickets_closed.inc()
 
     @staticmethod
     async def _submit(codec: Codec, call: Call, request: wire.Request) -> None:
         """Check and submit all items; a frame that outlived this would keep their bytes."""
         items = codec.items(request)
-        call.ticket.priority = codec.priority(request.message.priority)
+        call.priority = codec.priority(request.message.priority)
         await call.submit(dict(enumerate(items)))
         call.end()
 
@@ -143,8 +141,9 @@ class EncoderService:
             start = time.perf_counter()
             for frame in frames(kind, index, outcome):
                 if frame.message.HasField("error") or frame.message.chunk.last:
-                    call.release(index)  # once the client has this frame, the item's number is free
+                    call.free(index)  # once the client has this frame, it may use the item's number again
                 await self._write(context, frame)
+            call.sent()
             sending = time.perf_counter() - start
             self._metrics.sent(sending)
             trace_item(index, outcome, sending)
