@@ -20,6 +20,7 @@ from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
 from vitwire_server.rpc.codec import Codec, parsed
 from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancellation
+from vitwire_server.rpc.pending_writes import PendingWrites
 from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.responses import Answer, Outgoing, messages, model_message
@@ -47,6 +48,7 @@ class EncoderService:
         self._slots = slots
         self._stall_seconds = stall_seconds
         self._boundary = RpcBoundary(metrics, stall_seconds)
+        self._writes = PendingWrites(stall_seconds)
         self._draining = False
         self.serving: Serving | None = None
 
@@ -187,8 +189,7 @@ class EncoderService:
     async def _write(self, context: Context, message: Outgoing) -> None:
         """Send a message. Raises CancelledError if the client is gone, DeadlineExceeded if it does not read."""
         try:
-            async with asyncio.timeout(self._stall_seconds):
-                await context.write(message.raw)
+            await self._writes.complete(context.write(message.raw))
             self._metrics.delivered(message.rows_bytes)
         except TimeoutError:
             raise DeadlineExceeded(f"the client did not read the response for {self._stall_seconds:g} s") from None
