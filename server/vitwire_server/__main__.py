@@ -122,7 +122,7 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
     from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
 
     try:
-        code = asyncio.run(with_heartbeat(heartbeat, serve(settings))))
+        code = asyncio.run(with_heartbeat(heartbeat, serve(settings)))
         _leave_threads(code)
         return code
     except (CheckpointError, OSError) as error:

@@ -101,7 +101,7 @@ class _Edge:
     async def _start(self, message: Configure) -> LocalFront | None:
         """Listen; None if that is not possible, of which the engine's process is informed."""
         settings: ServeSettings = pickle.loads(message.settings)  # noqa: S301 - from the process that started this one
-        configure_logs(settings.log_format, settings.log_level)
+        configure_logs(settings.log_format, settings.log_level)  # the engine's process adds the label
         fault = ""
         front = None
         try:

@@ -10,10 +10,12 @@ from contextlib import suppress
 from threading import Thread
 from typing import TypeVar
 
+import torch
 from prometheus_client import CollectorRegistry
 
 from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.single_flight import SingleFlight
+from vitwire_server.config.host import rpc_processes
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.health import Health, State
 from vitwire_server.fitting.traces import TraceWriter
@@ -43,10 +45,10 @@ _KEPT_BYTES = 1 << 30
 """Shared memory that is kept, and pinned on CUDA, for pixels and rows."""
 
 
-async def serve(settings: ServeSettings, edges: int = 1) -> int:
+async def serve(settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. A second signal kills the process.
 
-    With one edge, this process speaks gRPC itself. Raises CheckpointError, UsageError, or OSError if a port is taken.
+    Raises CheckpointError, UsageError, or OSError if a port is taken.
     """
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
@@ -54,6 +56,7 @@ async def serve(settings: ServeSettings, edges: int = 1) -> int:
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
     health = Health()
+    edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
     memory = _shared_memory(settings) if edges > 1 else None
     if memory:
         edge_metrics = EdgeMetrics(metrics.registry)
@@ -75,6 +78,10 @@ async def serve(settings: ServeSettings, edges: int = 1) -> int:
             pages.stop()
         if trace:
             trace.close()
+
+
+def _is_on_cuda(device: str) -> bool:
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def _shared_memory(settings: ServeSettings) -> ArenaMemory:
