@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 
 from vitwire._aio_transport import AsyncTransport
 from vitwire._channel import Tls, bearer, credentials
+from vitwire._connections import CONNECTIONS
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
@@ -37,6 +38,7 @@ class AsyncClient:
         token: str | None = None,
         timeout: float | None = None,
         spread: int = 1,
+        connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
     ) -> None:
@@ -46,7 +48,9 @@ class AsyncClient:
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
-        self._transport = AsyncTransport(checked_target(target), credentials(tls), bearer(token), self._policy)
+        self._transport = AsyncTransport(
+            checked_target(target), credentials(tls), bearer(token), self._policy, connections
+        )
 
     # -- calls -------------------------------------------------------------------------------------
 

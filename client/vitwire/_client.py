@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
 from vitwire._channel import Tls, bearer, credentials
+from vitwire._connections import CONNECTIONS
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
@@ -31,6 +32,7 @@ class Client:
     timeout: default seconds per call. None depends on the work: 60 s plus 25 ms per patch, with 10 minutes instead of
         60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
     spread: maximum RPCs that a request is split into, to share it between replicas.
+    connections: maximum connections for requests of one message, and for streams; opened when requests overlap.
     max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
         answer, or a full server says when to retry; the count restarts whenever an item is answered.
     wait_for_ready: wait, within the timeout, for a server that is starting or loading its model.
@@ -46,6 +48,7 @@ class Client:
         token: str | None = None,
         timeout: float | None = None,
         spread: int = 1,
+        connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
     ) -> None:
@@ -55,7 +58,7 @@ class Client:
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
-        self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy)
+        self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy, connections)
 
     # -- calls -------------------------------------------------------------------------------------
 
