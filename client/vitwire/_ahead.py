@@ -90,58 +90,64 @@ class Window:
         return group
 
 
-def encode_ahead(
-    items: Iterable[Item], encode: Callable[[Group, Calls], Iterator[Result]]
-) -> Generator[Result, None, None]:
-    """Results as they arrive, of items that a thread reads ahead; `encode` gives those of one request."""
-    arrived: SimpleQueue[Result | Exception | None] = SimpleQueue()
-    calls: set[Calls] = set()
-    stopped, room = threading.Event(), threading.Semaphore(0)
+class Ahead:
+    """Encodes the items of an iterable, which a thread reads ahead. `_aio_ahead.py` is the same for asyncio."""
 
-    def request(group: Group, own: Calls) -> None:
+    def __init__(self, items: Iterable[Item], encode: Callable[[Group, Calls], Iterator[Result]]) -> None:
+        """`encode` gives the results of one request."""
+        self._items = items
+        self._encode = encode
+        self._arrived: SimpleQueue[Result | Exception | None] = SimpleQueue()
+        self._calls: set[Calls] = set()
+        self._stopped = threading.Event()
+        self._taken = threading.Semaphore(0)
+        self._window = Window(self._start)
+
+    def results(self) -> Generator[Result, None, None]:
+        """Results as they arrive. Closing the generator cancels the requests in flight."""
+        threading.Thread(target=self._read, daemon=True).start()
         try:
-            for result in encode(group, own):
-                arrived.put(result)
-        except Exception as error:  # noqa: BLE001  # raised again by the caller
-            arrived.put(error)
+            while not self._window.is_complete:
+                result = self._arrived.get()
+                if isinstance(result, Exception):
+                    raise result
+                if result is not None:
+                    self._window.taken(result[0])
+                    self._taken.release()
+                    yield result
         finally:
-            calls.discard(own)
-            if not stopped.is_set():
-                window.request_ended()
+            self._stopped.set()
+            self._taken.release()
+            for calls in tuple(self._calls):
+                calls.cancel()
 
-    def start(group: Group) -> None:
-        own = Calls()
-        calls.add(own)
-        if stopped.is_set():
-            own.cancel()
-        threading.Thread(target=request, args=(group, own), daemon=True).start()
-
-    def read() -> None:
+    def _read(self) -> None:
         try:
-            for item in items:
-                if stopped.is_set():
+            for item in self._items:
+                if self._stopped.is_set():
                     return
-                window.add(item)
-                while not window.has_room and not stopped.is_set():
-                    room.acquire()
-            window.end()
-            arrived.put(None)
-        except Exception as error:  # noqa: BLE001  # as above
-            arrived.put(error)
+                self._window.add(item)
+                while not (self._window.has_room or self._stopped.is_set()):
+                    self._taken.acquire()
+            self._window.end()
+            self._arrived.put(None)
+        except Exception as error:  # noqa: BLE001  # raised again by the caller
+            self._arrived.put(error)
 
-    window = Window(start)
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        while not window.is_complete:
-            result = arrived.get()
-            if isinstance(result, Exception):
-                raise result
-            if result is not None:
-                window.taken(result[0])
-                room.release()
-                yield result
-    finally:
-        stopped.set()
-        room.release()
-        for own in tuple(calls):
-            own.cancel()
+    def _start(self, group: Group) -> None:
+        calls = Calls()
+        self._calls.add(calls)
+        if self._stopped.is_set():
+            calls.cancel()
+        threading.Thread(target=self._request, args=(group, calls), daemon=True).start()
+
+    def _request(self, group: Group, calls: Calls) -> None:
+        try:
+            for result in self._encode(group, calls):
+                self._arrived.put(result)
+        except Exception as error:  # noqa: BLE001  # as above
+            self._arrived.put(error)
+        finally:
+            self._calls.discard(calls)
+            if not self._stopped.is_set():
+                self._window.request_ended()
