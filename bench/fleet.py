@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from select import select
 from typing import Any, Self
 
 import psutil
 
 Row = dict[str, Any]
+ANSWER_SECONDS = 180
 RAMP = 1.0
 """Seconds for a load to get under way before it is measured, and the least it runs on afterwards."""
 
@@ -50,8 +52,10 @@ class Client:
             raise DriverFailed(f"the client process has exited: {error}") from error
 
     def answer(self) -> Row:
-        """The answer to the oldest command without one. Raises DriverFailed."""
+        """The answer to the oldest command without one. Raises DriverFailed, also if there is none for minutes."""
         assert self._process.stdout
+        if not select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
+            raise DriverFailed(f"the client process did not answer for {ANSWER_SECONDS} s")
         line = self._process.stdout.readline()
         if not line:
             raise DriverFailed(f"the client process exited with {self._process.wait()}")

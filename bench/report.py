@@ -40,9 +40,11 @@ class Report:
 
     def skip(self, what: str, reason: str) -> None:
         """A measurement was left out."""
-        self._document["skipped"].append(f"{what}: {reason}")
-        self._say(f"skipped {what}: {reason}")
-        self._write()
+        line = f"{what}: {reason}"
+        if line not in self._document["skipped"]:
+            self._document["skipped"].append(line)
+            self._say(f"skipped {line}")
+            self._write()
 
     def end(self, titles: Mapping[str, str]) -> None:
         """Print the tables of sections that have a title, and the document as the last line."""

@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.fleet import Client
+from bench.fleet import Client, prepared
 
 from servers import ServerProcess
 
@@ -20,6 +20,7 @@ COLOURS = {
     "stage_out": "#fdbf6f",
     "send": "#66c2a5",
 }
+_CLIENTS = 4
 _OTHERS = ("#a6761d", "#7570b3", "#1b9e77", "#e7298a")
 
 
@@ -43,16 +44,22 @@ class Batch:
 def traced(
     serve: Callable[[Sequence[str]], AbstractContextManager[ServerProcess]], work: Any, *, in_flight: int, calls: int
 ) -> Batch:
-    """Trace a load on a server that `serve` starts with the flags that it is given; the middle batch of it."""
+    """Trace a load on a server that `serve` starts with the flags that it is given."""
     from collectors import collecting  # noqa: PLC0415 - needs OpenTelemetry
 
     with collecting() as collector:
         endpoint = collector.endpoint.removeprefix("http://")
-        with serve(("--otlp-endpoint", endpoint)) as server, Client("client", target=server.target) as client:
-            client.ask(prepare=work)
+        with ExitStack() as stack:
+            server = stack.enter_context(serve(("--otlp-endpoint", endpoint)))
+            count = min(in_flight, _CLIENTS)
+            clients = [stack.enter_context(Client("client", target=server.target)) for _ in range(count)]
+            prepared(clients, work)
             collector.spans.clear()
-            client.ask(run={"in_flight": in_flight, "calls": calls})
-            collector.wait_for(lambda span: span.name == "send", calls)
+            for client in clients:
+                client.send(run={"in_flight": in_flight // count, "calls": calls // count})
+            for client in clients:
+                client.answer()
+            collector.wait_for(lambda span: span.name == "send", calls // count * count)
         return _batch(collector.spans)
 
 

@@ -26,6 +26,8 @@ from servers import ServerProcess, serving
 from vitwire_server.config.settings import ServeSettings
 
 NOOP = (str(Path(__file__).with_name("noop_server.py")),)
+STAND_INS = {"narrow": "wide", "real": "small"}
+"""What `--quick` uses instead."""
 REAL = ("-m", "vitwire_server")
 QUIET = ("--canary-seconds", "0", "--compile", "off", "--log-level", "warning")
 """Nothing runs but what is measured."""
@@ -83,13 +85,17 @@ class Bench:
     def __init__(self, report: Report, options: argparse.Namespace, folder: Path) -> None:
         self._report = report
         self._options = options
-        levels = 3
         self._models = {
-            "narrow": towers.with_rows_of(64, 0, folder / "narrow"),
-            "wide": towers.with_rows_of(4096, levels, folder / "wide"),
+            "wide": towers.with_rows_of(4096, 3, folder / "wide"),
             "small": towers.small(folder / "small"),
-            "real": towers.with_blocks(options.layers, folder / "real") if not options.quick else folder / "small",
         }
+        if not options.quick:
+            self._models["narrow"] = towers.with_rows_of(64, 0, folder / "narrow")
+            self._models["real"] = towers.with_blocks(options.layers, folder / "real")
+
+    @property
+    def _real(self) -> Path:
+        return self._models["small" if self._options.quick else "real"]
 
     def run(self, processes: int) -> None:
         """All sections with this many RPC processes."""
@@ -121,7 +127,7 @@ class Bench:
                 servers[name] = stack.enter_context(starting)
             for server in servers.values():
                 server.wait_for("ready: ")
-            yield servers
+            yield {**servers, **{name: servers[other] for name, other in STAND_INS.items() if name not in servers}}
 
     # -- trips -----------------------------------------------------------------------------------------
 
@@ -200,8 +206,9 @@ class Bench:
         """Requests of the same images through the service, two in flight, and in process, in turns."""
         images = 2
         work = {"side": 64 if self._options.quick else 448, "images": images}
-        tower: Row = {"model": str(self._models["real"]), "device": "cpu", "compile": "off"}
-        with Client("tower", **tower) as bare, Client("client", target=server.target) as library:
+        tower: Row = {"model": str(self._real), "device": "cpu", "compile": "off"}
+        threads = ONE_THREAD if self._options.quick else {}
+        with Client("tower", threads, **tower) as bare, Client("client", target=server.target) as library:
             prepared([bare, library], work)
             before = _batch_items(server)
             ratios, spent = [], []
@@ -228,7 +235,7 @@ class Bench:
         """The stages of one batch of the real tower, from the spans of a server that is traced."""
         words = (*QUIET, *self._options.server_flags.split())
         work = {"side": 64 if self._options.quick else 448}
-        batch = traced(lambda flags: serving(self._models["real"], *words, *flags), work, in_flight=4, calls=24)
+        batch = traced(lambda flags: serving(self._real, *words, *flags), work, in_flight=4, calls=24)
         self._report.note("timeline_ms", batch.medians)
         draw(batch, self._options.plot, "448 x 448, four in flight, on the CPU")
 
