@@ -18,7 +18,9 @@ from vitwire_server.process.inheritance import Inherited
 from vitwire_server.sessions.arena import Arena
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.messages import (
+    BEAT_SECONDS,
     FROM_ENGINE,
+    Beat,
     Configure,
     Drain,
     Drained,
@@ -36,6 +38,8 @@ from vitwire_server.sessions.remote import RemoteSessions
 
 _log = logging.getLogger(__name__)
 _GONE = "the engine's process ended"
+_SILENT = "the engine's process does not respond"
+_SILENT_SECONDS = 10.0
 _LAST_SECONDS = 2.0
 """Time to answer what is in flight once the engine is gone."""
 
@@ -60,11 +64,16 @@ class _Edge:
         self._link: Link[ToRpc, ToEngine]
         self._sessions: RemoteSessions | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._silent = 0.0
+        """Seconds without a message of the engine's process, by wake-ups: none while this process is stopped."""
+        self._shown = Show(State.STARTING.value, "")
+        """The state that the engine's process reported last."""
 
     async def run(self, end: socket.socket) -> int:
         """See serve_edge."""
         self._link = await Link.over(end, FROM_ENGINE, self._receive)
         losing = asyncio.create_task(self._wait_until_lost())
+        watching = asyncio.create_task(self._watch_engine())
         front: LocalFront | None = None
         try:
             while isinstance(message := await self._control.get(), Configure | Serve | Show | Drain):
@@ -79,6 +88,7 @@ class _Edge:
             return int(message is None)
         finally:
             losing.cancel()
+            watching.cancel()
             if self._draining:
                 self._draining.cancel()
             if front:
@@ -86,10 +96,15 @@ class _Edge:
             self._link.close()
 
     def _receive(self, message: ToRpc) -> None:
+        self._silent = 0.0
+        if isinstance(message, Beat):
+            return
         if isinstance(message, Reply | Rows | Fault):
             if self._sessions:
                 self._sessions.receive(message)
         else:
+            if isinstance(message, Show):
+                self._shown = message
             self._control.put_nowait(message)
 
     async def _wait_until_lost(self) -> None:
@@ -97,6 +112,20 @@ class _Edge:
         if self._sessions:
             self._sessions.lost(Unavailable(f"the server cannot encode: {_GONE}"))
         self._control.put_nowait(None)
+
+    async def _watch_engine(self) -> None:
+        """While the engine's process does not respond, end RPCs and show this process as failed."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._silent += BEAT_SECONDS
+            failed = self._health.state is State.FAILED
+            if self._silent >= _SILENT_SECONDS and not failed and self._sessions:
+                _log.error(_SILENT)
+                self._control.put_nowait(Show(State.FAILED.value, _SILENT))
+                self._sessions.lost(Unavailable(f"the server cannot encode: {_SILENT}"))
+            elif failed and self._health.reason == _SILENT and self._silent < _SILENT_SECONDS:
+                _log.warning("the engine's process responds again")
+                self._control.put_nowait(self._shown)
 
     async def _start(self, message: Configure) -> LocalFront | None:
         """Listen; None if that is not possible, of which the engine's process is informed."""

@@ -23,7 +23,9 @@ from vitwire_server.sessions.host import SessionHost, not_ready
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSessions
 from vitwire_server.sessions.messages import (
+    BEAT_SECONDS,
     FROM_RPC,
+    Beat,
     Configure,
     Drain,
     Drained,
@@ -178,6 +180,7 @@ class EdgeFront:
     _running: list[asyncio.Task[bool]] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _reservation: PortReservation | None = None
+    _beating: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """See Front."""
@@ -190,6 +193,7 @@ class EdgeFront:
         self._reservation = PortReservation(settings.host, settings.port)
         self.port = self._reservation.port
         self.edges += [_Edge(self, index) for index in range(self.count)]
+        self._beating = asyncio.create_task(self._beat())
         self.processes.expect(edge.child.label for edge in self.edges)
         self._running = [asyncio.create_task(edge.child.keep_running(self._stopping)) for edge in self.edges]
         listening = asyncio.create_task(self._all_listening())
@@ -199,6 +203,12 @@ class EdgeFront:
             await self.stop()
             raise OSError(self.fault or "the processes that speak gRPC cannot be started")
         return self.port
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for edge in self.edges:
+                edge.send(Beat())
 
     async def _all_listening(self) -> bool:
         for edge in self.edges:
@@ -242,6 +252,8 @@ class EdgeFront:
         if self._stopping.is_set():
             return
         self._stopping.set()
+        if self._beating:
+            self._beating.cancel()
         for edge in self.edges:
             edge.send(Stop())
         if self._running:

@@ -12,6 +12,7 @@ from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modal
 from vitwire_server.core.reports import Encoded, ItemReport
 
 T = TypeVar("T")
+BEAT_SECONDS = 1.0
 
 
 class TensorForm(Struct, array_like=True, frozen=True):
@@ -161,6 +162,10 @@ class Show(Struct, array_like=True, frozen=True, tag=5):
     reason: str
 
 
+class Beat(Struct, array_like=True, frozen=True, tag=8):
+    """The engine's process is alive."""
+
+
 class Drain(Struct, array_like=True, frozen=True, tag=6):
     """Refuse new RPCs. Answered with Drained."""
 
@@ -172,7 +177,7 @@ class Stop(Struct, array_like=True, frozen=True, tag=7):
 
 
 ToEngine: TypeAlias = Open | Reserve | Admit | Queue | Release | Close | Started | Drained
-ToRpc: TypeAlias = Reply | Rows | Fault | Configure | Serve | Show | Drain | Stop
+ToRpc: TypeAlias = Reply | Rows | Fault | Configure | Serve | Show | Drain | Stop | Beat
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
 FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
 
