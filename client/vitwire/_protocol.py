@@ -12,6 +12,7 @@ from vitwire._embedding import DTYPES, OUTPUT_TYPES, STORAGE, DType, Embedding, 
 from vitwire._errors import EncodeFailed, NotCached, VitwireError, from_status
 from vitwire._expected import Expected, is_finite, report_problem
 from vitwire._items import Item, WireItem, to_wire
+from vitwire._memory import empty
 from vitwire._model import Limits, Model
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Frame, Malformed, Request
@@ -239,7 +240,7 @@ class _Rows:
             raise ValueError(f"the server announced an embedding of {size} bytes")
         if problem := expected.shape_problem(shape):
             raise ValueError(f"the server announced {problem}")
-        return cls(np.empty(shape, STORAGE[dtype]), dtype)
+        return cls(empty(shape, STORAGE[dtype]), dtype)
 
     def add(self, chunk: pb.EmbeddingChunk, data: Buffer) -> None:
         if tuple(chunk.shape) != self.array.shape or DTYPES.get(chunk.data_type) != self.dtype:

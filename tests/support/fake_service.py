@@ -191,11 +191,12 @@ class Running:
 @contextmanager
 def serving(fake: Fake, port: int = 0, *, shared: bool = False) -> Iterator[Running]:
     """The service on a loopback port, healthy; a free port by default. shared: other servers may listen on it too."""
-    pool = ThreadPoolExecutor(8)
+    pool = ThreadPoolExecutor(64)  # each watch of the health takes a thread
     server = grpc.server(
         pool, options=[("grpc.so_reuseport", int(shared)), ("grpc.http2.min_ping_interval_without_data_ms", 10_000)]
     )
-    checks = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
+    # Its variant without a thread deadlocks where a client leaves at the moment of its watch's first response.
+    checks = health.HealthServicer(experimental_non_blocking=False)
     for name in ("", SERVICE):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

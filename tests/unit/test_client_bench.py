@@ -37,7 +37,7 @@ def document(done: Result) -> dict[str, object]:
 
 def test_the_last_line_is_one_document(running: Running, tmp_path: Path) -> None:
     plot = tmp_path / "latencies.png"
-    asked = ("--requests", 12, "--concurrency", 3, "--items", 2, "--size", "16x16", "--plot", plot)
+    asked = ("--requests", 12, "--concurrency", 3, "--connections", 2, "--items", 2, "--size", "16x16", "--plot", plot)
     found = document(bench(running.target, *asked))
     assert found["requests"] == 12
     assert (found["items"], found["paths"], found["errors"]) == (24, {"graph": 24}, {})
