@@ -3,12 +3,15 @@
 Label values come from closed sets; nothing a client sends becomes a label.
 """
 
+import os
+
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from vitwire_server.observe.metrics.admission import AdmissionMetrics
 from vitwire_server.observe.metrics.cache import CacheMetrics
 from vitwire_server.observe.metrics.engine import EngineMetrics
 from vitwire_server.observe.metrics.model import ModelMetrics
+from vitwire_server.observe.metrics.processes import ENGINE, ProcessMetrics
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
 
@@ -22,7 +25,7 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # series that double the exposition
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # memory, processor time, descriptors, start time
+        ProcessCollector(registry=self.registry)  # of this process: memory, CPU time, descriptors, start time
         series = Series(self.registry)
         shared = Shared(series)
         self.rpc = RpcMetrics(series, shared)
@@ -30,3 +33,5 @@ class Metrics:
         self.cache = CacheMetrics(series, shared)
         self.engine = EngineMetrics(series, shared)
         self.model = ModelMetrics(series)
+        self.processes = ProcessMetrics(self.registry)
+        self.processes.started(ENGINE, os.getpid())
