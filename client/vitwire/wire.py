@@ -226,6 +226,8 @@ def _fields(view: memoryview) -> Iterator[tuple[int, memoryview, memoryview | No
 
 
 def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
+    if position < len(view) and view[position] < 0x80:  # nearly all are short
+        return view[position], position + 1
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         if position >= len(view):

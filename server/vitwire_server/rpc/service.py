@@ -16,6 +16,7 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached
 from vitwire_server.core.health import Health, State
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import trace_item
+from vitwire_server.rpc.acknowledgement import Acknowledgement
 from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
 from vitwire_server.rpc.codec import Codec, parsed
@@ -31,8 +32,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
-_ACKNOWLEDGE = "x-vitwire-acknowledge"
-"""Metadata of a client that repeats calls by itself. Proxies repeat none whose headers they passed on."""
 _IDLE_FACTOR = 10
 """A stream with nothing in flight may stay open for this many times as long as an upload may stall."""
 Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
@@ -81,21 +80,21 @@ class EncoderService:
     async def _encode(self, context: Context) -> grpc.StatusCode:
         """Answers every item; returns the worst code among them."""
         serving = self._ready()
-        await _acknowledge(context)
-        with self._call(serving, context) as call:
-            await self._submit(serving.codec, call, parsed(await self._slots.read(context)))
-            return await self._answer_all(pb.EncodeResponse, call, context)
+        async with Acknowledgement(context) as acknowledgement:
+            with self._call(serving, context) as call:
+                await self._submit(serving.codec, call, parsed(await self._slots.read(context)))
+                return await self._answer_all(pb.EncodeResponse, call, context, acknowledgement)
 
     async def _encode_stream(self, context: Context) -> grpc.StatusCode:
         """Answers every item; returns the worst code among them."""
         serving = self._ready()
-        await _acknowledge(context)
-        with self._call(serving, context) as call:
-            reading = asyncio.create_task(self._read(serving, call, context))
-            try:
-                return await self._answer_all(pb.EncodeStreamResponse, call, context)
-            finally:
-                reading.cancel()
+        async with Acknowledgement(context) as acknowledgement:
+            with self._call(serving, context) as call:
+                reading = asyncio.create_task(self._read(serving, call, context))
+                try:
+                    return await self._answer_all(pb.EncodeStreamResponse, call, context, acknowledgement)
+                finally:
+                    reading.cancel()
 
     async def _get_model(self, request: object) -> pb.GetModelResponse:
         parsed(request)
@@ -128,7 +127,9 @@ class EncoderService:
         await call.submit(dict(enumerate(items)))
         call.end()
 
-    async def _answer_all(self, kind: type[Answer], call: Call, context: Context) -> grpc.StatusCode:
+    async def _answer_all(
+        self, kind: type[Answer], call: Call, context: Context, acknowledgement: Acknowledgement
+    ) -> grpc.StatusCode:
         """Send each item's rows, or its error, as they come, until all are answered; returns the worst code.
 
         A `content_id` that is not cached is an answer, as the client asked whether it is.
@@ -140,6 +141,7 @@ class EncoderService:
                 self._metrics.item_failed(code_of(outcome).name)
             if isinstance(outcome, Overloaded):
                 self._metrics.rejected.labels(outcome.reason).inc()
+            await acknowledgement.settle()
             start = time.perf_counter()
             for message in messages(kind, index, outcome):
                 if message.last:
@@ -195,12 +197,6 @@ class EncoderService:
         except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
             _log.debug("a client left while its response was written: %r", error)
             raise asyncio.CancelledError from None
-
-
-async def _acknowledge(context: Context) -> None:
-    """Send the response headers now where the client asks: it takes longer silence for a frozen server."""
-    if any(key == _ACKNOWLEDGE for key, _ in context.invocation_metadata() or ()):
-        await context.send_initial_metadata(())
 
 
 def handlers(service: EncoderService) -> grpc.GenericRpcHandler:
