@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from inspect import signature
 from itertools import product
 from os import cpu_count, kill
@@ -227,14 +228,17 @@ class Bench:
 
     def plot(self, setup: Setup) -> None:
         """The stages of one batch under the largest load of the first size with several in flight."""
-        flags = self._flags(setup) or self._options.flags.split()
+        if "rpc_processes" not in ServeSettings.model_fields:
+            setup = replace(setup, rpc_processes=1)
+        setup = replace(setup, devices=setup.devices.split(",")[0])
+        flags = self._flags(setup) or []
         if not self._has_time("timeline"):
             return
         load = max(self._options.loads, key=lambda load: (load.side == self._options.loads[0].side, load.in_flight))
-        checkpoint, device = self._checkpoint(setup.model), setup.devices.split(",")[0]
+        checkpoint = self._checkpoint(setup.model)
         try:
             batch = traced(
-                lambda own: serving(checkpoint, "--device", device, *flags, *own),
+                lambda own: serving(checkpoint, "--device", setup.devices, *flags, *own),
                 self._work(load),
                 in_flight=load.in_flight,
                 calls=10 * load.in_flight,
@@ -243,8 +247,7 @@ class Bench:
             self._report.skip("timeline", f"{error.name} is not installed")
             return
         self._report.note("timeline_ms", batch.medians)
-        where = f"{setup.model} on {device}, RPC processes: {setup.rpc_processes}"
-        draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {where}")
+        draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {setup}")
 
 
 def _device() -> str:
