@@ -6,8 +6,10 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
+from vitwire._aio_ahead import AsyncAhead, Items
 from vitwire._aio_transport import AsyncTransport
 from vitwire._channel import Tls, bearer, credentials
+from vitwire._connections import CONNECTIONS
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
@@ -37,6 +39,7 @@ class AsyncClient:
         token: str | None = None,
         timeout: float | None = None,
         spread: int = 1,
+        connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
     ) -> None:
@@ -46,7 +49,9 @@ class AsyncClient:
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
-        self._transport = AsyncTransport(checked_target(target), credentials(tls), bearer(token), self._policy)
+        self._transport = AsyncTransport(
+            checked_target(target), credentials(tls), bearer(token), self._policy, connections
+        )
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -63,7 +68,7 @@ class AsyncClient:
     @overload
     def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Items,
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -74,7 +79,7 @@ class AsyncClient:
     @overload
     def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Items,
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -84,7 +89,7 @@ class AsyncClient:
 
     async def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Items,
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -93,13 +98,14 @@ class AsyncClient:
     ) -> AsyncGenerator[Result, None]:
         """Yield `(position, embedding)` of each item as soon as it is ready. As `Client.iter_encode`.
 
+        items: also an asynchronous iterable; an iterable that is neither that nor a sequence is read in threads.
+
         Leaving the loop cancels the rest: at once within `contextlib.aclosing`, else when the generator is collected.
         """
         deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
         options = Options.of(output_type, priority, stream=return_exceptions)
-        results = self._results(dict(enumerate(items)), deadline, options)
-        async with aclosing(results):
+        async with aclosing(self._results_of(items, deadline, options)) as results:
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:
                     errors.append(result)
@@ -171,6 +177,12 @@ class AsyncClient:
     async def _encode(self, items: Sequence[Item], deadline: Deadline, options: Options) -> list[Embedding]:
         async with aclosing(self._results(dict(enumerate(items)), deadline, options)) as results:
             return embeddings({index: result async for index, result in results})
+
+    def _results_of(self, items: Items, deadline: Deadline, options: Options) -> AsyncGenerator[Result, None]:
+        """As `_results`; an iterable that is not a sequence is read ahead."""
+        if isinstance(items, Sequence):
+            return self._results(dict(enumerate(items)), deadline, options)
+        return AsyncAhead(items, lambda group: self._results(group, deadline.for_request(), options)).results()
 
     async def _results(
         self, items: Mapping[int, Item], deadline: Deadline, options: Options

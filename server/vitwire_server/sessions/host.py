@@ -69,7 +69,9 @@ class SessionHost:
                     message.request_id,
                 )
                 number = message.session
-                session = self._engine.open(opening, lambda key, outcome: self._settle(number, key, outcome))
+                session = self._engine.open(
+                    opening, settle=lambda key, outcome: self._settle(number, key, outcome), fail=_cannot_fail
+                )
                 self._sessions[number] = _Open(session)
             case Reserve():
                 self._run(message, self._reserve(self._sessions[message.session], message))
@@ -178,3 +180,8 @@ def _end(opened: _Open) -> None:
     for task in opened.tasks:
         task.cancel()
     opened.session.close()
+
+
+def _cannot_fail(fault: Exception) -> None:
+    """An engine of this process settles every item itself."""
+    raise AssertionError(fault)

@@ -20,7 +20,7 @@ from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
 from vitwire_server.sessions.mailbox import Mailbox
-from vitwire_server.sessions.session import Opening, Settle
+from vitwire_server.sessions.session import Fail, Opening, Settle
 
 
 class Memory(Protocol):
@@ -71,8 +71,9 @@ class LocalSessions:
         self.mailbox = Mailbox()
         self.digest_seed = randbits(64) if single_flight.is_on else None
 
-    def open(self, opening: Opening, settle: Settle) -> "LocalSession":
-        """See Sessions."""
+    def open(self, opening: Opening, settle: Settle, fail: Fail) -> "LocalSession":
+        """See Sessions. An engine that ends settles all items first, so `fail` is not called."""
+        del fail
         return LocalSession(self, opening, settle)
 
     @property
