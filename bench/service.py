@@ -43,7 +43,7 @@ def main() -> None:
     named = ("models", "tiny", "pixels", "clients", "connections", "seconds", "flags")
     report = Report("service", options.out, {name: getattr(options, name) for name in named} | {"device": _device()})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
-        bench = Bench(report, options, Path(folder))
+        bench = Bench(report, options, options.checkpoints or Path(folder))
         for choice in product(options.models, options.devices, options.rpc_processes):
             bench.run(Setup(*choice))
         if options.plot:
@@ -109,8 +109,8 @@ class Bench:
         return False
 
     def _checkpoint(self, model: str) -> Path:
-        folder = self._folder / model.replace(":", "_")
-        return folder if folder.exists() else towers.published(model, folder, tiny=self._options.tiny)
+        folder = self._folder / (model.replace(":", "_") + ("_tiny" if self._options.tiny else ""))
+        return folder if towers.is_written(folder) else towers.published(model, folder, tiny=self._options.tiny)
 
     # -- the bare ceiling ------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Bench:
         }
         if server:
             row["busy"] = round((busy[1] - busy[0]) / measured.seconds / len(server.processes), 3)
-            ceiling = self._ceilings.get((own["model"], load, own["rpc_processes"]))
+            ceiling = self._ceilings.get((own["model"], load, own["rpc_processes"] * len(server.processes)))
             row["of_bare"] = round(measured.rate / ceiling, 3) if ceiling else None
         return self._report.add(section, row | measured.cpu_per_gigabyte(nbytes) | {"errors": measured.errors})
 
@@ -280,6 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=4.0, help="how long each load is measured")
     add("--minutes", type=float, default=9.0, help="start no measurement later than this; what is left out is listed")
     add("--tiny", action="store_true", help="towers of the same shape, but small")
+    add("--checkpoints", type=Path, help="write towers here and keep them, or use those that are there")
     add("--flags", default="", help="more flags of vitwire-server serve, in one argument")
     add("--kill", action="store_true", help="kill one process of each setup of several, under load")
     add("--out", type=Path, help="write the JSON document here too, after each row")

@@ -108,12 +108,16 @@ class Bench:
             return
         shape = {"rpc_processes": processes}
         with self._serving(flags) as servers:
-            for name in ("narrow", "wide"):
-                self._trips(shape, servers[name], [trip for trip in self._options.trips if trip.server == name])
-            self._report.add("small", shape | self._small(servers["small"]))
-            for row in self._beside(servers["wide"]):
-                self._report.add("beside", shape | row)
-            self._report.add("batches", shape | self._batches(servers["real"]))
+            if "trips" in self._options.parts:
+                for name in ("narrow", "wide"):
+                    self._trips(shape, servers[name], [trip for trip in self._options.trips if trip.server == name])
+            if "small" in self._options.parts:
+                self._report.add("small", shape | self._small(servers["small"]))
+            if "beside" in self._options.parts:
+                for row in self._beside(servers["wide"]):
+                    self._report.add("beside", shape | row)
+            if "batches" in self._options.parts:
+                self._report.add("batches", shape | self._batches(servers["real"]))
 
     @contextmanager
     def _serving(self, flags: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
@@ -150,7 +154,7 @@ class Bench:
     def _add_trip(self, shape: Row, size: Row, turns: Mapping[str, Turns]) -> None:
         nbytes = size["up"] + size["down"]
         megabytes = {f"{way}_mb": round(size[way] / 1e6, 2) for way in ("up", "down")}
-        own = {**megabytes, **shape}
+        own = {**shape, **megabytes}
         row = {
             **own,
             **{f"{name}_ms": round(1e3 * each.seconds, 2) for name, each in turns.items()},
@@ -260,6 +264,8 @@ def _batch_items(server: ServerProcess) -> tuple[float, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("wire-bench", description=__doc__)
     parser.add_argument("--rpc-processes", nargs="+", type=int, default=[1, 2], help="RPC processes of the servers")
+    parts = ["trips", "small", "beside", "batches"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--server-flags", default="", help="more flags of vitwire-server serve, in one argument")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each path of a row, in all its turns")
     parser.add_argument("--turns", type=int, default=5, help="turns of each path of a row")
