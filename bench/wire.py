@@ -20,7 +20,7 @@ from bench import towers
 from bench.fleet import Client, Load, bare_servers, loaded, prepared
 from bench.report import Report
 from bench.timeline import draw, traced
-from bench.turns import Turns, in_turns, steady
+from bench.turns import Turns, calls_within, in_turns, steady
 
 from servers import ServerProcess, serving
 from vitwire_server.config.settings import ServeSettings
@@ -226,11 +226,12 @@ class Bench:
         bare = self._tower("real")
         with Client("client", target=server.target) as library:
             prepared([bare, library], work)
+            calls = max(3, calls_within(bare, 1, self._options))
             before = _batch_items(server)
             ratios, spent = [], []
             for _ in range(self._options.turns):
-                in_process = steady(bare, 1, self._options)
-                through = steady(library, 2, self._options)
+                in_process = steady(bare, 1, calls)
+                through = steady(library, 2, calls)
                 ratios.append(in_process / through)
                 spent.append((in_process, through))
             batches, items = (now - then for now, then in zip(_batch_items(server), before, strict=True))
