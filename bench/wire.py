@@ -242,6 +242,7 @@ class Bench:
             "in_process_ms": in_process_ms,
             "service_ms": service_ms,
             "in_process_over_service": round(median(ratios), 3),
+            "fastest_over_fastest": round(min(own for own, _ in spent) / min(served for _, served in spent), 3),
             "lowest": round(min(ratios), 3),
             "highest": round(max(ratios), 3),
         }
