@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo serve test matrix-test check bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -52,6 +52,9 @@ page-test: $(READY) ## the status page in headless Chromium (from PATH or Playwr
 bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a.jsonl --judge b.jsonl"
 	PYTHONPATH=tests/support:. $(BIN)/python bench/cpu.py $(FLAGS)
 
+wire-bench: $(READY) ## what the service costs on a CPU, beside bare gRPC and the bare tower; FLAGS="--plot p.png"
+	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
+
 fault-test: $(READY) ## servers under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 runs 5 % of it
 	$(BIN)/python -m pytest tests/fault $(FLAGS)
 
@@ -70,13 +73,13 @@ kernel-test: $(READY) ## the Triton kernels on the CPU, in Triton's interpreter 
 gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/gpu.py $(FLAGS)
 
-service-bench: ## servers under the load of client processes; FLAGS="--devices cuda:0 cuda:0,cuda:1 --kill"
+service-bench: ## servers under load, beside bare gRPC; FLAGS="--devices cuda:0,cuda:1 --rpc-processes 1 4 --delivery stream nixl"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/service.py $(FLAGS)
 
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-acceptance: check test matrix-test demo bench full-test fault-test kernel-test page-test ## every tier in full
+acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto

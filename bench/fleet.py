@@ -30,7 +30,7 @@ class Client:
 
     def __init__(self, kind: str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
         command = [sys.executable, "-m", "bench.driver", json.dumps({"kind": kind, **settings})]
-        variables = {**os.environ, **(environment or {})}
+        variables = {"GRPC_VERBOSITY": "NONE", **os.environ, **(environment or {})}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
         )
@@ -68,8 +68,7 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        _end(self._process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def bare_servers(processes: int) -> Iterator[tuple[str, list[int]]]:
         command = [sys.executable, "-m", "bench.echo", "--port", str(port), *(["--shared"] if processes > 1 else [])]
         running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
         for each in running:
-            stack.callback(_ended, each)
+            stack.callback(_end, each)
         ports = [_first_line(each) for each in running]
         yield f"127.0.0.1:{ports[0]}", [each.pid for each in running]
 
@@ -189,6 +188,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def _ended(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process, and close its pipes."""
     process.kill()
-    process.wait()
+    process.communicate()

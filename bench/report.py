@@ -58,7 +58,11 @@ class Report:
             self._console.print(table)
         for line in self._document["skipped"]:
             self._say(f"skipped {line}")
-        print(json.dumps(self._document | self._sections), flush=True)
+        print(json.dumps(self.document()), flush=True)
+
+    def document(self) -> Row:
+        """All that was measured so far."""
+        return self._document | self._sections
 
     def _say(self, line: str) -> None:
         self._console.print(
@@ -67,7 +71,7 @@ class Report:
 
     def _write(self) -> None:
         if self._out:
-            text = json.dumps(self._document | self._sections, indent=1) + "\n"
+            text = json.dumps(self.document(), indent=1) + "\n"
             self._out.write_text(text, encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from inspect import signature
 from itertools import product
 from os import cpu_count, kill
@@ -42,7 +43,7 @@ def main() -> None:
     named = ("models", "tiny", "pixels", "clients", "connections", "seconds", "flags")
     report = Report("service", options.out, {name: getattr(options, name) for name in named} | {"device": _device()})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
-        bench = Bench(report, options, Path(folder))
+        bench = Bench(report, options, options.checkpoints or Path(folder))
         for choice in product(options.models, options.devices, options.rpc_processes):
             bench.run(Setup(*choice))
         if options.plot:
@@ -108,8 +109,8 @@ class Bench:
         return False
 
     def _checkpoint(self, model: str) -> Path:
-        folder = self._folder / model.replace(":", "_")
-        return folder if folder.exists() else towers.published(model, folder, tiny=self._options.tiny)
+        folder = self._folder / (model.replace(":", "_") + ("_tiny" if self._options.tiny else ""))
+        return folder if towers.is_written(folder) else towers.published(model, folder, tiny=self._options.tiny)
 
     # -- the bare ceiling ------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Bench:
         }
         if server:
             row["busy"] = round((busy[1] - busy[0]) / measured.seconds / len(server.processes), 3)
-            ceiling = self._ceilings.get((own["model"], load, own["rpc_processes"]))
+            ceiling = self._ceilings.get((own["model"], load, own["rpc_processes"] * len(server.processes)))
             row["of_bare"] = round(measured.rate / ceiling, 3) if ceiling else None
         return self._report.add(section, row | measured.cpu_per_gigabyte(nbytes) | {"errors": measured.errors})
 
@@ -227,14 +228,17 @@ class Bench:
 
     def plot(self, setup: Setup) -> None:
         """The stages of one batch under the largest load of the first size with several in flight."""
-        flags = self._flags(setup) or self._options.flags.split()
+        if "rpc_processes" not in ServeSettings.model_fields:
+            setup = replace(setup, rpc_processes=1)
+        setup = replace(setup, devices=setup.devices.split(",")[0])
+        flags = self._flags(setup) or []
         if not self._has_time("timeline"):
             return
         load = max(self._options.loads, key=lambda load: (load.side == self._options.loads[0].side, load.in_flight))
-        checkpoint, device = self._checkpoint(setup.model), setup.devices.split(",")[0]
+        checkpoint = self._checkpoint(setup.model)
         try:
             batch = traced(
-                lambda own: serving(checkpoint, "--device", device, *flags, *own),
+                lambda own: serving(checkpoint, "--device", setup.devices, *flags, *own),
                 self._work(load),
                 in_flight=load.in_flight,
                 calls=10 * load.in_flight,
@@ -243,8 +247,7 @@ class Bench:
             self._report.skip("timeline", f"{error.name} is not installed")
             return
         self._report.note("timeline_ms", batch.medians)
-        where = f"{setup.model} on {device}, RPC processes: {setup.rpc_processes}"
-        draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {where}")
+        draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {setup}")
 
 
 def _device() -> str:
@@ -277,6 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=4.0, help="how long each load is measured")
     add("--minutes", type=float, default=9.0, help="start no measurement later than this; what is left out is listed")
     add("--tiny", action="store_true", help="towers of the same shape, but small")
+    add("--checkpoints", type=Path, help="write towers here and keep them, or use those that are there")
     add("--flags", default="", help="more flags of vitwire-server serve, in one argument")
     add("--kill", action="store_true", help="kill one process of each setup of several, under load")
     add("--out", type=Path, help="write the JSON document here too, after each row")

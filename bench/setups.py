@@ -33,6 +33,9 @@ class Setup:
     devices: str
     rpc_processes: int
 
+    def __str__(self) -> str:
+        return f"{self.model} on {self.devices}, RPC processes: {self.rpc_processes}"
+
     def row(self) -> dict[str, Any]:
         """As columns of a row."""
         return asdict(self)

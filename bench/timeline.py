@@ -60,10 +60,10 @@ def traced(
             for client in clients:
                 client.answer()
             collector.wait_for(lambda span: span.name == "send", calls // count * count)
-        return _batch(collector.spans)
+        return batch_of(collector.spans)
 
 
-def _batch(spans: Sequence[Any]) -> Batch:
+def batch_of(spans: Sequence[Any]) -> Batch:
     """The largest batch nearest to the middle of the load. Receiving is what precedes the queue in an RPC."""
     rpcs = {span.span_id: span for span in spans if not span.parent_span_id or span.name.endswith("/Encode")}
     items: dict[tuple[bytes, int], dict[str, Any]] = defaultdict(dict)

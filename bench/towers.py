@@ -22,6 +22,11 @@ def published(name: str, folder: Path, *, tiny: bool) -> Path:
     return folder
 
 
+def is_written(folder: Path) -> bool:
+    """Whether all of a checkpoint is there: `write` ends with this file."""
+    return (folder / "preprocessor_config.json").exists()
+
+
 def with_rows_of(columns: int, levels: int, folder: Path) -> Path:
     """A tower of next to no computation with rows of `columns * (1 + levels)` values."""
     indexes = {"deepstack_visual_indexes": list(range(levels))}

@@ -39,7 +39,7 @@ def in_turns(
     clients: Mapping[str, Client], servers: Mapping[str, Sequence[int]], in_flight: int, options: Options
 ) -> dict[str, Turns]:
     """Run the clients one after the other, again and again, so that a slow phase of the machine slows all of them."""
-    count = {name: max(in_flight, _calls_within(client, in_flight, options)) for name, client in clients.items()}
+    count = {name: max(in_flight, calls_within(client, in_flight, options)) for name, client in clients.items()}
     samples: dict[str, list[float]] = {name: [] for name in clients}
     server_cpu, client_cpu = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
     errors = dict.fromkeys(clients, 0)
@@ -57,7 +57,7 @@ def in_turns(
     }
 
 
-def _calls_within(client: Client, in_flight: int, options: Options) -> int:
+def calls_within(client: Client, in_flight: int, options: Options) -> int:
     """Calls that take about a turn's time; those that count it also warm up."""
     client.ask(run={"in_flight": in_flight, "calls": 2 * in_flight})
     took = _span(client.ask(run={"in_flight": in_flight, "calls": 2 * in_flight}))
@@ -70,8 +70,7 @@ def _span(answer: Row) -> float:
     return float(max(answer["at"]) - min(starts))
 
 
-def steady(client: Client, in_flight: int, options: Options) -> float:
+def steady(client: Client, in_flight: int, calls: int) -> float:
     """Seconds a call, between the ends of the first and the last one, so that neither end of the load counts."""
-    calls = 1 + max(3, _calls_within(client, in_flight, options))
-    ends = sorted(client.ask(run={"in_flight": in_flight, "calls": calls})["at"])
+    ends = sorted(client.ask(run={"in_flight": in_flight, "calls": 1 + calls})["at"])
     return float((ends[-1] - ends[0]) / (len(ends) - 1))

@@ -9,7 +9,7 @@ of stdout is one JSON document.
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from bench import towers
 from bench.fleet import Client, Load, bare_servers, loaded, prepared
 from bench.report import Report
 from bench.timeline import draw, traced
-from bench.turns import in_turns, steady
+from bench.turns import Turns, calls_within, in_turns, steady
 
 from servers import ServerProcess, serving
 from vitwire_server.config.settings import ServeSettings
@@ -64,14 +64,16 @@ TRIPS = (
     Trip("wide", 224, "uint8", in_flight=16),
     Trip("wide", 1024, "float16", in_flight=4),
 )
+QUICK = (Trip("wide", 224, "uint8"), Trip("wide", 224, "uint8", in_flight=4))
 
 
 def main() -> None:
     options = _parser().parse_args()
+    options.trips = QUICK if options.quick else TRIPS
     parameters = {"seconds": options.seconds, "turns": options.turns, "layers": options.layers}
     report = Report("wire", options.out, parameters | {"server_flags": options.server_flags})
-    with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
-        bench = Bench(report, options, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="vitwire-") as folder, ExitStack() as stack:
+        bench = Bench(report, options, Path(folder), stack)
         for processes in options.rpc_processes:
             bench.run(processes)
         if options.plot:
@@ -82,7 +84,10 @@ def main() -> None:
 class Bench:
     """Measures one number of RPC processes after the other on the same checkpoints."""
 
-    def __init__(self, report: Report, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, report: Report, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+        """Towers in process, which are loaded once, are closed with `stack`."""
+        self._stack = stack
+        self._towers: dict[str, Client] = {}
         self._report = report
         self._options = options
         self._models = {
@@ -92,10 +97,6 @@ class Bench:
         if not options.quick:
             self._models["narrow"] = towers.with_rows_of(64, 0, folder / "narrow")
             self._models["real"] = towers.with_blocks(options.layers, folder / "real")
-
-    @property
-    def _real(self) -> Path:
-        return self._models["small" if self._options.quick else "real"]
 
     def run(self, processes: int) -> None:
         """All sections with this many RPC processes."""
@@ -107,12 +108,16 @@ class Bench:
             return
         shape = {"rpc_processes": processes}
         with self._serving(flags) as servers:
-            for trip in TRIPS if not self._options.quick else (TRIPS[0], TRIPS[4], TRIPS[6]):
-                self._trip(shape, servers[trip.server], trip)
-            self._report.add("small", shape | self._small(servers["small"]))
-            for row in self._beside(servers["wide"]):
-                self._report.add("beside", shape | row)
-            self._report.add("batches", shape | self._batches(servers["real"]))
+            if "trips" in self._options.parts:
+                for name in ("narrow", "wide"):
+                    self._trips(shape, servers[name], [trip for trip in self._options.trips if trip.server == name])
+            if "small" in self._options.parts:
+                self._report.add("small", shape | self._small(servers["small"]))
+            if "beside" in self._options.parts:
+                for row in self._beside(servers["wide"]):
+                    self._report.add("beside", shape | row)
+            if "batches" in self._options.parts:
+                self._report.add("batches", shape | self._batches(servers["real"]))
 
     @contextmanager
     def _serving(self, flags: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
@@ -131,21 +136,25 @@ class Bench:
 
     # -- trips -----------------------------------------------------------------------------------------
 
-    def _trip(self, shape: Row, server: ServerProcess, trip: Trip) -> None:
+    def _trips(self, shape: Row, server: ServerProcess, trips: Sequence[Trip]) -> None:
         """The bare server, the service, and the service through the client library, in turns."""
         with ExitStack() as stack:
             target, pids = stack.enter_context(bare_servers(1))
             bare = stack.enter_context(Client("raw", target=target, model=server.target))
             raw = stack.enter_context(Client("raw", target=server.target))
             library = stack.enter_context(Client("client", target=server.target))
-            size = prepared([raw, library], trip.work)
-            prepared([bare], {**trip.work, "answer": size["answer"]})
             servers = {"bare": pids, "service": [server.process.pid], "client": [server.process.pid]}
             paths = {"bare": bare, "service": raw, "client": library}
-            turns = in_turns(paths, servers, trip.in_flight, self._options)
+            for trip in trips:
+                size = prepared([raw, library], trip.work)
+                prepared([bare], {**trip.work, "answer": size["answer"]})
+                turns = in_turns(paths, servers, trip.in_flight, self._options)
+                self._add_trip(shape | {"in_flight": trip.in_flight}, size, turns)
+
+    def _add_trip(self, shape: Row, size: Row, turns: Mapping[str, Turns]) -> None:
         nbytes = size["up"] + size["down"]
         megabytes = {f"{way}_mb": round(size[way] / 1e6, 2) for way in ("up", "down")}
-        own = {**shape, **megabytes, "in_flight": trip.in_flight}
+        own = {**shape, **megabytes}
         row = {
             **own,
             **{f"{name}_ms": round(1e3 * each.seconds, 2) for name, each in turns.items()},
@@ -158,13 +167,21 @@ class Bench:
         for name, each in turns.items():
             self._report.add("cpu", {**own, "path": name, **each.per_gigabyte(nbytes)})
 
+    def _tower(self, name: str) -> Client:
+        """A process that has the engine of this server, and no service."""
+        name = name if name in self._models else STAND_INS[name]
+        settings: Row = {"model": str(self._models[name]), "device": "cpu", "compile": "off"}
+        if name not in self._towers:
+            client = Client("tower", {} if name == "real" else ONE_THREAD, **settings)
+            self._towers[name] = self._stack.enter_context(client)
+        return self._towers[name]
+
     # -- one small item --------------------------------------------------------------------------------
 
     def _small(self, server: ServerProcess) -> Row:
         """A small item through the service and on the same tower in process, in turns."""
-        tower: Row = {"model": str(self._models["small"]), "device": "cpu", "compile": "off"}
-        with Client("tower", ONE_THREAD, **tower) as bare, Client("client", target=server.target) as library:
-            clients = {"tower": bare, "client": library}
+        with Client("client", target=server.target) as library:
+            clients = {"tower": self._tower("small"), "client": library}
             prepared(list(clients.values()), {"side": 64})
             turns = in_turns(clients, {"tower": [], "client": [server.process.pid]}, 1, self._options)
         tower_ms, service_ms = (round(1e3 * turns[name].seconds, 3) for name in clients)
@@ -206,15 +223,15 @@ class Bench:
         """Requests of the same images through the service, two in flight, and in process, in turns."""
         images = 2
         work = {"side": 64 if self._options.quick else 448, "images": images}
-        tower: Row = {"model": str(self._real), "device": "cpu", "compile": "off"}
-        threads = ONE_THREAD if self._options.quick else {}
-        with Client("tower", threads, **tower) as bare, Client("client", target=server.target) as library:
+        bare = self._tower("real")
+        with Client("client", target=server.target) as library:
             prepared([bare, library], work)
+            calls = max(3, calls_within(bare, 1, self._options))
             before = _batch_items(server)
             ratios, spent = [], []
             for _ in range(self._options.turns):
-                in_process = steady(bare, 1, self._options)
-                through = steady(library, 2, self._options)
+                in_process = steady(bare, 1, calls)
+                through = steady(library, 2, calls)
                 ratios.append(in_process / through)
                 spent.append((in_process, through))
             batches, items = (now - then for now, then in zip(_batch_items(server), before, strict=True))
@@ -225,6 +242,7 @@ class Bench:
             "in_process_ms": in_process_ms,
             "service_ms": service_ms,
             "in_process_over_service": round(median(ratios), 3),
+            "fastest_over_fastest": round(min(own for own, _ in spent) / min(served for _, served in spent), 3),
             "lowest": round(min(ratios), 3),
             "highest": round(max(ratios), 3),
         }
@@ -235,7 +253,8 @@ class Bench:
         """The stages of one batch of the real tower, from the spans of a server that is traced."""
         words = (*QUIET, *self._options.server_flags.split())
         work = {"side": 64 if self._options.quick else 448}
-        batch = traced(lambda flags: serving(self._real, *words, *flags), work, in_flight=4, calls=24)
+        model = self._models.get("real") or self._models["small"]
+        batch = traced(lambda flags: serving(model, *words, *flags), work, in_flight=4, calls=24)
         self._report.note("timeline_ms", batch.medians)
         draw(batch, self._options.plot, "448 x 448, four in flight, on the CPU")
 
@@ -247,6 +266,8 @@ def _batch_items(server: ServerProcess) -> tuple[float, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("wire-bench", description=__doc__)
     parser.add_argument("--rpc-processes", nargs="+", type=int, default=[1, 2], help="RPC processes of the servers")
+    parts = ["trips", "small", "beside", "batches"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--server-flags", default="", help="more flags of vitwire-server serve, in one argument")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each path of a row, in all its turns")
     parser.add_argument("--turns", type=int, default=5, help="turns of each path of a row")

@@ -5,27 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def last_line(*words: str) -> dict[str, Any]:
-    """The document that ends a benchmark's output."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("client", "server", "tests/support", "."))
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return document
+from benches import ROOT, last_line
 
 
 def test_bench(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""The benchmarks of the service run, and every row that docs/performance.md names is there. They judge no time."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import timeline
+from bench.echo import read_sizes, write_sizes
+from bench.fleet import Client, DriverFailed, bare_servers, cpu_seconds, loaded
+from bench.report import Report
+from bench.service import Bench
+from bench.setups import Setup
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from benches import last_line
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in a document."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from numbers(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_wire_bench(tmp_path: Path) -> None:
+    out = tmp_path / "wire.json"
+    flags = ("--quick", "--seconds", "0.2", "--turns", "1", "--rpc-processes", "1")
+    document = last_line("bench/wire.py", *flags, "--out", str(out))
+    assert document == json.loads(out.read_text())
+    assert all(isfinite(number) and number >= 0 for number in numbers(document["trips"] + document["cpu"]))
+    assert [(row["down_mb"], row["in_flight"]) for row in document["trips"]] == [(1.61, 1), (1.61, 4)]
+    for row in document["trips"]:
+        assert (row["rpc_processes"], row["errors"]) == (1, 0)
+        assert min(row["bare_ms"], row["service_ms"], row["client_ms"]) > 0
+        assert min(row["service_over_bare"], row["client_over_bare"]) > 0
+    assert [row["path"] for row in document["cpu"]] == ["bare", "service", "client"] * len(document["trips"])
+    (small,) = document["small"]
+    assert small["overhead_ms"] == pytest.approx(small["service_ms"] - small["tower_ms"], abs=0.01)
+    assert [(row["call"], row["errors"]) for row in document["beside"]] == [("small item", {}), ("health", {})]
+    assert all(row["beside_p99_ms"] >= row["beside_p50_ms"] > 0 < row["alone_p50_ms"] for row in document["beside"])
+    (batches,) = document["batches"]
+    assert isfinite(batches["in_process_over_service"])
+    assert batches["lowest"] <= batches["in_process_over_service"] <= batches["highest"]
+
+
+def test_service_bench(tmp_path: Path) -> None:
+    out = tmp_path / "service.json"
+    flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", "--seconds", "0.4", "--clients", "2")
+    tiny = ("--flags", "--graphs simulated --budgets 16,64 --compile off", "--delivery", "stream", "nixl")
+    kinds = ("--drivers", "client", "--bare", "1")
+    document = last_line("bench/service.py", *flags, *tiny, *kinds, "--out", str(out))
+    assert document == json.loads(out.read_text())
+    assert [(row["processes"], row["in_flight"]) for row in document["bare"]] == [(1, 1), (1, 4)]
+    streamed = [row for row in document["rows"] if row["delivery"] == "stream"]
+    assert [(row["driver"], row["in_flight"]) for row in streamed] == [("client", 1), ("client", 4)]
+    delivered = [row for row in document["rows"] if row["delivery"] == "nixl"]
+    assert delivered or any(line.startswith("--delivery nixl") for line in document["skipped"])
+    for row in document["bare"] + document["rows"]:
+        assert row["errors"] == {}
+        assert row["images_per_second"] > 0
+        assert row["p99_ms"] >= row["p50_ms"] > 0
+        assert min(row["server_cpu_s_per_gb"], row["client_cpu_s_per_gb"]) >= 0
+    for row in document["rows"]:
+        assert row["of_bare"] > 0
+        assert 0 <= row["busy"] < 1.2
+
+
+def test_service_bench_lists_what_there_was_no_time_for(tmp_path: Path) -> None:
+    report = Report("service", None, {})
+    options = Namespace(flags="", delivery=["stream"], minutes=0)
+    Bench(report, options, tmp_path).run(Setup("qwen3_vl:8b-like", "cpu", 1))
+    assert report.document()["skipped"] == ["qwen3_vl:8b-like on cpu, RPC processes: 1: no time"]
+
+
+def test_timeline(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    batch = timeline.batch_of([span for rpc in range(3) for span in rpc_spans(rpc)])
+    assert [[(stage.name, stage.start) for stage in item] for item in batch.items] == [
+        [("receive", 0.0), ("queue", 2.0), ("execute", 10.0), ("send", 15.0)],
+        [("receive", 1.0), ("queue", 3.0), ("execute", 10.0), ("send", 15.0)],
+    ]
+    assert batch.medians == {"receive": 2.0, "queue": 8.0, "execute": 5.0, "send": 1.0}
+    timeline.draw(batch, tmp_path / "plot.png", "a batch")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def rpc_spans(number: int) -> list[Span]:
+    """The spans of an RPC with one item; the first two share a batch."""
+    own = bytes([number + 1]) * 8
+    executed = 10 if number < 2 else 40
+    received = number if number < 2 else 30
+    stages = [("queue", received + 2, 8), ("execute", executed, 5), ("send", executed + 5, 1)]
+    item = KeyValue(key="vitwire.item", value=AnyValue(int_value=0))
+    return [
+        Span(name="vitwire.v1.EncoderService/Encode", span_id=own, start_time_unix_nano=received * 10**6),
+        *(
+            Span(
+                name=name,
+                span_id=own[:4] + name[:4].encode(),
+                parent_span_id=own,
+                start_time_unix_nano=start * 10**6,
+                end_time_unix_nano=(start + length) * 10**6,
+                attributes=[item],
+            )
+            for name, start, length in stages
+        ),
+    ]
+
+
+def test_bare_servers_answer_with_the_sizes_that_a_call_asks_for() -> None:
+    sizes = [7, 7, 1 << 20, 3]
+    assert list(read_sizes(write_sizes(sizes))) == sizes
+    with bare_servers(2) as (target, pids):
+        assert target.startswith("127.0.0.1:")
+        assert len(pids) == 2
+        assert cpu_seconds(pids) > 0
+    assert cpu_seconds(pids) == 0
+
+
+def test_a_client_process_that_fails_says_why() -> None:
+    with Client("health", target="127.0.0.1:1") as client, pytest.raises(DriverFailed, match="Unavailable"):
+        client.ask(prepare={"side": 64})
+    with Client("no such kind", target="") as client, pytest.raises(DriverFailed, match="exited"):
+        loaded([client], 1, 0.1, [], ramp=0.1)

@@ -1,0 +1,26 @@
+"""Run a benchmark as `make` does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def last_line(*words: str) -> dict[str, Any]:
+    """The document that ends a benchmark's output."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("client", "server", "tests/support", "."))
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
