@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from vitwire_server.observe.metrics.admission import AdmissionMetrics
 from vitwire_server.observe.metrics.cache import CacheMetrics
+from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.engine import EngineMetrics
 from vitwire_server.observe.metrics.model import ModelMetrics
 from vitwire_server.observe.metrics.rpc import RpcMetrics
@@ -29,4 +30,5 @@ class Metrics:
         self.admission = AdmissionMetrics(series)
         self.cache = CacheMetrics(series, shared)
         self.engine = EngineMetrics(series, shared)
+        self.delivery = DeliveryMetrics(series, shared)
         self.model = ModelMetrics(series)

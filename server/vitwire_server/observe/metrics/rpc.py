@@ -25,7 +25,7 @@ class RpcMetrics:
         self.tickets_closed = series.counter("tickets_closed", "RPCs that closed their ticket")
         self._items_failed = series.counter("items_failed", "Items answered with an error", "code")
         self._received = series.counter("received_bytes", "Bytes of request messages that carry items")
-        self._delivered = series.counter("delivered_bytes", "Bytes of rows sent to clients", "way")
+        self._delivered, self._delivery_seconds = shared.delivered, shared.delivery_seconds
         self._stages, self._cancelled = shared.stages, shared.cancelled
         for code in ITEM_CODES:
             self._items_failed.labels(code)
@@ -45,6 +45,7 @@ class RpcMetrics:
     def sent(self, seconds: float) -> None:
         """The rows of an item were written to the stream, in so many seconds."""
         self._stages.labels("send").observe(seconds)
+        self._delivery_seconds.labels("stream").observe(seconds)
 
     def send_cancelled(self) -> None:
         """An encoded item was not sent, as its RPC was cancelled."""
