@@ -25,6 +25,9 @@ _MAX_VARINT_BYTES = 10
 _MAX_FIELDS = 1 << 14
 """Maximum fields of a message: each takes microseconds in Python, so a megabyte of tiny ones would take seconds."""
 _NOTHING = memoryview(b"")
+_ONE_BYTE = [bytes([value]) for value in range(0x80)]
+_CHUNK_TAG = bytes([CHUNK << 3 | _LENGTH])
+_DATA_TAG = bytes([DATA << 3 | _LENGTH])
 
 
 class Frame(NamedTuple, Generic[M]):
@@ -72,16 +75,24 @@ def write_request(request: Request) -> bytes:
 def write_chunk(frame: Frame[M]) -> bytes:
     """Serialise a message with `frame.data` as field 15 of its `chunk` (field 15).
 
-    A message without a chunk is serialised as it is.
+    A message without a chunk is serialised as it is. Messages have no unknown fields.
     """
     message = frame.message
+    raw = message.SerializeToString()
     if not message.HasField("chunk"):
-        return message.SerializeToString()
-    chunk = message.chunk.SerializeToString()  # type: ignore[attr-defined]  # every chunked message has it
-    rest = type(message)()
-    rest.CopyFrom(message)
-    rest.ClearField("chunk")
-    return b"".join([rest.SerializeToString(), *_field(CHUNK, [chunk, *_data(frame.data)])])
+        return raw
+    size = message.chunk.ByteSize()  # type: ignore[attr-defined]  # every chunked message has it
+    start = len(raw) - size
+    return join_chunk(raw[: start - len(_varint(size)) - 1], raw[start:], frame.data)
+
+
+def join_chunk(rest: bytes, chunk: bytes, data: Buffer) -> bytes:
+    """A serialised message, from `rest` without its chunk and `chunk` without its data; copies `data` once."""
+    if not len(data):
+        return b"".join((rest, _CHUNK_TAG, _varint(len(chunk)), chunk))
+    length = _varint(len(data))
+    size = _varint(len(chunk) + len(_DATA_TAG) + len(length) + len(data))
+    return b"".join((rest, _CHUNK_TAG, size, chunk, _DATA_TAG, length, data))
 
 
 def _item(item: pb.Item, tensors: ItemTensors) -> list[Buffer]:
@@ -106,6 +117,8 @@ def _field(number: int, parts: list[Buffer]) -> list[Buffer]:
 
 
 def _varint(value: int) -> bytes:
+    if value <= 0x7F:
+        return _ONE_BYTE[value]
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

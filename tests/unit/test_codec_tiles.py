@@ -11,7 +11,7 @@ from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality
 from vitwire_server.core.models import Geometry, Limits, ModelCard, Preprocessing, TileGeometry
-from vitwire_server.rpc.codec import Codec, Header
+from vitwire_server.rpc.codec import Codec
 
 TILES = TileGeometry(patch=2, merge=1, temporal=1, channels=3, width=8, levels=0, tile=(4, 6))
 PAIRS = replace(TILES, crop=(8, 8))
@@ -41,9 +41,9 @@ def item(
     return pb.Item(modality=modality, grid=pb.Grid(t=t, h=h, w=w), pixels=pixels, crops=crops)
 
 
-def described(rules: Codec, message: pb.Item) -> Header:
+def described(rules: Codec, message: pb.Item) -> Item:
     header = rules.header("item", message, DType.FLOAT32)
-    assert isinstance(header, Header)
+    assert isinstance(header, Item)
     return header
 
 
@@ -99,7 +99,7 @@ def test_two_views_are_one_item() -> None:
     header = described(codec(CROPS, IMAGES), message)
     unknown = item((3, 1, 1), tensor(1, 3, 4, 6), tensor(2, 3, 2, 2))
     assert described(codec(CROPS, IMAGES), unknown).footprint == header.footprint
-    chunked = header.item(b"".join(data), DType.FLOAT32)
+    chunked = header.filled(memoryview(b"".join(data)))
     assert header.nbytes == 96
     for own in (whole, chunked):
         assert isinstance(own, Item)
@@ -107,7 +107,7 @@ def test_two_views_are_one_item() -> None:
         assert (bytes(own.pixels.data), bytes(own.crops.data)) == data
         assert own.crops.shape == (2, 3, 2, 2)
     rows = 6 * 8 * 4
-    assert codec(CROPS).weight(header, DType.FLOAT32) == codec(CROPS).weight(chunked, DType.FLOAT32) == 96 + rows
+    assert header.weight(width=8) == chunked.weight(width=8) == 96 + rows
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+import psutil
 import pytest
 
 from vitwire_server.config import host
 from vitwire_server.config.resolving import resolve
-from vitwire_server.process import heartbeat, supervisor
+from vitwire_server.process import children, heartbeat, supervisor
 from vitwire_server.process.supervisor import supervise
 
 WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]
@@ -31,7 +32,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
     """Runs the supervisor; `cpu` and `cuda` are what the two processes do. Returns exit code and their flags."""
     calls = tmp_path / "calls"
     monkeypatch.setattr(supervisor, "configure_logs", lambda *_: None)  # pytest's own handlers stay
-    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(children, "_FIRST_DELAY", 0.01)
 
     def run(
         cpu: str, cuda: str = WAITING, *, signals: int = 0, after: int = 2, apart: float = 0.7, words: list[str] = WORDS
@@ -77,7 +78,7 @@ def test_the_others_drain_when_one_keeps_dying(pretend: Pretend, capfd: pytest.C
 
 
 def test_a_steady_life_forgives_earlier_deaths(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_STEADY_SECONDS", 0.0)
+    monkeypatch.setattr(children, "_STEADY_SECONDS", 0.0)
     _, calls = pretend(READY + DYING, signals=1, after=9)
     assert len(calls) >= 9
 
@@ -95,7 +96,6 @@ def test_a_refusal_before_the_first_readiness_ends_all(pretend: Pretend, capfd: 
     [
         (f"{BEAT}kill -STOP $$\n", "was stopped (SIGSTOP)"),
         (BEAT + WAITING, "did not respond"),
-        pytest.param(f"{BEAT}sleep 60 &\n{DYING}", "did not respond", id="an orphan keeps the output open"),
     ],
 )
 def test_a_stopped_or_mute_process_is_replaced(
@@ -105,6 +105,26 @@ def test_a_stopped_or_mute_process_is_replaced(
     _, calls = pretend(READY + life, words=[*WORDS, "--unresponsive-seconds", "0.2"])
     assert len([call for call in calls if "--device cpu" in call]) == 5, "killed each time, and given up in the end"
     assert f"cpu {fault} for 0.2 s; killing it" in caplog.messages
+
+
+def test_an_orphan_that_keeps_the_output_open_ends_with_its_process(
+    pretend: Pretend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(children, "_OUTPUT_SECONDS", 0.2)
+    orphans = tmp_path / "orphans"
+    life = f"sleep 60 &\necho $! >> {orphans}\necho last words\n"
+    _, calls = pretend(READY + life + DYING)
+    assert len([call for call in calls if "--device cpu" in call]) == 5
+    assert capfd.readouterr().out.count("[cpu] last words\n") == 5
+    assert all("exited unexpectedly (SIGKILL)" in message for message in caplog.messages), "not killed as unresponsive"
+    _, alive = psutil.wait_procs(
+        [psutil.Process(int(pid)) for pid in orphans.read_text().split() if psutil.pid_exists(int(pid))], timeout=10
+    )
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc")

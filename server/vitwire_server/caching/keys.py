@@ -1,21 +1,17 @@
 """Keys of the embedding cache."""
 
-from secrets import randbits
-
 from xxhash import xxh3_128
 
 from vitwire_server.caching.cache import Content, Key, Name
 from vitwire_server.core.items import CacheLookup, Item
 
-_SEED = randbits(64)
-"""Random per process, so that collisions cannot be prepared."""
-
 
 class Digest:
     """The digest of bytes that arrive in chunks."""
 
-    def __init__(self) -> None:
-        self._hash = xxh3_128(seed=_SEED)
+    def __init__(self, seed: int) -> None:
+        """`seed` of 64 bits is random per server, so that collisions cannot be prepared."""
+        self._hash = xxh3_128(seed=seed)
 
     def add(self, data: memoryview | bytes | bytearray) -> None:
         """The next bytes."""
@@ -26,9 +22,9 @@ class Digest:
         return self._hash.digest()
 
 
-def digest_of(item: Item) -> bytes:
+def digest_of(item: Item, seed: int) -> bytes:
     """The digest of all bytes of an item: its pixels, then its crops."""
-    digest = Digest()
+    digest = Digest(seed)
     digest.add(item.pixels.data)
     if item.crops:
         digest.add(item.crops.data)

@@ -14,12 +14,15 @@ EncoderError
 DeviceLost is not one of them: it ends the process once everything in flight is answered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
 class EncoderError(Exception):
-    """Base of the errors that callers see."""
+    """Base of the errors that callers see. Picklable, whatever a constructor takes."""
+
+    def __reduce__(self) -> tuple[Callable[..., "EncoderError"], tuple[object, ...]]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class Violation(NamedTuple):
@@ -85,3 +88,11 @@ class OutOfMemory(EncodeFailed):
 
 class DeviceLost(Exception):
     """The device is in a state that only a new process can recover from."""
+
+
+def _rebuilt(kind: type[EncoderError], arguments: tuple[object, ...], state: Mapping[str, object]) -> EncoderError:
+    """An error from its parts."""
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    error.__dict__.update(state)
+    return error

@@ -1,7 +1,7 @@
 """Items, the unit of packing, and the tensors they carry."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from math import prod
 
@@ -49,7 +49,7 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One image or clip with its footprint on the tower that will encode it."""
+    """One image or clip with its footprint on the tower that will encode it; its tensors may still lack their bytes."""
 
     modality: Modality
     grid: Grid
@@ -64,10 +64,20 @@ class Item:
     content_id: str = ""
     """The client's name of the content; empty without one."""
 
+    def filled(self, data: memoryview) -> "Item":
+        """The item with its `nbytes` bytes: pixels, then crops."""
+        pixels = replace(self.pixels, data=data[: self.pixels.nbytes])
+        crops = replace(self.crops, data=data[self.pixels.nbytes :]) if self.crops else None
+        return replace(self, pixels=pixels, crops=crops)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return self.pixels.nbytes + (self.crops.nbytes if self.crops else 0)
+
+    def weight(self, width: int) -> int:
+        """Bytes that the item holds on the host until its answer was sent: pixels, then rows of `width` columns."""
+        return self.nbytes + self.rows * width * self.output.size
 
     @property
     def rows(self) -> int:

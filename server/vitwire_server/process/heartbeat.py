@@ -22,15 +22,15 @@ _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
-def inherited() -> int | None:
+def inherited(*, dies_with_supervisor: bool = True) -> int | None:
     """The pipe to the supervisor, removed from the environment; None without a supervisor.
 
-    From now on the process dies with its supervisor (on Linux).
+    From now on the process dies with its supervisor (on Linux), unless it notices and ends by other means.
     """
     descriptor, supervisor = os.environ.pop(VARIABLE, ""), os.environ.pop(_SUPERVISOR, "")
     if not descriptor.isdigit():
         return None
-    if sys.platform == "linux":
+    if dies_with_supervisor and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if str(os.getppid()) != supervisor:  # it exited before prctl
             os._exit(1)

@@ -23,10 +23,12 @@ from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.pinning import pin
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
 from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.files import CheckpointError
@@ -55,11 +57,14 @@ class LoadedModel:
 
 
 def load_model(
-    settings: ServeSettings, metrics: Metrics, on_weights_loaded: Callable[[], None] = lambda: None
+    settings: ServeSettings,
+    metrics: Metrics,
+    on_weights_loaded: Callable[[], None] = lambda: None,
+    memory: ArenaMemory | None = None,
 ) -> LoadedModel:
     """Load the tower, capture its graphs and time them. Raises CheckpointError or UsageError.
 
-    `on_weights_loaded` is called before capture. Everything runs on the caller's thread.
+    `on_weights_loaded` is called before capture; `memory` is where rows go. Everything runs on the caller's thread.
     """
     device = _device(settings.device)
     mode = _mode(settings.graphs, device)
@@ -72,7 +77,10 @@ def load_model(
     tower = loaded.tower
     on_weights_loaded()
     attention = _attention(settings, tower, captured=mode == "cuda")
-    streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
+    if memory and device.type == "cuda":
+        memory.arena.touch(memory.kept)
+        pin(memory.arena.view(0, memory.kept))
+    streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, streams), metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None

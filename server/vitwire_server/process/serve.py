@@ -33,6 +33,7 @@ from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.scheduler import Scheduler
+from vitwire_server.sessions.local import LocalSessions
 from vitwire_server.towers.files import CheckpointError
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def _serving(
     card = model.card
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
     single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache.changed), metrics.cache)
-    return Serving(card, Codec(card, model.tower.footprint), intake, admission, single_flight, trace)
+    sessions = LocalSessions(card, intake, admission, single_flight, metrics.admission, trace=trace)
+    return Serving(card, Codec(card, model.tower.footprints), sessions)
 
 
 def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:

@@ -1,9 +1,13 @@
-"""Checks for addresses in use, which gRPC would share or take over silently."""
+"""Addresses in use, which gRPC would share or take over silently, and a port for several processes of one server."""
 
 import errno
 import socket
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+_ATTEMPTS = 20
+"""Free ports to try until one is free at every address of the host."""
 
 
 def raise_if_port_taken(host: str, port: int) -> None:
@@ -37,3 +41,88 @@ def raise_if_socket_taken(path: Path) -> None:
         except OSError:
             return
     raise OSError(errno.EADDRINUSE, "another server listens there")
+
+
+class PortReservation:
+    """A port that processes of this user may share, on Linux: each listens with SO_REUSEPORT while this one holds it.
+
+    Every address of the host is bound exclusively first, so a port that another program or another server listens on is
+    refused. Then only sockets with SO_REUSEPORT may bind it, whether or not any process is listening at the time.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Reserve the port; 0 picks one that is free at every address of the host. Raises OSError if it is taken."""
+        self._sockets = ExitStack()
+        try:
+            self.port = port or self._reserve_free_port(host.strip("[]"))
+            if port:
+                self._reserve(host.strip("[]"), port)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+
+    def close(self) -> None:
+        """Give the port up; processes that listen keep it."""
+        self._sockets.close()
+
+    def _reserve_free_port(self, name: str) -> int:
+        for attempt in range(_ATTEMPTS):
+            port = _free_port(name)
+            try:
+                self._reserve(name, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                break
+        return port
+
+    def _reserve(self, name: str, port: int) -> None:
+        """Raises OSError if an address is taken or none can be bound."""
+        count, unusable = 0, None
+        with ExitStack() as reserved:
+            for family, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
+                try:
+                    reserved.enter_context(_shared_socket(family, address))
+                    count += 1
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        raise
+                    unusable = error  # as with `localhost` where IPv6 is off; gRPC leaves it out too
+            if name == "0.0.0.0":  # noqa: S104 - compared with; gRPC listens on every IPv6 address too where it can
+                with suppress(OSError):
+                    reserved.enter_context(_shared_socket(socket.AF_INET6, ("::", port), only_v6=True))
+            if unusable and not count:
+                raise unusable
+            self._sockets = reserved.pop_all()
+
+
+def _free_port(name: str) -> int:
+    """A port that is free at the first usable address."""
+    unusable: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError as error:
+                unusable = error
+            else:
+                return int(probe.getsockname()[1])
+    raise unusable or OSError(errno.EADDRNOTAVAIL, "the host has no address")
+
+
+def _shared_socket(family: int, address: tuple[object, ...], *, only_v6: bool = False) -> socket.socket:
+    """A socket that does not listen, bound so that only sockets with SO_REUSEPORT may bind beside it."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if only_v6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
+        bound.bind(address)
+        bound.listen()  # fails beside any other socket that is bound here
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        bound.shutdown(socket.SHUT_RDWR)  # ends listening; Linux keeps a port that was bound by number
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError:
+        bound.close()
+        raise
+    return bound

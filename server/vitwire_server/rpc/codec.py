@@ -1,7 +1,7 @@
 """Messages to items: everything a client sends is checked here, on the CPU, before it is queued."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -9,7 +9,8 @@ import numpy as np
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import InvalidRequest, Violation
-from vitwire_server.core.grids import Footprint, Grid, retained
+from vitwire_server.core.footprints import Footprints
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard, Shape
 from vitwire_server.scheduling.tickets import Priority
@@ -26,51 +27,12 @@ _MAX_CONTENT_ID = 512
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The checked description of an item whose bytes have not arrived yet."""
-
-    modality: Modality
-    grid: Grid
-    pixels: Pixels
-    """Type and shape, without bytes."""
-    crops: Pixels | None
-    footprint: Footprint
-    keep_ratio: float
-    content_id: str
-
-    @property
-    def rows(self) -> int:
-        """Rows to return."""
-        return retained(self.footprint.rows, self.grid.t, self.keep_ratio)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the description requires, pixels and crops."""
-        return self.pixels.nbytes + (self.crops.nbytes if self.crops else 0)
-
-    def item(self, data: wire.Buffer, output: DType) -> Item:
-        """The item with its `nbytes` bytes: pixels, then crops."""
-        view = memoryview(data)
-        return self.of(wire.ItemTensors(view[: self.pixels.nbytes], view[self.pixels.nbytes :]), output)
-
-    def of(self, tensors: wire.ItemTensors, output: DType) -> Item:
-        """The item with the bytes of its tensors."""
-        pixels = replace(self.pixels, data=tensors.pixels)
-        crops = replace(self.crops, data=tensors.crops) if self.crops else None
-        return Item(self.modality, self.grid, pixels, self.footprint, output, self.keep_ratio, crops, self.content_id)
-
-
 class Codec:
     """Checks requests against the model that is served."""
 
-    def __init__(self, card: ModelCard, footprint: Callable[[Grid], Footprint]) -> None:
+    def __init__(self, card: ModelCard, footprints: Footprints) -> None:
         self._card = card
-        self._footprint = footprint
-
-    def weight(self, item: Item | Header, output: DType) -> int:
-        """Bytes that an item holds on the host from admission to its answer: pixels, then rows."""
-        return item.nbytes + item.rows * self._card.geometry.width * output.size
+        self._footprints = footprints
 
     def items(self, request: wire.Request) -> list[Item | CacheLookup]:
         """The items of an Encode request. Raises InvalidRequest with every wrong field."""
@@ -101,8 +63,8 @@ class Codec:
         """The priority of a checked number; unspecified means interactive."""
         return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
 
-    def header(self, field: str, item: pb.Item, output: DType) -> Header | CacheLookup:
-        """The description of an item that is uploaded in chunks. Raises InvalidRequest."""
+    def header(self, field: str, item: pb.Item, output: DType) -> Item | CacheLookup:
+        """An item that is uploaded in chunks, without its bytes. Raises InvalidRequest."""
         violations: list[Violation] = []
         header = self._header(field, item, output, violations)
         violations += [
@@ -146,12 +108,15 @@ class Codec:
             if described and len(data) != described.nbytes
         ]
         violations += wrong
-        return None if wrong else header.of(tensors, output)
+        if wrong:
+            return None
+        crops = replace(header.crops, data=tensors.crops) if header.crops else None
+        return replace(header, pixels=replace(header.pixels, data=tensors.pixels), crops=crops)
 
     def _header(
         self, field: str, item: pb.Item, output: DType, violations: list[Violation]
-    ) -> Header | CacheLookup | None:
-        """The checked description; None if it is invalid, with the reasons appended to `violations`."""
+    ) -> Item | CacheLookup | None:
+        """The item without its bytes; None if it is invalid, with the reasons appended to `violations`."""
         wrong = list(self._wrong_extras(item))
         wants_cached = bool(item.content_id) and not item.HasField("pixels")
         modality = _MODALITIES.get(item.modality)
@@ -168,8 +133,8 @@ class Codec:
         if wrong or modality is None:
             return None
         crops = _described(item.crops) if item.HasField("crops") else None
-        footprint, ratio = self._footprint(grid), _keep_ratio(item)
-        return Header(modality, grid, _described(item.pixels), crops, footprint, ratio, item.content_id)
+        footprint, ratio = self._footprints(grid), _keep_ratio(item)
+        return Item(modality, grid, _described(item.pixels), footprint, output, ratio, crops, item.content_id)
 
     def _wrong_grid(self, grid: Grid, modality: Modality | None) -> Iterator[Violation]:
         geometry = self._card.geometry

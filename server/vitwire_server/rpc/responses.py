@@ -1,7 +1,7 @@
 """Outcomes to messages: chunks of rows, reports and per-item errors."""
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
@@ -23,21 +23,36 @@ _RESIZINGS = {rule: pb.Resizing.Value(f"RESIZING_{rule.name}") for rule in Resiz
 _PATHS = {Path.GRAPH: pb.PATH_GRAPH, Path.EAGER: pb.PATH_EAGER, Path.CACHE: pb.PATH_CACHE}
 
 
-def frames(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[wire.Frame[Answer]]:
-    """The messages that answer one item: its rows in chunks of about 1 MiB, or its error."""
+class Outgoing(NamedTuple):
+    """A serialised message of an answer."""
+
+    raw: bytes
+    rows_bytes: int
+    """Bytes of rows in it."""
+    last: bool
+    """Whether it completes the answer to its item."""
+
+
+def messages(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[Outgoing]:
+    """The messages that answer one item: its rows in chunks of about 1 MiB, or its error.
+
+    Each is serialised when it is taken, so that the rows are never held a second time as a whole.
+    """
     if isinstance(outcome, EncoderError):
-        yield wire.Frame(kind(item=item, error=status_of(outcome)))
+        yield Outgoing(kind(item=item, error=status_of(outcome)).SerializeToString(), 0, last=True)
         return
     embedding = outcome.embedding
     rows, width = embedding.shape
     row_bytes = width * embedding.dtype.size
     step = max(1, CHUNK_BYTES // row_bytes)
+    rest = kind(item=item).SerializeToString()
+    chunk = pb.EmbeddingChunk(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape)
     for row in range(0, rows, step):
-        last = row + step >= rows
-        chunk = pb.EmbeddingChunk(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape, row=row, last=last)
-        report = _report(outcome) if last else None
+        chunk.row, chunk.last = row, row + step >= rows
+        if chunk.last:
+            rest = kind(item=item, report=_report(outcome)).SerializeToString()
         data = embedding.data[row * row_bytes : (row + step) * row_bytes]
-        yield wire.Frame(kind(item=item, chunk=chunk, report=report), data)
+        yield Outgoing(wire.join_chunk(rest, chunk.SerializeToString(), data), len(data), chunk.last)
 
 
 def _report(outcome: Encoded) -> pb.ItemReport:

@@ -20,9 +20,10 @@ from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
 from vitwire_server.rpc.codec import Codec, parsed
 from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancellation
+from vitwire_server.rpc.pending_writes import PendingWrites
 from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.receive_slots import ReceiveSlots
-from vitwire_server.rpc.responses import Answer, frames, model_message
+from vitwire_server.rpc.responses import Answer, Outgoing, messages, model_message
 from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
 
@@ -47,6 +48,7 @@ class EncoderService:
         self._slots = slots
         self._stall_seconds = stall_seconds
         self._boundary = RpcBoundary(metrics, stall_seconds)
+        self._writes = PendingWrites(stall_seconds)
         self._draining = False
         self.serving: Serving | None = None
 
@@ -110,21 +112,19 @@ class EncoderService:
 
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
-        """A call, counted, that is always closed."""
+        """A call that is always closed."""
         call = Call(serving, principal(context), caller_of(context).name, context.time_remaining())
-        self._metrics.tickets_opened.inc()
         try:
             yield call
         finally:
             for _ in range(call.close()):
                 self._metrics.send_cancelled()
-            self._metrics.tickets_closed.inc()
 
     @staticmethod
     async def _submit(codec: Codec, call: Call, request: wire.Request) -> None:
         """Check and submit all items; a frame that outlived this would keep their bytes."""
         items = codec.items(request)
-        call.ticket.priority = codec.priority(request.message.priority)
+        call.priority = codec.priority(request.message.priority)
         await call.submit(dict(enumerate(items)))
         call.end()
 
@@ -141,10 +141,11 @@ class EncoderService:
             if isinstance(outcome, Overloaded):
                 self._metrics.rejected.labels(outcome.reason).inc()
             start = time.perf_counter()
-            for frame in frames(kind, index, outcome):
-                if frame.message.HasField("error") or frame.message.chunk.last:
-                    call.release(index)  # once the client has this frame, the item's number is free
-                await self._write(context, frame)
+            for message in messages(kind, index, outcome):
+                if message.last:
+                    call.free(index)  # once the client has this message, it may use the item's number again
+                await self._write(context, message)
+            call.sent()
             sending = time.perf_counter() - start
             self._metrics.sent(sending)
             trace_item(index, outcome, sending)
@@ -184,12 +185,11 @@ class EncoderService:
         finally:
             uploads.waited += time.monotonic() - start
 
-    async def _write(self, context: Context, frame: wire.Frame[Answer]) -> None:
+    async def _write(self, context: Context, message: Outgoing) -> None:
         """Send a message. Raises CancelledError if the client is gone, DeadlineExceeded if it does not read."""
         try:
-            async with asyncio.timeout(self._stall_seconds):
-                await context.write(frame)
-            self._metrics.delivered(len(frame.data))
+            await self._writes.complete(context.write(message.raw))
+            self._metrics.delivered(message.rows_bytes)
         except TimeoutError:
             raise DeadlineExceeded(f"the client did not read the response for {self._stall_seconds:g} s") from None
         except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
@@ -204,13 +204,13 @@ async def _acknowledge(context: Context) -> None:
 
 
 def handlers(service: EncoderService) -> grpc.GenericRpcHandler:
-    """The service's methods, with serialisers that do not copy tensors."""
+    """The service's methods; tensors are not copied on the way in, and responses are bytes already."""
     read_request = service.counted(wire.read_request)
     read_stream = service.counted(partial(wire.read_chunk, pb.EncodeStreamRequest))
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         # On the wire a unary request is a stream of one message; handled as a stream, it is read when a slot is free.
-        "Encode": grpc.stream_stream_rpc_method_handler(service.encode, read_request, wire.write_chunk),
-        "EncodeStream": grpc.stream_stream_rpc_method_handler(service.encode_stream, read_stream, wire.write_chunk),
+        "Encode": grpc.stream_stream_rpc_method_handler(service.encode, read_request),
+        "EncodeStream": grpc.stream_stream_rpc_method_handler(service.encode_stream, read_stream),
         "GetModel": grpc.unary_unary_rpc_method_handler(
             service.get_model, partial(wire.read_plain, pb.GetModelRequest), pb.GetModelResponse.SerializeToString
         ),

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
-from vitwire_server.core.items import CacheLookup, DType
+from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.codec import Codec, Header
+from vitwire_server.rpc.codec import Codec
 
 _SLOWEST = 64 << 10
 """Bytes a second that an upload must reach: from its header on it holds a permit for all of its bytes."""
@@ -20,7 +18,8 @@ _REMEMBERED = 4096
 
 @dataclass(slots=True)
 class _Upload:
-    header: Header
+    item: Item
+    """Without its bytes."""
     data: memoryview
     digest: Digest | None
     """None where nothing is cached."""
@@ -64,7 +63,7 @@ class Uploads:
     def stalled(self) -> DeadlineExceeded:
         """The error that ends the stream once no time is left."""
         number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
-        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.header.nbytes} bytes"
+        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.item.nbytes} bytes"
         return DeadlineExceeded(f"{reason}, {self.stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
@@ -74,7 +73,7 @@ class Uploads:
             if self._started:
                 raise _stream_error("options", "must be the first message, and sent once")
             self.output, priority = self.codec.options(message.options)
-            self.call.ticket.priority = priority
+            self.call.priority = priority
         elif kind == "header":
             await self._begin(message.header.item, message.header.header)
         elif kind == "chunk":
@@ -86,8 +85,8 @@ class Uploads:
     def finish(self) -> None:
         """The client sends no more: refuse unfinished uploads."""
         for number, upload in list(self._unfinished.items()):
-            reason = f"received only {upload.filled} of {upload.header.nbytes} bytes"
-            field = "pixels" if upload.filled < upload.header.pixels.nbytes else "crops"
+            reason = f"received only {upload.filled} of {upload.item.nbytes} bytes"
+            field = "pixels" if upload.filled < upload.item.pixels.nbytes else "crops"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
 
     async def _begin(self, number: int, item: pb.Item) -> None:
@@ -101,12 +100,11 @@ class Uploads:
             if isinstance(header, CacheLookup):
                 await self.call.submit({number: header})
                 return
-            digest = await self.call.reserve(number, header, self.output)
+            data = await self.call.reserve(number, header)
         except EncoderError as error:
             self._refuse(number, error)
             return
-        data = np.empty(header.nbytes, np.uint8).data  # every byte is written before it is read
-        self._unfinished[number] = _Upload(header, data, digest, self.waited + self.stall_seconds)
+        self._unfinished[number] = _Upload(header, data, self.call.digest(), self.waited + self.stall_seconds)
 
     async def _append(self, number: int, data: wire.Buffer) -> None:
         upload = self._unfinished.get(number)
@@ -115,9 +113,9 @@ class Uploads:
                 return
             raise _stream_error("chunk.item", f"item {number} has no header, or is already complete")
         end = upload.filled + len(data)
-        if end > upload.header.nbytes:
-            reason = f"received more than the {upload.header.nbytes} bytes that data_type and shape require"
-            field = "crops" if upload.header.nbytes > upload.header.pixels.nbytes else "pixels"
+        if end > upload.item.nbytes:
+            reason = f"received more than the {upload.item.nbytes} bytes that data_type and shape require"
+            field = "crops" if upload.item.nbytes > upload.item.pixels.nbytes else "pixels"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
             return
         upload.data[upload.filled : end] = data
@@ -125,14 +123,14 @@ class Uploads:
         upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self.stall_seconds)
         if upload.digest:
             upload.digest.add(data)
-        if end == upload.header.nbytes:
+        if end == upload.item.nbytes:
             await self._submit(number, upload)
 
     async def _submit(self, number: int, upload: _Upload) -> None:
         del self._unfinished[number]
         digests = {number: upload.digest.value()} if upload.digest else {}
         try:
-            await self.call.submit({number: upload.header.item(upload.data, self.output)}, digests)
+            await self.call.submit({number: upload.item.filled(upload.data)}, digests)
         except DeadlineExceeded as error:
             self._refuse(number, error)
 

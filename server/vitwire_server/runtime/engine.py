@@ -127,7 +127,7 @@ class Engine:
             finite = _all_finite(rows)
             geometry = self._tower.geometry
             rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
-        download = self._streams.download([*rows, finite, kept])
+        download = self._streams.download(rows, [finite, kept])
         return Launch(items, download, stage_in, self._tower.dtype)
 
     def _replay(self, items: Sequence[Item], sources: Sequence[Tensor], budget: Budget) -> Tensor:

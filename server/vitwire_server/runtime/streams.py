@@ -4,12 +4,14 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from vitwire_server.core.errors import Overloaded
 from vitwire_server.core.items import DType, Pixels
 
 TORCH_TYPES = {
@@ -21,6 +23,14 @@ TORCH_TYPES = {
 _ALIGNMENT = 256
 # Tensors over received bytes are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+class HostMemory(Protocol):
+    """Memory for rows on the host."""
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """A block, free again when the last view of it is gone. Raises Overloaded."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,8 @@ class Streams(ABC):
         """A context in which work is enqueued for computation."""
 
     @abstractmethod
-    def download(self, tensors: Sequence[Tensor]) -> Download:
-        """Start the transfer of tensors computed within `computing` to the host."""
+    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
+        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
 
 
 def flat(pixels: Pixels) -> Tensor:
@@ -57,11 +67,13 @@ def flat(pixels: Pixels) -> Tensor:
 
 
 class HostStreams(Streams):
-    """For the CPU: nothing is copied, and every call is synchronous."""
+    """For the CPU: every call is synchronous, and nothing is copied unless rows go to another process."""
 
     depth = 1
 
-    def __init__(self) -> None:
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        """`memory` is where rows go; None leaves them where they were computed."""
+        self._memory = memory
         self._started = 0.0
 
     def upload(self, pixels: Sequence[Pixels]) -> list[Tensor]:
@@ -72,9 +84,11 @@ class HostStreams(Streams):
         self._started = time.perf_counter()
         yield
 
-    def download(self, tensors: Sequence[Tensor]) -> Download:
+    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
         seconds = time.perf_counter() - self._started
-        return Download(tensors, lambda: seconds)
+        if self._memory:
+            rows = [_host_tensor(tensor, self._memory).copy_(tensor) for tensor in rows]
+        return Download([*rows, *checks], lambda: seconds)
 
 
 class CudaStreams(Streams):
@@ -86,7 +100,9 @@ class CudaStreams(Streams):
 
     depth = 2
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
+        """`memory` is where rows go; None takes pinned memory of torch's."""
+        self._memory = memory
         self.compute = torch.cuda.Stream(device)
         self._device = device
         self._in = torch.cuda.Stream(device)
@@ -97,11 +113,15 @@ class CudaStreams(Streams):
         offsets = [0]
         for one in pixels:
             offsets.append(offsets[-1] + -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        sources = [torch.frombuffer(one.data, dtype=torch.uint8) for one in pixels]
         with torch.cuda.stream(self._in):  # also sets the thread's device, to which pinned memory belongs
-            pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
-            for start, one in zip(offsets, pixels, strict=False):
-                pinned[start : start + one.nbytes].copy_(torch.frombuffer(one.data, dtype=torch.uint8))
-            uploaded = pinned.to(self._device, non_blocking=True)
+            if all(source.is_pinned() for source in sources):  # they stay where they are until the batch is collected
+                uploaded = torch.empty(offsets[-1], dtype=torch.uint8, device=self._device)
+                _place(sources, offsets, uploaded)
+            else:
+                pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
+                _place(sources, offsets, pinned)
+                uploaded = pinned.to(self._device, non_blocking=True)
         self.compute.wait_stream(self._in)
         uploaded.record_stream(self.compute)
         return [
@@ -116,12 +136,14 @@ class CudaStreams(Streams):
             self._started.record()
             yield
 
-    def download(self, tensors: Sequence[Tensor]) -> Download:
+    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
+        tensors = [*rows, *checks]
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         done.record(self.compute)
         self._out.wait_event(done)
         with torch.cuda.stream(self._out):
-            host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+            host = [_host_tensor(tensor, self._memory) for tensor in rows]
+            host += [_host_tensor(tensor, None) for tensor in checks]
             for target, tensor in zip(host, tensors, strict=True):
                 target.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._out)
@@ -132,3 +154,18 @@ class CudaStreams(Streams):
             return float(started.elapsed_time(done)) / 1000
 
         return Download(host, wait)
+
+
+def _host_tensor(tensor: Tensor, memory: HostMemory | None) -> Tensor:
+    """An empty tensor of the same shape in `memory`; in pinned memory without one, or where it is full."""
+    if memory and tensor.numel():
+        with suppress(Overloaded):
+            block = memory.allocate(tensor.numel() * tensor.element_size())
+            return torch.frombuffer(block, dtype=tensor.dtype).view(tensor.shape)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def _place(sources: Sequence[Tensor], offsets: Sequence[int], target: Tensor) -> None:
+    """Copy each source to its offset; from pinned memory to a device without waiting."""
+    for start, source in zip(offsets, sources, strict=False):
+        target[start : start + len(source)].copy_(source, non_blocking=True)

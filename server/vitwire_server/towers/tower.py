@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.core.budgets import Budget, budget, default_tokens
+from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.towers.metadata import Capacity
@@ -72,9 +73,14 @@ class Tower(ABC):
         """The layers, which are compiled one by one."""
         return list(self.model.blocks)
 
+    @property
     @abstractmethod
+    def footprints(self) -> Footprints:
+        """What items cost, by their grid."""
+
     def footprint(self, grid: Grid) -> Footprint:
         """What an item of this grid costs. The grid must be one that the geometry finds nothing wrong about."""
+        return self.footprints(grid)
 
     def sizes(self, most: int) -> list[int]:
         """Tokens of the budgets to capture if none are configured, up to `most`."""

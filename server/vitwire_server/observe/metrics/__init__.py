@@ -3,6 +3,8 @@
 Label values come from closed sets; nothing a client sends becomes a label.
 """
 
+import os
+
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from vitwire_server.observe.metrics.admission import AdmissionMetrics
@@ -10,6 +12,7 @@ from vitwire_server.observe.metrics.cache import CacheMetrics
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.engine import EngineMetrics
 from vitwire_server.observe.metrics.model import ModelMetrics
+from vitwire_server.observe.metrics.processes import ENGINE, ProcessMetrics
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
 
@@ -23,7 +26,7 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # series that double the exposition
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # memory, processor time, descriptors, start time
+        ProcessCollector(registry=self.registry)  # of this process: memory, CPU time, descriptors, start time
         series = Series(self.registry)
         shared = Shared(series)
         self.rpc = RpcMetrics(series, shared)
@@ -32,3 +35,5 @@ class Metrics:
         self.engine = EngineMetrics(series, shared)
         self.delivery = DeliveryMetrics(series, shared)
         self.model = ModelMetrics(series)
+        self.processes = ProcessMetrics(self.registry)
+        self.processes.started(ENGINE, os.getpid())

@@ -21,8 +21,6 @@ class RpcMetrics:
         self.request_seconds = series.histogram("request_seconds", "Duration of an RPC", SECONDS, "method")
         self.inflight = series.gauge("inflight_requests", "RPCs with items in flight")
         self.rejected = series.counter("rejected", "Requests rejected, by the limit that was reached", "reason")
-        self.tickets_opened = series.counter("tickets_opened", "RPCs that opened a ticket")
-        self.tickets_closed = series.counter("tickets_closed", "RPCs that closed their ticket")
         self._items_failed = series.counter("items_failed", "Items answered with an error", "code")
         self._received = series.counter("received_bytes", "Bytes of request messages that carry items")
         self._delivered, self._delivery_seconds = shared.delivered, shared.delivery_seconds

@@ -23,8 +23,8 @@ class Series:
         return Counter(f"vitwire_{name}", text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        """A gauge."""
-        return Gauge(f"vitwire_{name}", text, labels, registry=self._registry)
+        """A gauge; those of several processes are added, see `edges.py`."""
+        return Gauge(f"vitwire_{name}", text, labels, registry=self._registry, multiprocess_mode="livesum")
 
     def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
         """A histogram with these bucket bounds."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.capacities import CropCapacities, TileCapacities
-from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.footprints import CropFootprints, TileFootprints
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts
@@ -77,8 +78,9 @@ class PairTower(TileTower):
 
     encoder: PairEncoder
 
-    def footprint(self, grid: Grid) -> Footprint:
-        return super().footprint(grid)._replace(crops=grid.t)
+    @cached_property
+    def footprints(self) -> TileFootprints:
+        return TileFootprints(self.encoder.tile.tokens, self._longest, paired=True)
 
     @property
     def capacities(self) -> TileCapacities:
@@ -104,10 +106,9 @@ class CropTower(TileTower):
 
     encoder: CropEncoder
 
-    def footprint(self, grid: Grid) -> Footprint:
-        crops = grid.t - 1
-        tokens = self.encoder.tile.tokens + crops * self.encoder.crop.tokens
-        return Footprint(1, tokens, 1 + crops, self._longest, crops)
+    @cached_property
+    def footprints(self) -> CropFootprints:
+        return CropFootprints(self.encoder.tile.tokens, self.encoder.crop.tokens, self._longest)
 
     @cached_property
     def capacities(self) -> CropCapacities:

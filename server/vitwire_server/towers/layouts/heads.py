@@ -49,11 +49,6 @@ class Head:
         del grid
         return {}
 
-    def pooled(self, grid: Grid) -> int:
-        """How many of an item's tokens are missing from its rows."""
-        del grid
-        return 0
-
     def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keyword arguments that the tower takes of the head's metadata."""
         del tensors

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import vision_utils
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.footprints import PatchFootprints
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Geometry, Preprocessing, Resizing
+from vitwire_server.core.models import ClipGeometry, Geometry, Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.heads import Head
@@ -138,11 +139,12 @@ class PackedTower(PatchTower):
         hidden = getattr(config, "embed_dim", None) or config.hidden_size
         return config.num_attention_heads, hidden // config.num_attention_heads
 
-    def footprint(self, grid: Grid) -> Footprint:
+    @cached_property
+    def footprints(self) -> PatchFootprints:
         """See Tower."""
-        own = super().footprint(grid)._replace(pooled=self.head.pooled(grid))
-        clip = self.family.span is AttentionSpan.CLIP
-        return own._replace(segments=1, longest=grid.patches) if clip else own
+        geometry = self.geometry
+        pooled = geometry.pooled if isinstance(geometry, ClipGeometry) else 1
+        return PatchFootprints(geometry.merge, self.family.span is AttentionSpan.CLIP, pooled)
 
     def capacity(self, budget: Budget) -> Capacity:
         """See Tower."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.footprints import PatchFootprints
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind
@@ -70,14 +71,10 @@ class PatchTower(Tower):
         """See Tower."""
         return list(self.model.get_submodule(self.family.layers))
 
-    def footprint(self, grid: Grid) -> Footprint:
+    @cached_property
+    def footprints(self) -> PatchFootprints:
         """See Tower."""
-        return Footprint(
-            patches=grid.patches,
-            tokens=grid.patches // self.geometry.merge**2,
-            segments=grid.t,
-            longest=grid.frame_patches,
-        )
+        return PatchFootprints(self.geometry.merge)
 
     def capacity(self, budget: Budget) -> Capacity:
         """See Tower."""

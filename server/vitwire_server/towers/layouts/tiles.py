@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.capacities import Capacities, TileCapacities
-from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.footprints import Footprints, TileFootprints
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.towers.configs import Config, changed
@@ -115,8 +117,9 @@ class TileTower(Tower):
     def _longest(self) -> int:
         return self.geometry.patches(Grid(1, 1, 1))
 
-    def footprint(self, grid: Grid) -> Footprint:
-        return Footprint(grid.t, grid.t * self.encoder.tile.tokens, grid.t, self._longest)
+    @cached_property
+    def footprints(self) -> Footprints:
+        return TileFootprints(self.encoder.tile.tokens, self._longest)
 
     def sizes(self, most: int) -> list[int]:
         return [tiles * self.encoder.tile.tokens for tiles in tile_steps(most // self.encoder.tile.tokens)]

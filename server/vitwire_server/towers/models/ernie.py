@@ -31,9 +31,6 @@ class FramePairs(Head):
         pairs = starts[:, None] * len(frame) + frame[:, None]
         return {"pairs": pairs.flatten(0, 1)}
 
-    def pooled(self, grid: Grid) -> int:
-        return grid.patches // self.geometry.merge**2 // 2 if grid.t > 1 else 0
-
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
         resampler, hidden = self.projector, output.last_hidden_state
         tokens = resampler.spatial_linear(hidden.reshape(-1, self.geometry.merge**2 * hidden.shape[-1]))

@@ -83,9 +83,6 @@ class FrameMeans(Head):
             "shares": shares,
         }
 
-    def pooled(self, grid: Grid) -> int:
-        return grid.frame_patches // self.geometry.merge**2 * (grid.t - 1)
-
     def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tower's own pooling takes clips of one length only: it gets a single token, whose result is not used."""
         return {"frame_index": tensors["frame_index"], "temporal_merge_index": tensors["patches"][:1, :, None]}

@@ -1,0 +1,133 @@
+"""Metrics of several processes on one page: edge processes record in files, which the engine process adds up.
+
+An edge's counts outlive it: each value is in memory mapped from a file (prometheus_client's multiprocess mode).
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.observe.metrics.series import Series, Shared
+
+_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Read by prometheus_client when it is imported."""
+_PREFIX = "vitwire-metrics-"
+_IN_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it is private
+"""Writes to mapped files on a disk may wait for the disk."""
+_LOCK = "lock"
+
+
+def edge_metrics() -> RpcMetrics:
+    """The metrics of an edge process, which was started with `EdgeMetrics.environment`."""
+    if not os.environ.get(_VARIABLE):
+        raise RuntimeError(f"{_VARIABLE} is not set: the engine process sets it for its edges")
+    series = Series(CollectorRegistry())
+    return RpcMetrics(series, Shared(series))
+
+
+class EdgeMetrics(Collector):
+    """The engine process's side: the folder of the edges' files, and a registry with the sums over all processes."""
+
+    def __init__(self, engine: CollectorRegistry) -> None:
+        """`engine` has the engine process's own metrics, with every metric that edges record at zero."""
+        self._engine = engine
+        self._lock = Lock()  # files are removed on the event loop and read on other threads
+        self._ended: list[Metric] = []
+        root = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        _remove_abandoned(root)
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        self._owner = _locked(self._folder)
+        self.registry = CollectorRegistry()
+        """What the metrics port and the status page show."""
+        self.registry.register(self)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for edge processes only."""
+        return {_VARIABLE: str(self._folder)}
+
+    def edge_ended(self, pid: int) -> None:
+        """Keep the counts of an edge process that has ended, drop its gauges and remove its files."""
+        with self._lock:
+            mark_process_dead(pid, str(self._folder))  # type: ignore[no-untyped-call]
+            files = [each for each in self._files() if each.stem.rpartition("_")[2] == str(pid)]
+            self._ended = merged([*self._ended, *_read(files)])
+            for file in files:
+                file.unlink()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry, on any thread."""
+        with self._lock:
+            edges = [*self._ended, *_read(self._files())]
+        yield from merged([*self._engine.collect(), *edges])
+
+    def close(self) -> None:
+        """Remove the folder."""
+        with self._lock:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._owner)
+
+    def _files(self) -> list[Path]:
+        """An edge that is just starting has empty ones."""
+        return [each for each in self._folder.glob("*.db") if each.stat().st_size]
+
+
+def merged(families: Iterable[Metric]) -> list[Metric]:
+    """One family for each name, its samples added by labels. Exemplars are those of the first that has the sample."""
+    found: dict[str, Metric] = {}
+    sums: dict[str, dict[tuple[tuple[str, str], ...], dict[tuple[str, str], Sample]]] = {}
+    for family in families:
+        found.setdefault(family.name, Metric(family.name, family.documentation, family.type, family.unit))
+        groups = sums.setdefault(family.name, {})
+        for sample in family.samples:
+            labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
+            group, key = groups.setdefault(labels, {}), (sample.name, sample.labels.get("le", ""))
+            own = group.get(key)
+            group[key] = own._replace(value=own.value + sample.value) if own else sample
+    for name, groups in sums.items():
+        found[name].samples = [each for group in groups.values() for each in sorted(group.values(), key=_order)]
+    return list(found.values())
+
+
+def _order(sample: Sample) -> tuple[bool, float, str]:
+    """Buckets by their bound, then count and sum, as the exposition formats require."""
+    bound = sample.labels.get("le")
+    return bound is None, float(bound or 0), sample.name
+
+
+def _read(files: Iterable[Path]) -> Iterable[Metric]:
+    families: Iterable[Metric] = MultiProcessCollector.merge([str(each) for each in files])  # type: ignore[no-untyped-call]
+    return families
+
+
+def _locked(folder: Path) -> int:
+    """The descriptor of a lock that this process holds while it lives; edges do not inherit it."""
+    unnamed = folder / f"{_LOCK}.new"
+    descriptor = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unnamed.rename(folder / _LOCK)
+    return descriptor
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove the folders of engine processes that were killed."""
+    for lock in root.glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):  # another user's, in use, or just removed
+            descriptor = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)

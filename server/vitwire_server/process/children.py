@@ -1,0 +1,191 @@
+"""Child processes that are restarted when they die or hang. Does not import torch."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from vitwire_server.process import heartbeat
+from vitwire_server.process.output import ForwardedPipe
+
+_log = logging.getLogger(__name__)
+_FAILURES = 5
+_FIRST_DELAY = 0.5
+"""Seconds before the first restart; doubled for each further failure in a row."""
+_STEADY_SECONDS = 60.0
+"""Seconds after which a ready process counts as started, which resets the count of failures."""
+_OUTPUT_SECONDS = 1.0
+"""Time to read the rest of a dead process's output; an orphan of it may keep the pipes open."""
+
+
+class StartFailed(Exception):
+    """A process cannot be kept running; the message says which and why."""
+
+
+@dataclass(slots=True)
+class Launch:
+    """One start of a child process. A subclass owns what the child inherits and follows its life."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process, which they override."""
+    descriptors: Sequence[int] = ()
+    """Descriptors that the child inherits under the same numbers."""
+
+    def release(self) -> None:
+        """Close this process's copies of what only the child needs: it was started or could not be."""
+
+    def started(self, pid: int) -> None:
+        """The child runs; called after `release`."""
+
+    def ended(self) -> None:
+        """The child has ended, or could not be started; called once, before the next launch."""
+
+
+class ChildProcess:
+    """A child process, replaced by a new one when it dies. Used on one event loop."""
+
+    def __init__(
+        self,
+        label: str,
+        launch: Callable[[], Launch],
+        *,
+        unresponsive_seconds: float,
+        json_lines: bool,
+        on_stdout: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`launch` makes each start; `on_stdout` gets the message of each line that the child prints.
+
+        The child is killed after `unresponsive_seconds` without a heartbeat.
+        """
+        self.label = label
+        self._launch = launch
+        self._unresponsive_seconds = unresponsive_seconds
+        self._json_lines = json_lines
+        self._on_stdout = on_stdout
+        self._process: Process | None = None
+        self._ready_at: float | None = None
+        self._was_ever_ready = False
+        self._failures = 0
+        self._last_error = ""
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None between two processes."""
+        return self._process.pid if self._process else None
+
+    def mark_ready(self) -> None:
+        """The process is ready. Until one was, an exit with an error is final."""
+        self._ready_at = time.monotonic()
+        self._was_ever_ready = True
+
+    async def keep_running(self, stopping: asyncio.Event) -> bool:
+        """Keep a process running until `stopping` is set and it has ended; returns whether it drained.
+
+        Raises StartFailed or OSError if it cannot be kept running. Cancellation kills the process.
+        """
+        while not stopping.is_set():
+            code = await self._run_once(stopping)
+            if stopping.is_set():
+                return code in (0, -signal.SIGTERM)  # -SIGTERM: stopped before its handler was set
+            delay = self._restart_delay(code)
+            _log.error("%s exited unexpectedly (%s); restarting in %g s", self.label, _exit(code), delay)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), delay)
+        return True
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if there is one."""
+        if self._process:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the process, if there is one, and what it started in its process group."""
+        if self._process:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _run_once(self, stopping: asyncio.Event) -> int:
+        """Start a process and wait for it to end, and for its output; returns its exit code."""
+        self._ready_at = None
+        launch = self._launch()
+        monitor = heartbeat.HeartbeatMonitor()
+        out = ForwardedPipe(self.label, sys.stdout.buffer, self._on_stdout, json_lines=self._json_lines)
+        err = ForwardedPipe(self.label, sys.stderr.buffer, self._on_stderr, json_lines=self._json_lines)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            self._process = process = await _start(launch, monitor, out, err)
+            launch.started(process.pid)
+            forwarding = [asyncio.create_task(pipe.forward()) for pipe in (out, err)]
+            watching = asyncio.create_task(self._kill_if_unresponsive(process, monitor))
+            tasks = [*forwarding, watching]
+            if stopping.is_set():
+                self.send(signal.SIGTERM)
+            code = await process.wait()
+            watching.cancel()
+            _, unread = await asyncio.wait(forwarding, timeout=_OUTPUT_SECONDS)
+            if unread:
+                self.kill()  # what it left in its process group
+            return code
+        finally:
+            if self._process and self._process.returncode is None:
+                self.kill()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), _OUTPUT_SECONDS)
+            self._process = None  # its number may now be that of another process
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in (out, err, monitor):
+                end.close()
+            launch.ended()
+
+    async def _kill_if_unresponsive(self, process: Process, monitor: heartbeat.HeartbeatMonitor) -> None:
+        fault = await monitor.wait_for_silence(process.pid, self._unresponsive_seconds)
+        _log.error("%s %s for %g s; killing it", self.label, fault, self._unresponsive_seconds)
+        self.kill()
+
+    def _on_stderr(self, message: str) -> None:
+        self._last_error = message.removeprefix("vitwire-server: ")
+
+    def _restart_delay(self, code: int) -> float:
+        """Seconds until the next start. Raises StartFailed if another start would fail too."""
+        if code > 0 and not self._was_ever_ready:  # a wrong flag, checkpoint or port, which it has logged
+            raise StartFailed(f"{self.label}: {self._last_error}")
+        steady = self._ready_at is not None and time.monotonic() - self._ready_at >= _STEADY_SECONDS
+        self._failures = 1 if steady else self._failures + 1
+        if self._failures == _FAILURES:
+            raise StartFailed(
+                f"{self.label}: failed {_FAILURES} starts; last exit: {_exit(code).removeprefix('exit ')}"
+            )
+        return _FIRST_DELAY * 2.0 ** (self._failures - 1)
+
+
+async def _start(
+    launch: Launch, monitor: heartbeat.HeartbeatMonitor, out: ForwardedPipe, err: ForwardedPipe
+) -> Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *launch.command,
+            stdin=DEVNULL,
+            stdout=out.write_end,
+            stderr=err.write_end,
+            env={**os.environ, **launch.environment, **heartbeat.variables(monitor)},
+            pass_fds=(monitor.write_end, *launch.descriptors),
+            process_group=0,  # so that Ctrl-C reaches only this process, which drains its children
+        )
+    finally:
+        for end in (monitor, out, err):
+            end.child_started()
+        launch.release()
+
+
+def _exit(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"code {code}"

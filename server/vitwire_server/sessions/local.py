@@ -1,0 +1,230 @@
+"""Sessions of an engine in this process."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from secrets import randbits
+from typing import Protocol
+
+import numpy as np
+
+from vitwire_server.caching.keys import key_of, name_of
+from vitwire_server.caching.single_flight import SingleFlight, Waiter
+from vitwire_server.core.errors import NotCached, Overloaded
+from vitwire_server.core.items import CacheLookup, Item
+from vitwire_server.core.models import ModelCard
+from vitwire_server.core.reports import Encoded, Outcome
+from vitwire_server.fitting.traces import TraceWriter
+from vitwire_server.scheduling.admission import Admission, Permit
+from vitwire_server.scheduling.intake import Intake
+from vitwire_server.scheduling.tickets import Entry, Ticket
+from vitwire_server.sessions.mailbox import Mailbox
+from vitwire_server.sessions.session import Opening, Settle
+
+
+class Memory(Protocol):
+    """Where pixels are received."""
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Writable memory, which is free again when the last view of it is gone. Raises Overloaded."""
+        ...
+
+
+class PrivateMemory:
+    """Memory of this process."""
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """See Memory."""
+        return np.empty(nbytes, np.uint8).data
+
+
+class SessionMonitor(Protocol):
+    """Counts sessions; implemented by the metrics."""
+
+    def session_opened(self) -> None: ...
+
+    def session_closed(self) -> None: ...
+
+
+class LocalSessions:
+    """The engine's admission, cache and queue. Create it on the event loop that uses it."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        intake: Intake,
+        admission: Admission,
+        single_flight: SingleFlight,
+        monitor: SessionMonitor,
+        *,
+        memory: Memory | None = None,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self.card = card
+        self.intake = intake
+        self.admission = admission
+        self.single_flight = single_flight
+        self.monitor = monitor
+        self.memory = memory or PrivateMemory()
+        self.trace = trace
+        self.mailbox = Mailbox()
+        self.digest_seed = randbits(64) if single_flight.is_on else None
+
+    def open(self, opening: Opening, settle: Settle) -> "LocalSession":
+        """See Sessions."""
+        return LocalSession(self, opening, settle)
+
+    @property
+    def width(self) -> int:
+        """Columns of an embedding."""
+        return self.card.geometry.width
+
+
+@dataclass(slots=True)
+class _Held:
+    """One item, from its admission until its release."""
+
+    permit: Permit | None = None
+    waiter: Waiter | None = None
+    """Until the outcome is known; None where nothing is cached."""
+    submitted: bool = False
+
+
+class LocalSession:
+    """See Session. Owns the ticket and the permits; `close` gives back both, whatever happened before."""
+
+    def __init__(self, engine: LocalSessions, opening: Opening, settle: Settle) -> None:
+        self._engine = engine
+        self._opening = opening
+        self._settle = settle
+        self._held: dict[int, _Held] = {}
+        self._released = asyncio.Event()
+        self.ticket = Ticket(self._deliver, opening.deadline, opening.priority, request_id=opening.request_id)
+        engine.monitor.session_opened()
+
+    async def reserve(self, key: int, item: Item) -> memoryview:
+        """See Session."""
+        engine = self._engine
+        held = self._held[key] = _Held()
+        if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
+            engine.intake.check_deadline(self.ticket, item.footprint.tokens)
+        nbytes = item.weight(engine.width)
+        (held.permit,) = await self._admit(lambda: [engine.admission.promise(nbytes, self._opening.caller)])
+        return engine.memory.allocate(item.nbytes)
+
+    async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
+        """See Session."""
+        await self.admit(items)
+        self.queue({key: item for key, item in items.items() if isinstance(item, Item)}, digests)
+
+    async def admit(self, items: Mapping[int, Item | CacheLookup]) -> None:
+        """Admit items that were not reserved, all or none, and answer those without pixels. Raises Overloaded."""
+        for key in items:
+            self._held.setdefault(key, _Held())
+        found = {key: self._find(item) for key, item in items.items() if isinstance(item, CacheLookup)}
+        nbytes = {
+            key: item.weight(self._engine.width)
+            for key, item in items.items()
+            if isinstance(item, Item) and not self._held[key].permit
+        }
+        nbytes |= {key: len(answer.embedding.data) for key, answer in found.items() if isinstance(answer, Encoded)}
+        if nbytes:
+            permits = await self._admit(lambda: self._engine.admission.admit(list(nbytes.values())))
+            for key, permit in zip(nbytes, permits, strict=True):
+                self._held[key].permit = permit
+        for key, answer in found.items():
+            self._settle(key, answer)
+
+    def queue(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
+        """Queue admitted items, unless one of the same content is cached or in flight.
+
+        Raises DeadlineExceeded for all of them, or Unavailable when the server shuts down.
+        """
+        single_flight = self._engine.single_flight
+        for key in items:
+            if permit := self._held[key].permit:
+                permit.arrived()
+        waiters = {key: self._waiter(key, items[key], digest) for key, digest in digests.items()}
+        due = [i.footprint.tokens for n, i in items.items() if n not in waiters or not single_flight.holds(waiters[n])]
+        if due:
+            self._engine.intake.check_deadline(self.ticket, sum(due), len(due))
+        for key in items:
+            self._held[key].submitted, self._held[key].waiter = True, waiters.get(key)
+        self._run({key: item for key, item in items.items() if key not in waiters or single_flight.enter(waiters[key])})
+        if self._engine.trace and items:
+            self._engine.trace.record(items.values())
+
+    def release(self, key: int) -> None:
+        """See Session."""
+        held = self._held.pop(key, None)
+        if held and held.permit:
+            held.permit.release()
+        self._released.set()
+
+    def close(self) -> None:
+        """See Session. All items leave single flight before a waiter of another session is promoted."""
+        if self.ticket.cancelled:
+            return
+        self._engine.intake.cancel(self.ticket)
+        self.ticket.deliver = _discard
+        held, self._held = self._held, {}
+        self._engine.single_flight.leave([item.waiter for item in held.values() if item.waiter])
+        for item in held.values():
+            if item.permit:
+                item.permit.release()
+        self._engine.monitor.session_closed()
+
+    async def _admit(self, admit: Callable[[], Sequence[Permit]]) -> Sequence[Permit]:
+        """What `admit` returns, once this session does not hold what is missing itself. Raises Overloaded."""
+        while True:
+            try:
+                return admit()
+            except Overloaded as error:
+                if error.reason == "uploads" or not any(item.submitted for item in self._held.values()):
+                    raise
+            self._released.clear()
+            await self._released.wait()
+
+    def _find(self, lookup: CacheLookup) -> Encoded | NotCached:
+        name = name_of(lookup, self._opening.principal, self._engine.card.fingerprint)
+        assert name is not None, "an item without pixels has a content_id"
+        return self._engine.single_flight.find(name, lookup)
+
+    def _waiter(self, key: int, item: Item, digest: bytes) -> Waiter:
+        principal, fingerprint = self._opening.principal, self._engine.card.fingerprint
+        return Waiter(
+            key_of(item, digest, principal, fingerprint),
+            name_of(item, principal, fingerprint),
+            self.ticket,
+            run=lambda: self._run({key: item}),
+            settle=partial(self._answer, key),
+        )
+
+    def _run(self, items: Mapping[int, Item]) -> None:
+        """Hand items to the engine."""
+        intake = self._engine.intake
+        now = intake.now()
+        intake.submit(Entry(self.ticket, key, item, now) for key, item in items.items())
+
+    def _deliver(self, key: int, outcome: Outcome) -> None:
+        """Called by the engine's thread."""
+        self._engine.mailbox.post(lambda: self._completed(key, outcome))
+
+    def _completed(self, key: int, outcome: Outcome) -> None:
+        held = self._held.get(key)
+        if held and held.waiter:
+            waiter, held.waiter = held.waiter, None
+            self._engine.single_flight.completed(waiter, outcome)
+        if not self.ticket.cancelled:
+            self._settle(key, outcome)
+
+    def _answer(self, key: int, outcome: Outcome) -> None:
+        """Called by single flight, which knows the waiter no more."""
+        if held := self._held.get(key):
+            held.waiter = None
+        self._settle(key, outcome)
+
+
+def _discard(key: int, outcome: Outcome) -> None:
+    """Replaces `deliver` once the session is closed."""

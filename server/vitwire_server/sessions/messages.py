@@ -1,0 +1,235 @@
+"""What the engine's process and those of RPCs say to each other. Both are of one release, so nothing is versioned."""
+
+import pickle
+from typing import TypeAlias, TypeVar
+
+from msgspec import Struct
+
+from vitwire_server.core.errors import EncoderError
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
+from vitwire_server.core.reports import Encoded, ItemReport
+
+T = TypeVar("T")
+
+
+class TensorForm(Struct, array_like=True, frozen=True):
+    """Type and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ItemForm(Struct, array_like=True, frozen=True, tag="i"):
+    """An item without its bytes."""
+
+    modality: Modality
+    grid: tuple[int, int, int]
+    footprint: tuple[int, int, int, int, int, int]
+    pixels: TensorForm
+    crops: TensorForm | None
+    output: str
+    keep_ratio: float
+    content_id: str
+
+
+class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
+    """An item without pixels."""
+
+    content_id: str
+    modality: Modality | None
+    grid: tuple[int, int, int] | None
+    output: str
+    keep_ratio: float
+
+
+# -- from RPCs to the engine; `session` and `number` are chosen by the sender ----------------------
+
+
+class Open(Struct, array_like=True, frozen=True, tag=0):
+    """Open a session."""
+
+    session: int
+    principal: str
+    caller: str
+    deadline: float | None
+    priority: int
+    request_id: str
+
+
+class Reserve(Struct, array_like=True, frozen=True, tag=1):
+    """Answered with the offset of the memory for the item's bytes."""
+
+    number: int
+    session: int
+    key: int
+    item: ItemForm
+
+
+class Admit(Struct, array_like=True, frozen=True, tag=2):
+    """Answered with an offset for each item with pixels."""
+
+    number: int
+    session: int
+    items: dict[int, ItemForm | LookupForm]
+
+
+class Queue(Struct, array_like=True, frozen=True, tag=3):
+    """Items that have their bytes now, and their digests where the engine needs them. Answered."""
+
+    number: int
+    session: int
+    items: list[int]
+    digests: dict[int, bytes]
+
+
+class Release(Struct, array_like=True, frozen=True, tag=4):
+    """The item's rows are not read any more."""
+
+    session: int
+    key: int
+
+
+class Close(Struct, array_like=True, frozen=True, tag=5):
+    """Close a session."""
+
+    session: int
+
+
+class Started(Struct, array_like=True, frozen=True, tag=6):
+    """The process listens, or cannot for this reason."""
+
+    fault: str
+
+
+class Drained(Struct, array_like=True, frozen=True, tag=7):
+    """Nothing is in flight any more, or the time is over."""
+
+
+# -- from the engine to RPCs -----------------------------------------------------------------------
+
+
+class Reply(Struct, array_like=True, frozen=True, tag=0):
+    """The answer to the request of that number."""
+
+    number: int
+    offsets: list[int]
+    error: bytes = b""
+    """A pickled EncoderError."""
+
+
+class Rows(Struct, array_like=True, frozen=True, tag=1):
+    """An item was encoded: its rows lie at an offset of the arena until the item is released."""
+
+    session: int
+    key: int
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, int]
+    kept: tuple[int, ...]
+    report: ItemReport
+
+
+class Fault(Struct, array_like=True, frozen=True, tag=2):
+    """An item failed."""
+
+    session: int
+    key: int
+    error: bytes
+
+
+class Configure(Struct, array_like=True, frozen=True, tag=3):
+    """The first message: pickled settings, and the port to listen on."""
+
+    settings: bytes
+    port: int
+
+
+class Serve(Struct, array_like=True, frozen=True, tag=4):
+    """The model is loaded: pickled card and footprints."""
+
+    model: bytes
+    digest_seed: int | None
+
+
+class Show(Struct, array_like=True, frozen=True, tag=5):
+    """The state of the server."""
+
+    state: str
+    reason: str
+
+
+class Drain(Struct, array_like=True, frozen=True, tag=6):
+    """Refuse new RPCs. Answered with Drained."""
+
+    seconds: float
+
+
+class Stop(Struct, array_like=True, frozen=True, tag=7):
+    """Close the ports and exit."""
+
+
+ToEngine: TypeAlias = Open | Reserve | Admit | Queue | Release | Close | Started | Drained
+ToRpc: TypeAlias = Reply | Rows | Fault | Configure | Serve | Show | Drain | Stop
+
+
+def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
+    """An item as it is sent."""
+    if isinstance(item, CacheLookup):
+        return LookupForm(item.content_id, item.modality, item.grid, item.output.label, item.keep_ratio)
+    return ItemForm(
+        item.modality,
+        item.grid,
+        item.footprint,
+        _form(item.pixels),
+        _form(item.crops) if item.crops else None,
+        item.output.label,
+        item.keep_ratio,
+        item.content_id,
+    )
+
+
+def item_of(form: ItemForm) -> Item:
+    """The item, without its bytes."""
+    return Item(
+        form.modality,
+        Grid(*form.grid),
+        _pixels(form.pixels),
+        Footprint(*form.footprint),
+        DType.of(form.output),
+        form.keep_ratio,
+        _pixels(form.crops) if form.crops else None,
+        form.content_id,
+    )
+
+
+def lookup_of(form: LookupForm) -> CacheLookup:
+    """The item without pixels."""
+    grid = Grid(*form.grid) if form.grid else None
+    return CacheLookup(form.content_id, form.modality, grid, DType.of(form.output), form.keep_ratio)
+
+
+def encoded_of(message: Rows, data: memoryview) -> Encoded:
+    """The outcome, with its rows."""
+    return Encoded(Embedding(data, DType.of(message.dtype), message.shape, message.kept), message.report)
+
+
+def pickled(error: EncoderError) -> bytes:
+    """An error as it is sent."""
+    return pickle.dumps(error)
+
+
+def unpickled(raw: bytes, kind: type[T]) -> T:
+    """What the other process pickled; both trust each other, as one started the other."""
+    value = pickle.loads(raw)  # noqa: S301 - see above
+    assert isinstance(value, kind)
+    return value
+
+
+def _form(pixels: Pixels) -> TensorForm:
+    return TensorForm(pixels.dtype.label, pixels.shape)
+
+
+def _pixels(form: TensorForm) -> Pixels:
+    return Pixels(b"", DType.of(form.dtype), form.shape)

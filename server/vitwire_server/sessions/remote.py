@@ -1,0 +1,160 @@
+"""Sessions of an engine in another process."""
+
+import asyncio
+from collections.abc import Mapping
+from itertools import count
+
+import numpy as np
+
+from vitwire_server.core.errors import EncoderError, Unavailable
+from vitwire_server.core.items import CacheLookup, Item
+from vitwire_server.sessions.arena import Arena
+from vitwire_server.sessions.link import Link
+from vitwire_server.sessions.messages import (
+    Admit,
+    Close,
+    Fault,
+    ItemForm,
+    Open,
+    Queue,
+    Release,
+    Reply,
+    Reserve,
+    Rows,
+    ToEngine,
+    ToRpc,
+    encoded_of,
+    form_of,
+    unpickled,
+)
+from vitwire_server.sessions.session import Opening, Settle
+
+_COPIED_BYTES = 4 << 20
+"""Bytes that are copied before other RPCs get their turn."""
+
+
+class RemoteSessions:
+    """See Sessions. Receives what the engine's process sends of sessions."""
+
+    def __init__(self, link: Link[ToRpc, ToEngine], arena: Arena, digest_seed: int | None) -> None:
+        self.link = link
+        self.arena = arena
+        self.digest_seed = digest_seed
+        self._numbers = count()
+        self._open: dict[int, Settle] = {}
+        self._replies: dict[int, asyncio.Future[list[int]]] = {}
+
+    def open(self, opening: Opening, settle: Settle) -> "RemoteSession":
+        """See Sessions."""
+        session = next(self._numbers)
+        self._open[session] = settle
+        self.link.send(
+            Open(
+                session,
+                opening.principal,
+                opening.caller,
+                opening.deadline,
+                int(opening.priority),
+                opening.request_id,
+            )
+        )
+        return RemoteSession(self, session)
+
+    def receive(self, message: Reply | Rows | Fault) -> None:
+        """Handle a message of the engine."""
+        if isinstance(message, Reply):
+            future = self._replies.pop(message.number, None)
+            if future is None or future.done():  # the RPC was cancelled
+                return
+            if message.error:
+                future.set_exception(unpickled(message.error, EncoderError))
+            else:
+                future.set_result(message.offsets)
+            return
+        settle = self._open.get(message.session)
+        if settle is None:
+            return
+        if isinstance(message, Fault):
+            settle(message.key, unpickled(message.error, EncoderError))
+        else:
+            settle(message.key, encoded_of(message, self.arena.view(message.offset, message.nbytes).toreadonly()))
+
+    def lost(self, fault: Exception) -> None:
+        """The engine's process is gone: nothing is answered any more, and every request fails with `fault`."""
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(fault)
+        self._replies.clear()
+
+    def closed(self, session: int) -> None:
+        """A session is over."""
+        if self._open.pop(session, None):
+            self.link.send(Close(session))
+
+    async def request(self, message: Reserve | Admit | Queue) -> list[int]:
+        """The engine's reply. Raises EncoderError."""
+        if self.link.lost.is_set():
+            raise Unavailable("the engine's process ended")
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._replies[message.number] = future
+        self.link.send(message)
+        try:
+            return await future
+        finally:
+            self._replies.pop(message.number, None)
+
+    def number(self) -> int:
+        """A number for a request."""
+        return next(self._numbers)
+
+
+class RemoteSession:
+    """See Session. Between `close` and the engine's notice of it nothing is written: one task does both."""
+
+    def __init__(self, engine: RemoteSessions, session: int) -> None:
+        self._engine = engine
+        self._session = session
+        self._reserved: set[int] = set()
+
+    async def reserve(self, key: int, item: Item) -> memoryview:
+        """See Session."""
+        engine = self._engine
+        form = form_of(item)
+        assert isinstance(form, ItemForm)
+        (offset,) = await engine.request(Reserve(engine.number(), self._session, key, form))
+        self._reserved.add(key)
+        return engine.arena.view(offset, item.nbytes)
+
+    async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
+        """See Session."""
+        engine = self._engine
+        new = {key: item for key, item in items.items() if key not in self._reserved}
+        if new:
+            forms = {key: form_of(item) for key, item in new.items()}
+            offsets = await engine.request(Admit(engine.number(), self._session, forms))
+            work = [item for item in new.values() if isinstance(item, Item)]
+            for offset, item in zip(offsets, work, strict=True):
+                await self._write(offset, item)
+        ready = [key for key, item in items.items() if isinstance(item, Item)]
+        self._reserved.difference_update(ready)
+        if ready:
+            await engine.request(Queue(engine.number(), self._session, ready, dict(digests)))
+
+    def release(self, key: int) -> None:
+        """See Session."""
+        self._engine.link.send(Release(self._session, key))
+
+    def close(self) -> None:
+        """See Session."""
+        self._engine.closed(self._session)
+
+    async def _write(self, offset: int, item: Item) -> None:
+        """Copy an item's bytes into the arena."""
+        for tensor in (item.pixels, item.crops):
+            data = np.frombuffer(tensor.data, np.uint8) if tensor and tensor.nbytes else np.empty(0, np.uint8)
+            for start in range(0, len(data), _COPIED_BYTES):
+                part = data[start : start + _COPIED_BYTES]
+                self._engine.arena.array(offset + start, len(part))[:] = part
+                if len(data) > start + _COPIED_BYTES:
+                    await asyncio.sleep(0)
+            offset += len(data)
