@@ -60,7 +60,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Where an item's rows are to be written."""
+    """Where the rows of an item are to be written."""
 
     consumer: Consumer
     region: Region
@@ -77,14 +77,17 @@ class Fallback(StrEnum):
     """The transfer failed: the consumer is gone, or the region is not in its registered memory."""
     TIMEOUT = "timeout"
     """The transfer took too long, or an earlier one to this agent did."""
+    TOO_SMALL = "too_small"
+    """The region of an item without pixels is smaller than the rows that were cached."""
     OFF = "off"
-    """NIXL is not enabled."""
+    """NIXL delivery is not enabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The rows are complete in the consumer's memory."""
+    """The rows are complete in the consumer's memory, at the start of the region."""
 
+    region: Region
     seconds: float
 
 

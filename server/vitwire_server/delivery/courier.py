@@ -128,7 +128,7 @@ class Courier:
         if failure is None:
             seconds = time.monotonic() - job.started
             self._metrics.delivered(job.rows.nbytes, seconds)
-            done(Delivered(seconds))
+            done(Delivered(job.placing.region, seconds))
         else:
             self._metrics.fell_back(failure)
             done(NotDelivered(failure))

@@ -7,13 +7,17 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
+from vitwire.agents import MISSING, AgentError, is_installed
 from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.health import Health, State
+from vitwire_server.delivery.courier import Courier
+from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
@@ -51,6 +55,8 @@ async def serve(settings: ServeSettings) -> int:
     """
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
+    if settings.nixl and not is_installed():
+        raise UsageError(f"--nixl: {MISSING}")
     metrics = Metrics()
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
@@ -136,6 +142,7 @@ async def _until_stopped(
     trace: TraceWriter | None,
     stopping: asyncio.Event,
 ) -> int:
+    courier = await asyncio.to_thread(_courier, settings, metrics) if settings.nixl else None
     loading = _in_daemon_thread(lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe))
     await _any_of(loading, stopping.wait())
     if loading.cancelled():
@@ -152,7 +159,7 @@ async def _until_stopped(
     scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary)
     engine = EngineThread(scheduler)
     engine.start()
-    service.serving = _serving(settings, metrics, model, scheduler.intake, trace)
+    service.serving = _serving(settings, metrics, model, scheduler.intake, trace, courier)
     await lifecycle.set_state(State.SERVING)
     card = model.card
     _print(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
@@ -167,18 +174,33 @@ async def _until_stopped(
         await lifecycle.set_state(State.FAILED, "the engine stopped")
     await service.drain(settings.drain_seconds)
     await lifecycle.close_ports()
+    if courier:
+        await asyncio.to_thread(courier.close)
     scheduler.intake.close()
     await _any_of(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
     return int(engine.failed)
 
 
+def _courier(settings: ServeSettings, metrics: Metrics) -> Courier:
+    """Raises UsageError where NIXL does not work."""
+    try:
+        return Courier(metrics.delivery, bounds=Bounds(seconds=settings.nixl_seconds))
+    except AgentError as error:
+        raise UsageError(f"--nixl: {error}") from error
+
+
 def _serving(
-    settings: ServeSettings, metrics: Metrics, model: LoadedModel, intake: Intake, trace: TraceWriter | None
+    settings: ServeSettings,
+    metrics: Metrics,
+    model: LoadedModel,
+    intake: Intake,
+    trace: TraceWriter | None,
+    courier: Courier | None,
 ) -> Serving:
-    card = model.card
+    card = replace(model.card, nixl=courier is not None)
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
     single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache.changed), metrics.cache)
-    sessions = LocalSessions(card, intake, admission, single_flight, metrics.admission, trace=trace)
+    sessions = LocalSessions(card, intake, admission, single_flight, metrics.admission, trace=trace, courier=courier)
     return Serving(card, Codec(card, model.tower.footprints), sessions)
 
 
