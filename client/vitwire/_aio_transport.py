@@ -11,7 +11,7 @@ from vitwire import _channel
 from vitwire._channel import Metadata
 from vitwire._deadline import Deadline
 from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
-from vitwire._exchange import Exchange, model_of
+from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
 from vitwire._protocol import Part, Result
 from vitwire._retry import Attempts, Policy
@@ -85,7 +85,7 @@ class AsyncTransport:
         """Results of a part; what a server refused or never answered is sent again, while it is one message."""
         encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
         while exchange.part.one_message:
-            exchange.begin()
+            await _begun(exchange)
             accept_timeout = exchange.attempts.accept_timeout()
             call = encode(exchange.part.request(), timeout=exchange.attempts.left(), metadata=metadata)
             try:
@@ -104,6 +104,7 @@ class AsyncTransport:
                 raise _cancelled(error) from None
             finally:
                 call.cancel()
+                exchange.close()
             if delay is None:
                 for result in exchange.refused():
                     yield result
@@ -183,6 +184,13 @@ async def _accepted(call: grpc.aio.Call, timeout: float | None) -> bool:  # noqa
     except TimeoutError:
         return False
     return True
+
+
+async def _begun(exchange: Exchange) -> None:
+    """Start an attempt, once there is room for its rows."""
+    while not exchange.begin():
+        exchange.check_deadline()
+        await asyncio.sleep(ROOM_SECONDS)
 
 
 def _cancelled(error: asyncio.CancelledError) -> BaseException:

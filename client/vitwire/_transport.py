@@ -11,7 +11,7 @@ from vitwire import _channel
 from vitwire._channel import Metadata, StreamCall
 from vitwire._deadline import Deadline
 from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
-from vitwire._exchange import Exchange, model_of
+from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
 from vitwire._protocol import Part, Result
 from vitwire._retry import Attempts, Policy
@@ -86,7 +86,10 @@ class Transport:
     def results(self, exchange: Exchange, metadata: Metadata, calls: "Calls") -> Iterator[Result]:
         """Results of one part; what a server refused or never answered is sent again."""
         while True:
-            exchange.begin()
+            while not exchange.begin():
+                exchange.check_deadline()
+                if not calls.wait(ROOM_SECONDS):
+                    return
             accept_timeout = exchange.attempts.accept_timeout()
             call = calls.add(self._start(exchange, metadata))
             try:
@@ -103,6 +106,7 @@ class Transport:
                 delay = exchange.failed(self._with_reason(error, exchange.attempts, exchange.part))
             finally:
                 calls.drop(call)
+                exchange.close()
             if delay is None:
                 yield from exchange.refused()
                 return
@@ -176,9 +180,9 @@ class Calls:
         for call in list(self._calls):
             call.cancel()
 
-    def wait(self, seconds: float) -> None:
-        """Wait, at most until the calls are cancelled."""
-        self._cancelled.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most until the calls are cancelled; returns whether they are not."""
+        return not self._cancelled.wait(seconds)
 
 
 def _accepted(call: StreamCall, timeout: float | None) -> bool:
