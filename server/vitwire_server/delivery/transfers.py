@@ -25,7 +25,7 @@ class Bounds:
     """Limits of a courier."""
 
     seconds: float = 5.0
-    """Most that a delivery may take, from the request to its end."""
+    """Most that a delivery may take, once its agent was vetted."""
     agents: int = 1024
     idle_seconds: float = 60.0
     """After which an unused agent is disconnected."""
@@ -49,6 +49,8 @@ class Job:
     peer: Peer | None = None
     source: Source | None = None
     transfer: Transfer | None = None
+    vetted: float = 0.0
+    """When its agent was vetted, if it had to wait for that."""
     is_overdue: bool = False
     """The transfer took too long, and was answered, but has not ended."""
 
@@ -131,6 +133,9 @@ class Transfers:
             try:
                 self._agent.add(peer.consumer.metadata)
                 peer.state = State.READY
+                for job in self._waiting:
+                    if job.peer is peer:
+                        job.vetted = time.monotonic()
             except AgentError as error:
                 _log.info("a NIXL agent is refused: %s", error)
 
@@ -138,7 +143,8 @@ class Transfers:
         """Post a waiting job, or end it; False if it has to wait on."""
         peer = job.peer
         assert peer, "only jobs with a peer wait"
-        refusal = peer.refusal() or (Fallback.TIMEOUT if self._is_late(job) else None)
+        is_late = peer.state is State.READY and self._is_late(job)
+        refusal = peer.refusal() or (Fallback.TIMEOUT if is_late else None)
         if refusal:
             self._end(job, refusal)
             return True
@@ -238,7 +244,7 @@ class Transfers:
             _log.debug("a NIXL agent cannot be disconnected: %s", error)
 
     def _is_late(self, job: Job) -> bool:
-        return time.monotonic() - job.started > self._bounds.seconds
+        return time.monotonic() - max(job.started, job.vetted) > self._bounds.seconds
 
 
 def _release_transfer(job: Job) -> None:
