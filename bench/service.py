@@ -1,195 +1,286 @@
-"""`make service-bench`: server processes under the load of client processes, to find the bottleneck of the service.
+"""`make service-bench`: servers under load, beside a bare gRPC server that moves the same bytes.
 
-A published tower with random weights is served by one process per entry of `--devices` (the same device may be
-named more than once), and loaded with images of one size by `vitwire bench`, in one or several processes.
-The last line of stdout is one JSON document.
+A published tower with random weights is served in each combination of `--models`, `--devices` and `--rpc-processes`.
+Each server is started once and takes all loads, with each kind of client and way of delivery. A row is printed, and
+`--out` written, as soon as it is measured. The last line of stdout is one JSON document.
 """
 
 import argparse
-import json
-import platform
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from inspect import signature
+from itertools import product
 from os import cpu_count, kill
 from pathlib import Path
 from typing import Any
 
-import grpc
-import torch
-import transformers
-from bench.models import PUBLISHED, shrunk, write
-from rich.console import Console
-from rich.table import Table
+from bench import towers
+from bench.fleet import RAMP, Client, DriverFailed, bare_servers, loaded, prepared
+from bench.models import PUBLISHED
+from bench.report import Report
+from bench.setups import READY_SECONDS, Load, Server, Setup, started
+from bench.timeline import draw, traced
 
-from servers import ServerProcess, supervising
+import vitwire
+from servers import serving
+from vitwire_server.config.settings import ServeSettings
 
-CLIENT = (sys.executable, "-c", "from vitwire.cli import main; main()", "bench")
-READY_SECONDS = 300
-TINY = (2, 128)
-"""Layers and columns of the model for `--tiny`."""
-LEAD = 4.0
-"""Seconds for clients to start before the measurement, and to run on after it."""
+TITLES = {
+    "bare": "a bare gRPC server that moves the same bytes in the same messages: the ceiling",
+    "rows": "the service",
+    "killed": "one process killed under load",
+}
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Side of the images, one per request, and the number of requests in flight."""
-
-    side: int
-    in_flight: int
 
 
 def main() -> None:
     options = _parser().parse_args()
-    rows: list[Row] = []
+    named = ("models", "tiny", "pixels", "clients", "connections", "seconds", "flags")
+    report = Report("service", options.out, {name: getattr(options, name) for name in named} | {"device": _device()})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
-        model_type, fields = PUBLISHED[options.tower]
-        write(model_type, shrunk(fields, *TINY) if options.tiny else fields, Path(folder))
-        for devices in options.devices:
-            with supervising(Path(folder), devices, *options.flags.split()) as (supervisor, children):
-                rows += [
-                    _measured(devices, children, load, clients, options.seconds)
-                    for load in options.loads
-                    for clients in options.clients
+        bench = Bench(report, options, Path(folder))
+        for choice in product(options.models, options.devices, options.rpc_processes):
+            bench.run(Setup(*choice))
+        if options.plot:
+            bench.plot(Setup(options.models[0], options.devices[0], options.rpc_processes[-1]))
+    report.end(TITLES)
+
+
+class Bench:
+    """Measures one setup after another until the time is over."""
+
+    def __init__(self, report: Report, options: argparse.Namespace, folder: Path) -> None:
+        self._report = report
+        self._options = options
+        self._folder = folder
+        self._end = time.monotonic() + 60 * options.minutes
+        self._ceilings: dict[tuple[str, Load, int], float] = {}
+        """Calls a second of bare servers, by model, load and number of processes."""
+
+    def run(self, setup: Setup) -> None:
+        """All loads on one server."""
+        flags = self._flags(setup)
+        if flags is None or not self._has_time(str(setup)):
+            return
+        try:
+            with started(self._checkpoint(setup.model), setup.devices, flags) as server:
+                if not any(model == setup.model for model, _, _ in self._ceilings):
+                    self._measure_ceilings(setup.model, server)
+                for driver, delivery in self._clients():
+                    self._measure(setup, server, driver, delivery)
+                if self._options.kill and len(server.processes) > 1:
+                    self._kill(setup, server)
+        except RuntimeError as error:  # the server did not start, or a process was not restarted
+            self._report.skip(str(setup), str(error)[-1000:])
+
+    def _flags(self, setup: Setup) -> list[str] | None:
+        """Flags of the server; None if it does not know what the setup needs."""
+        flags: list[str] = self._options.flags.split()
+        if "rpc_processes" in ServeSettings.model_fields:
+            flags += ["--rpc-processes", str(setup.rpc_processes)]
+        elif setup.rpc_processes > 1:
+            self._report.skip(f"--rpc-processes {setup.rpc_processes}", "the server does not have this flag")
+            return None
+        if any(each.startswith("nixl") for each in self._options.delivery) and "nixl" in ServeSettings.model_fields:
+            flags += ["--nixl"]
+        return flags
+
+    def _clients(self) -> Iterator[tuple[str, str]]:
+        """Kinds of clients with their ways of delivery; only the synchronous client takes rows by NIXL."""
+        for delivery in self._options.delivery:
+            if delivery == "stream":
+                yield from ((driver, delivery) for driver in self._options.drivers)
+            elif "nixl" not in ServeSettings.model_fields:
+                self._report.skip(f"--delivery {delivery}", "the server does not have --nixl")
+            elif "delivery" not in signature(vitwire.Client).parameters:
+                self._report.skip(f"--delivery {delivery}", "the client does not have delivery=")
+            else:
+                yield "client", delivery
+
+    def _has_time(self, what: str) -> bool:
+        if time.monotonic() < self._end:
+            return True
+        self._report.skip(what, "no time")
+        return False
+
+    def _checkpoint(self, model: str) -> Path:
+        folder = self._folder / model.replace(":", "_")
+        return folder if folder.exists() else towers.published(model, folder, tiny=self._options.tiny)
+
+    # -- the bare ceiling ------------------------------------------------------------------------------
+
+    def _measure_ceilings(self, model: str, server: Server) -> None:
+        """Bare servers under the same loads, while the service, which describes its messages, is idle."""
+        with Client("raw", target=server.processes[0].target) as asked:
+            sizes = {load: asked.ask(prepare=self._work(load)) for load in self._options.loads}
+        for processes in self._options.bare:
+            with ExitStack() as stack:
+                target, pids = stack.enter_context(bare_servers(processes))
+                own: Row = {"target": target, "model": server.processes[0].target}
+                clients = [
+                    stack.enter_context(Client("raw", connections=self._options.connections, **own))
+                    for _ in range(self._options.clients)
                 ]
-                if options.kill and len(children) > 1:
-                    rows.append(_killed(devices, supervisor, children, options))
-    _show(rows)
-    document = {"bench": "service", **_parameters(options), "rows": rows}
-    if options.out:
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
+                for load in self._options.loads:
+                    if self._has_time(f"bare {processes} {load}"):
+                        work = {**self._work(load), "answer": sizes[load]["answer"]}
+                        rate = self._row("bare", {"model": model, "processes": processes}, load, clients, work, pids)
+                        self._ceilings[model, load, processes] = rate["images_per_second"]
+
+    def _work(self, load: Load) -> Row:
+        return {"side": load.side, "pixels": self._options.pixels}
+
+    # -- the service -----------------------------------------------------------------------------------
+
+    def _measure(self, setup: Setup, server: Server, driver: str, delivery: str) -> None:
+        """All loads with one kind of client."""
+        own = {**setup.row(), "delivery": delivery, "driver": driver}
+        with ExitStack() as stack:
+            clients = [
+                stack.enter_context(Client(driver, **self._settings(setup, server, driver, delivery, number)))
+                for number in range(self._options.clients)
+            ]
+            for load in self._options.loads:
+                if not self._has_time(f"{own} {load}"):
+                    continue
+                try:
+                    self._row("rows", own, load, clients, self._work(load), [server.root.process.pid], server)
+                except DriverFailed as error:
+                    self._report.skip(f"{own}", str(error))
+                    return
+
+    def _settings(self, setup: Setup, server: Server, driver: str, delivery: str, number: int) -> Row:
+        """Arguments of the client process of this number; with nixl:cuda, clients take the setup's devices in turn."""
+        if driver == "raw":
+            return {"target": server.target, "connections": self._options.connections}
+        if driver == "async" or "delivery" not in signature(vitwire.Client).parameters:
+            return {"target": server.target}
+        way, _, device = delivery.partition(":")
+        devices = setup.devices.split(",")
+        device = devices[number % len(devices)] if device == "cuda" else device
+        return {"target": server.target, "delivery": way, "device": device or None}
+
+    def _row(
+        self,
+        section: str,
+        own: Row,
+        load: Load,
+        clients: Sequence[Client],
+        work: Row,
+        pids: Sequence[int],
+        server: Server | None = None,
+    ) -> Row:
+        """Measure a load that all clients share, and report it."""
+        clients = clients[: load.in_flight]
+        size = prepared(clients, work)
+        busy: list[float] = []
+        sample = (lambda: busy.append(server.busy_seconds())) if server else (lambda: None)
+        measured = loaded(clients, load.in_flight, self._options.seconds, pids, sample=sample)
+        nbytes = size["up"] + size["down"]
+        row = {
+            **own,
+            "side": load.side,
+            "in_flight": load.in_flight,
+            "clients": len(clients),
+            "images_per_second": round(measured.rate, 1),
+            "tokens_per_second": round(measured.rate * size["tokens"]),
+            "gb_per_second": round(measured.rate * nbytes / 1e9, 3),
+            "p50_ms": measured.milliseconds(0.5),
+            "p99_ms": measured.milliseconds(0.99),
+        }
+        if server:
+            row["busy"] = round((busy[1] - busy[0]) / measured.seconds / len(server.processes), 3)
+            ceiling = self._ceilings.get((own["model"], load, own["rpc_processes"]))
+            row["of_bare"] = round(measured.rate / ceiling, 3) if ceiling else None
+        return self._report.add(section, row | measured.cpu_per_gigabyte(nbytes) | {"errors": measured.errors})
+
+    # -- a process killed ------------------------------------------------------------------------------
+
+    def _kill(self, setup: Setup, server: Server) -> None:
+        """One process is killed under load: the clients' errors, and the time until its successor was ready."""
+        load, supervisor = max(self._options.loads, key=lambda load: load.in_flight), server.root
+        pid = supervisor.process.pid
+        first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        with ExitStack() as stack:
+            clients = [stack.enter_context(Client("client", target=server.target)) for _ in range(load.in_flight)[:4]]
+            prepared(clients, self._work(load))
+            stop = time.monotonic() + RAMP + self._options.seconds
+            for client in clients:
+                client.send(run={"in_flight": max(1, load.in_flight // len(clients)), "stop": stop})
+            time.sleep(RAMP)
+            kill(first, signal.SIGKILL)
+            died = time.monotonic()
+            label = supervisor.wait_for(r"(\S+) exited unexpectedly \(SIGKILL\)")[1]
+            supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}", READY_SECONDS)
+            back = time.monotonic() - died
+            answers = [client.answer() for client in clients]
+        row = {"side": load.side, "in_flight": load.in_flight, "killed": label, "ready_again_seconds": round(back, 1)}
+        errors = Counter(error for each in answers for error in each["error"])
+        row |= {"requests": errors.total(), "errors": {error: count for error, count in errors.items() if error}}
+        self._report.add("killed", setup.row() | row)
+
+    # -- timeline --------------------------------------------------------------------------------------
+
+    def plot(self, setup: Setup) -> None:
+        """The stages of one batch under the largest load of the first size with several in flight."""
+        flags = self._flags(setup) or self._options.flags.split()
+        if not self._has_time("timeline"):
+            return
+        load = max(self._options.loads, key=lambda load: (load.side == self._options.loads[0].side, load.in_flight))
+        checkpoint, device = self._checkpoint(setup.model), setup.devices.split(",")[0]
+        try:
+            batch = traced(
+                lambda own: serving(checkpoint, "--device", device, *flags, *own),
+                self._work(load),
+                in_flight=load.in_flight,
+                calls=10 * load.in_flight,
+            )
+        except ImportError as error:
+            self._report.skip("timeline", f"{error.name} is not installed")
+            return
+        self._report.note("timeline_ms", batch.medians)
+        where = f"{setup.model} on {device}, RPC processes: {setup.rpc_processes}"
+        draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {where}")
 
 
-def _measured(devices: str, children: Mapping[str, ServerProcess], load: Load, clients: int, seconds: float) -> Row:
-    """Figures of one load once it is under way; latencies are the median client's, and the worst one's at 99 %."""
-    with _clients(children, load, clients, LEAD + seconds + LEAD) as running:
-        time.sleep(LEAD)
-        began, before = time.perf_counter(), _counted(children)
-        time.sleep(seconds)
-        spent, after = time.perf_counter() - began, _counted(children)
-        documents = [json.loads(client.communicate()[0].splitlines()[-1]) for client in running]
-    items, tokens, busy = ((now - then) / spent for now, then in zip(after, before, strict=True))
-    latencies = [each["latency_ms"] for each in documents]
-    return {
-        "devices": devices,
-        "side": load.side,
-        "in_flight": load.in_flight,
-        "clients": clients,
-        "images_per_second": round(items, 1),
-        "tokens_per_second": round(tokens),
-        "p50_ms": sorted(each.get("p50", 0.0) for each in latencies)[clients // 2],
-        "p99_ms": max(each.get("p99", 0.0) for each in latencies),
-        "busy": round(busy / len(children), 3),
-        "errors": _errors(documents),
-    }
+def _device() -> str:
+    import torch  # noqa: PLC0415 - seconds, for a name
 
-
-def _killed(
-    devices: str, supervisor: ServerProcess, children: Mapping[str, ServerProcess], options: argparse.Namespace
-) -> Row:
-    """One process is killed under load: the clients' errors, and the time until its successor was ready."""
-    load, clients, pid = options.loads[0], options.clients[-1], supervisor.process.pid
-    first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-    with _clients(children, load, clients, LEAD + options.seconds) as running:
-        time.sleep(LEAD)
-        kill(first, signal.SIGKILL)
-        died = time.perf_counter()
-        label = supervisor.wait_for(r"(\S+) exited unexpectedly \(SIGKILL\)")[1]
-        supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}", READY_SECONDS)
-        back = time.perf_counter() - died
-        documents = [json.loads(client.communicate()[0].splitlines()[-1]) for client in running]
-    return {
-        "devices": devices,
-        "side": load.side,
-        "in_flight": load.in_flight,
-        "clients": clients,
-        "killed": label,
-        "requests": sum(each["requests"] for each in documents),
-        "errors": _errors(documents),
-        "ready_again_seconds": round(back, 1),
-    }
-
-
-@contextmanager
-def _clients(
-    children: Mapping[str, ServerProcess], load: Load, clients: int, seconds: float
-) -> Iterator[Sequence[subprocess.Popen[str]]]:
-    """Client processes that share the load, stopped at the end of the block, by force if necessary."""
-    target = "ipv4:" + ",".join(child.target for child in children.values())
-    words = ("--target", target, "--size", f"{load.side}x{load.side}", "--seconds", str(seconds))
-    own = ("--concurrency", str(max(1, load.in_flight // clients)))
-    running = [subprocess.Popen((*CLIENT, *words, *own), stdout=subprocess.PIPE, text=True) for _ in range(clients)]
-    try:
-        yield running
-    finally:
-        for client in running:
-            client.kill()
-            client.wait()
-
-
-def _counted(children: Mapping[str, ServerProcess]) -> tuple[float, float, float]:
-    """Items, tokens and seconds of computation of all processes since their start."""
-    items = sum(child.metric("vitwire_items_total") for child in children.values())
-    tokens = sum(child.metric("vitwire_tokens_total", kind="real") for child in children.values())
-    computed = sum(child.metric("vitwire_stage_seconds_sum", stage="execute") for child in children.values())
-    return items, tokens, computed
-
-
-def _errors(documents: Sequence[Row]) -> dict[str, int]:
-    return dict(sum((Counter(each["errors"]) for each in documents), Counter()))
-
-
-def _pair(text: str) -> Load:
-    side, _, in_flight = text.partition(":")
-    return Load(int(side), int(in_flight))
-
-
-def _show(rows: Sequence[Row]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(str(row.get(name, "")) for name in columns))
-    Console(width=160).print(table)
-
-
-def _parameters(options: argparse.Namespace) -> Row:
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor()
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "tower": options.tower,
-        "tiny": options.tiny,
-        "seconds": options.seconds,
-        "device": device,
-        "cores": cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "grpc": grpc.__version__,
-    }
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("service-bench", description=__doc__)
-    parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="setups, each with a process per device named")
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 4], help="client processes")
-    loads = [Load(224, 64), Load(448, 32), Load(1024, 16)]
-    parser.add_argument("--loads", nargs="+", type=_pair, default=loads, help="SIDE:REQUESTS in flight, such as 224:64")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long each load lasts")
-    parser.add_argument("--tower", choices=PUBLISHED, default="Qwen3-VL-8B")
-    parser.add_argument("--tiny", action="store_true", help="a tower of the same shape, but small")
-    parser.add_argument("--flags", default="", help="of vitwire-server serve, in one argument")
-    parser.add_argument("--kill", action="store_true", help="kill one process of each setup of several, under load")
-    parser.add_argument("--out", type=Path, help="write the JSON document here too")
+    names = [*towers.ALIASES, *PUBLISHED]
+    add = parser.add_argument
+    add("--models", nargs="+", choices=names, default=names[:1], metavar="MODEL", help=", ".join(names))
+    add("--devices", nargs="+", default=["cuda:0"], help="setups: cuda:0 is one process, cuda:0,cuda:1 are two")
+    add("--rpc-processes", nargs="+", type=int, default=[1], help="RPC processes of each device")
+    add(
+        "--delivery",
+        nargs="+",
+        default=["stream"],
+        help="stream, nixl (to the host), nixl:cuda:0, nixl:cuda (the devices in turn)",
+    )
+    kinds = ["client", "async", "raw"]
+    add("--drivers", nargs="+", choices=kinds, default=["client"], help="clients of streams; raw is grpc.aio alone")
+    loads = [Load(224, 1), Load(224, 64), Load(448, 64), Load(1024, 32)]
+    add("--loads", nargs="+", type=Load.of, default=loads, help="SIDE:REQUESTS in flight, such as 224:64")
+    add("--bare", nargs="*", type=int, default=[1, 2, 4, 6], help="processes of the bare gRPC servers")
+    add("--clients", type=int, default=max(1, min(8, (cpu_count() or 2) // 2)), help="client processes, at most")
+    add("--connections", type=int, default=4, help="connections of each client of the kind raw, and to bare servers")
+    add("--pixels", choices=("uint8", "float16", "float32"), default="uint8", help="type of the pixels that are sent")
+    add("--seconds", type=float, default=4.0, help="how long each load is measured")
+    add("--minutes", type=float, default=9.0, help="start no measurement later than this; what is left out is listed")
+    add("--tiny", action="store_true", help="towers of the same shape, but small")
+    add("--flags", default="", help="more flags of vitwire-server serve, in one argument")
+    add("--kill", action="store_true", help="kill one process of each setup of several, under load")
+    add("--out", type=Path, help="write the JSON document here too, after each row")
+    add("--plot", type=Path, help="write a timeline of one batch here (PNG); needs OpenTelemetry")
     return parser
 
 

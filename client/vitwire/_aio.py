@@ -7,8 +7,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
+from vitwire._aio_ahead import AsyncAhead, Items
 from vitwire._aio_transport import AsyncTransport
 from vitwire._channel import Tls, bearer, credentials
+from vitwire._connections import CONNECTIONS
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
@@ -39,6 +41,7 @@ class AsyncClient:
         token: str | None = None,
         timeout: float | None = None,
         spread: int = 1,
+        connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
         delivery: Delivery = "auto",
@@ -52,7 +55,9 @@ class AsyncClient:
         self._spread = spread
         self._model: Model | None = None
         self._nixl = Nixl(delivery, device, delivery_bytes)
-        self._transport = AsyncTransport(checked_target(target), credentials(tls), bearer(token), self._policy)
+        self._transport = AsyncTransport(
+            checked_target(target), credentials(tls), bearer(token), self._policy, connections
+        )
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -69,7 +74,7 @@ class AsyncClient:
     @overload
     def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Items,
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -80,7 +85,7 @@ class AsyncClient:
     @overload
     def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Items,
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -90,7 +95,7 @@ class AsyncClient:
 
     async def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Items,
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -99,13 +104,14 @@ class AsyncClient:
     ) -> AsyncGenerator[Result, None]:
         """Yield `(position, embedding)` of each item as soon as it is ready. As `Client.iter_encode`.
 
+        items: also an asynchronous iterable; an iterable that is neither that nor a sequence is read in threads.
+
         Leaving the loop cancels the rest: at once within `contextlib.aclosing`, else when the generator is collected.
         """
         deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
         options = Options.of(output_type, priority, stream=return_exceptions)
-        results = self._results(dict(enumerate(items)), deadline, options)
-        async with aclosing(results):
+        async with aclosing(self._results_of(items, deadline, options)) as results:
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:
                     errors.append(result)
@@ -178,6 +184,12 @@ class AsyncClient:
     async def _encode(self, items: Sequence[Item], deadline: Deadline, options: Options) -> list[Embedding]:
         async with aclosing(self._results(dict(enumerate(items)), deadline, options)) as results:
             return embeddings({index: result async for index, result in results})
+
+    def _results_of(self, items: Items, deadline: Deadline, options: Options) -> AsyncGenerator[Result, None]:
+        """As `_results`; an iterable that is not a sequence is read ahead."""
+        if isinstance(items, Sequence):
+            return self._results(dict(enumerate(items)), deadline, options)
+        return AsyncAhead(items, lambda group: self._results(group, deadline.for_request(), options)).results()
 
     async def _results(
         self, items: Mapping[int, Item], deadline: Deadline, options: Options

@@ -9,6 +9,7 @@ import grpc.aio
 
 from vitwire import _channel
 from vitwire._channel import Metadata
+from vitwire._connections import Connection, Connections
 from vitwire._deadline import Deadline
 from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
@@ -23,15 +24,19 @@ class AsyncTransport:
     """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
 
     def __init__(
-        self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None, policy: Policy
+        self,
+        target: str,
+        credentials: grpc.ChannelCredentials | None,
+        token: str | None,
+        policy: Policy,
+        connections: int,
     ) -> None:
         self._target = target
         self._credentials = credentials
         self._token = token
         self._policy = policy
-        self._closed = False
-        self._threaded = Transport(target, credentials, token, policy)
-        self._channels: dict[_channel.ChannelOptions, grpc.aio.Channel] = {}
+        self._threaded = Transport(target, credentials, token, policy, connections)
+        self._connections: Connections[grpc.aio.Channel] = Connections(self._open, connections)
 
     async def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> AsyncGenerator[Result, None]:
         """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
@@ -42,7 +47,7 @@ class AsyncTransport:
                 yield result
 
     async def model(self, deadline: Deadline) -> Model:
-        get_model = self._connected(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
+        get_model = self._connections.control(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
         attempts = Attempts(self._policy, deadline)
         while True:
@@ -58,7 +63,7 @@ class AsyncTransport:
             await asyncio.sleep(delay)
 
     async def health(self, service: str, deadline: Deadline) -> str:
-        check = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
+        check = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
         try:
             status = await check(service, timeout=deadline.left(), metadata=_channel.metadata(self._token))
         except grpc.RpcError as error:
@@ -68,9 +73,9 @@ class AsyncTransport:
         return _channel.health_name(status)
 
     async def close(self) -> None:
-        self._closed = True
+        channels = self._connections.close()
         await asyncio.to_thread(self._threaded.close)
-        for channel in self._channels.values():
+        for channel in channels:
             await channel.close()
 
     async def _results(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
@@ -83,28 +88,31 @@ class AsyncTransport:
 
     async def _in_one_message(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
         """Results of a part; what a server refused or never answered is sent again, while it is one message."""
-        encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
+        again: Connection[grpc.aio.Channel] | None = None
         while exchange.part.one_message:
             await _begun(exchange)
-            accept_timeout = exchange.attempts.accept_timeout()
-            call = encode(exchange.part.request(), timeout=exchange.attempts.left(), metadata=metadata)
-            try:
-                if not await _accepted(call, accept_timeout):
-                    exchange.attempts.unanswered()
-                    continue
-                async for response in call:
-                    if (result := exchange.feed(response)) is not None:
-                        yield result
-                delay = exchange.finish()
-            except grpc.RpcError as error:
-                if exchange.is_complete:
-                    return
-                delay = exchange.failed(await self._with_reason(error, exchange.attempts, exchange.part))
-            except asyncio.CancelledError as error:
-                raise _cancelled(error) from None
-            finally:
-                call.cancel()
-                exchange.close()
+            accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
+            with self._connections.bulk(part.transfer_bytes, stream=False, again=again) as connection:
+                encode = connection.channel.unary_stream(*_channel.ENCODE)
+                call = encode(part.request(), timeout=exchange.attempts.left(), metadata=metadata)
+                try:
+                    if not await _accepted(call, accept_timeout):
+                        again = exchange.unanswered(connection)
+                        continue
+                    async for response in call:
+                        if (result := exchange.feed(response)) is not None:
+                            yield result
+                    delay = exchange.finish()
+                except grpc.RpcError as error:
+                    if exchange.is_complete:
+                        return
+                    delay = exchange.failed(await self._with_reason(error, exchange.attempts, part), connection)
+                except asyncio.CancelledError as error:
+                    raise _cancelled(error) from None
+                finally:
+                    call.cancel()
+                    exchange.close()
+            again = None
             if delay is None:
                 for result in exchange.refused():
                     yield result
@@ -122,7 +130,7 @@ class AsyncTransport:
 
     async def _reason(self, known: VitwireError | None) -> VitwireError | None:
         """Why no server is ready: None if one is ready, `known` if none answers."""
-        get_model = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
+        get_model = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
         try:
             await get_model(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
@@ -160,15 +168,8 @@ class AsyncTransport:
         finally:
             calls.cancel()
 
-    def _connected(self, options: _channel.ChannelOptions) -> grpc.aio.Channel:
-        """The channel with these options, opened at first use, as it belongs to the running loop."""
-        if self._closed:
-            raise RuntimeError("the client is closed")
-        if options not in self._channels:
-            self._channels[options] = self._open(options)
-        return self._channels[options]
-
     def _open(self, options: _channel.ChannelOptions) -> grpc.aio.Channel:
+        """A channel, which belongs to the running loop."""
         if self._credentials is None:
             return grpc.aio.insecure_channel(self._target, options)
         return grpc.aio.secure_channel(self._target, self._credentials, options)

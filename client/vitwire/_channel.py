@@ -56,8 +56,8 @@ _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
 )
 OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
-# Streams use separate connections, so that large uploads do not delay small requests.
-STREAM_OPTIONS: ChannelOptions = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+BULK_OPTIONS: ChannelOptions = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+"""For channels with connections of their own; else gRPC shares one between all channels with the same options."""
 HEALTH_OPTIONS = _COMMON_OPTIONS
 """Without health checking, which would hide the unhealthy servers that are queried."""
 

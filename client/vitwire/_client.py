@@ -1,11 +1,13 @@
 """The synchronous client. `_aio.py` is the same for asyncio."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
+from vitwire._ahead import Ahead
 from vitwire._channel import Tls, bearer, credentials
+from vitwire._connections import CONNECTIONS
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
@@ -17,7 +19,7 @@ from vitwire._prepare import clip_items, image_items
 from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
 from vitwire._retry import MAX_RETRIES, Policy
 from vitwire._target import checked_target
-from vitwire._transport import Transport
+from vitwire._transport import Calls, Transport
 
 if TYPE_CHECKING:
     from vitwire._prepare import Clip, ImageLike
@@ -33,6 +35,7 @@ class Client:
     timeout: default seconds per call. None depends on the work: 60 s plus 25 ms per patch, with 10 minutes instead of
         60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
     spread: maximum RPCs that a request is split into, to share it between replicas.
+    connections: maximum connections for requests of one message, and for streams; opened when requests overlap.
     max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
         answer, or a full server says when to retry; the count restarts whenever an item is answered.
     wait_for_ready: wait, within the timeout, for a server that is starting or loading its model.
@@ -52,6 +55,7 @@ class Client:
         token: str | None = None,
         timeout: float | None = None,
         spread: int = 1,
+        connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
         delivery: Delivery = "auto",
@@ -65,7 +69,7 @@ class Client:
         self._spread = spread
         self._model: Model | None = None
         self._nixl = Nixl(delivery, device, delivery_bytes)
-        self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy)
+        self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy, connections)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class Client:
     @overload
     def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Iterable[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -98,7 +102,7 @@ class Client:
     @overload
     def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Iterable[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -108,7 +112,7 @@ class Client:
 
     def iter_encode(
         self,
-        items: Sequence[Item],
+        items: Iterable[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -116,6 +120,10 @@ class Client:
         return_exceptions: bool = False,
     ) -> Generator[Result, None, None]:
         """Yield `(position, embedding)` of each item once it is ready; leaving the loop cancels the rest.
+
+        A thread reads the items of a generator or another iterable that is not a sequence, at most 64 items or 128 MiB
+        ahead of the results, and sends them as it reads. An explicit timeout covers them all; the default one applies
+        to each RPC.
 
         An item that fails does not stop the others: after all have been yielded, the error of the first failed item is
         raised. Errors of the whole request are raised at once. Without `return_exceptions`, a request of up to 4 MiB is
@@ -128,7 +136,7 @@ class Client:
         deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
         options = Options.of(output_type, priority, stream=return_exceptions)
-        for index, result in self._results(dict(enumerate(items)), deadline, options):
+        for index, result in self._results_of(items, deadline, options):
             if isinstance(result, VitwireError) and not return_exceptions:
                 errors.append(result)
             else:
@@ -211,8 +219,14 @@ class Client:
     def _encode(self, items: Sequence[Item], deadline: Deadline, options: Options) -> list[Embedding]:
         return embeddings(dict(self._results(dict(enumerate(items)), deadline, options)))
 
+    def _results_of(self, items: Iterable[Item], deadline: Deadline, options: Options) -> Generator[Result, None, None]:
+        """As `_results`; an iterable that is not a sequence is read ahead."""
+        if isinstance(items, Sequence):
+            return self._results(dict(enumerate(items)), deadline, options)
+        return Ahead(items, lambda group, calls: self._results(group, deadline.for_request(), options, calls)).results()
+
     def _results(
-        self, items: Mapping[int, Item], deadline: Deadline, options: Options
+        self, items: Mapping[int, Item], deadline: Deadline, options: Options, calls: Calls | None = None
     ) -> Generator[Result, None, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""
         if not items:
@@ -222,7 +236,7 @@ class Client:
         parts = split(items, options, self._spread, model)
         deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
         try:
-            for index, result in self._transport.encode(parts, model.deepstack_levels, deadline):
+            for index, result in self._transport.encode(parts, model.deepstack_levels, deadline, calls):
                 if isinstance(result, VitwireError):
                     self._forget_model_after(result)
                 yield index, result

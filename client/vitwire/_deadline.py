@@ -27,6 +27,7 @@ class Deadline:
             raise ValueError("timeout must be a number of seconds, not NaN")
         seconds = float(default if timeout is None else timeout)
         self._is_default = timeout is None
+        self._default = default
         self._at = None if seconds > _LONGEST_SECONDS else time.monotonic() + seconds
 
     def covering(self, items: Iterable[Item], *, patient: bool) -> "Deadline":
@@ -38,6 +39,10 @@ class Deadline:
             return self
         base = _PATIENT_SECONDS if patient else _BASE_SECONDS
         return Deadline(None, base + _SECONDS_PER_PATCH * sum(map(_patches, items)))
+
+    def for_request(self) -> "Deadline":
+        """This deadline if the caller set it; else a new one, from now, for one of many requests."""
+        return Deadline(None, self._default) if self._is_default else self
 
     def left(self) -> float | None:
         """Seconds left; None without a deadline. Raises DeadlineExceeded if none are left."""

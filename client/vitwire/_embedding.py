@@ -21,6 +21,7 @@ OUTPUT_TYPES: dict[DType, "pb.DataType.ValueType"] = {
     "bfloat16": pb.DATA_TYPE_BFLOAT16,
 }
 DTYPES: dict[int, DType] = {number: name for name, number in OUTPUT_TYPES.items()}
+_PATHS: dict[int, str] = {number: name.removeprefix("PATH_").lower() for name, number in pb.Path.items()}
 STORAGE: dict[DType, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 """numpy dtype of each type; bfloat16, which numpy lacks, is held as uint16."""
 
@@ -47,9 +48,8 @@ class Report:
 
     @classmethod
     def from_message(cls, message: pb.ItemReport) -> "Report":
-        known = message.path in pb.Path.values()
         return cls(
-            path=pb.Path.Name(message.path).removeprefix("PATH_").lower() if known else "unspecified",
+            path=_PATHS.get(message.path, "unspecified"),
             fallback_reason=message.fallback_reason,
             budget_tokens=message.budget_tokens,
             tokens=message.tokens,

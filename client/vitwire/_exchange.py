@@ -1,8 +1,18 @@
 """The exchange of one part of a request over all its attempts, without I/O, for both clients."""
 
 from dataclasses import replace
+from typing import Any
 
-from vitwire._errors import DeadlineExceeded, EncodeFailed, InvalidItem, Overloaded, Unauthenticated, VitwireError
+from vitwire._connections import C, Connection
+from vitwire._errors import (
+    DeadlineExceeded,
+    EncodeFailed,
+    InvalidItem,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    VitwireError,
+)
 from vitwire._model import Model
 from vitwire._protocol import Assembler, Part, Response, Result
 from vitwire._retry import Attempts
@@ -68,13 +78,22 @@ class Exchange:
         """Whether every item is answered: how the attempt ended then does not matter, and there is nothing to send."""
         return self._answered.issuperset(self.part.indices)
 
-    def failed(self, failure: VitwireError) -> float:
+    def unanswered(self, connection: Connection[C]) -> Connection[C] | None:
+        """After an attempt that the server did not accept: the connection for the next one, None for any."""
+        if not self.attempts.unanswered():
+            return connection
+        connection.avoid()
+        return None
+
+    def failed(self, failure: VitwireError, connection: Connection[Any]) -> float:
         """After an attempt that failed as a whole: seconds until the next one. Raises the failure if there is none.
 
         A server whose receive slots are in demand waits a second for a large message, but takes a stream's in turn.
         """
         if isinstance(failure, InvalidItem | Overloaded | Unauthenticated) and self.part.leases and not self._answered:
             self.part.leases.release()  # the server refused the request as a whole
+        if isinstance(failure, Unavailable):
+            connection.avoid()
         delay = self.attempts.delay(failure)
         if isinstance(failure, Overloaded):
             self.part = self.part.yielding()

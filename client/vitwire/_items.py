@@ -1,5 +1,6 @@
 """Items: one image or clip each, as patches or tiles."""
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ DATA_TYPES: dict[str, "pb.DataType.ValueType"] = {
     "uint8": pb.DATA_TYPE_UINT8,
 }
 MODALITIES: dict[str, "pb.Modality.ValueType"] = {"image": pb.MODALITY_IMAGE, "video": pb.MODALITY_VIDEO}
+_TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 _GRID_SIDES = ("t", "h", "w")
 _MAX_GRID_SIDE = 2**32 - 1
 
@@ -98,6 +100,12 @@ class Item:
         for name, tensor in (("pixels", self.pixels), ("crops", self.crops)):
             if tensor is not None and (problem := _problem(tensor)):
                 yield Violation(name, problem)
+
+
+def pixel_bytes(item: Item) -> int:
+    """Bytes of the pixels, in the type they are sent in."""
+    tensors = [tensor for tensor in (item.pixels, item.crops) if tensor is not None]
+    return sum(math.prod(tensor.shape) * _TYPE_BYTES[_type_name(tensor)] for tensor in tensors)
 
 
 def without_pixels(item: Item) -> Item:

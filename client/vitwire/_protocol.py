@@ -29,6 +29,8 @@ CHUNK_BYTES = 1 << 20
 MAX_EMBEDDING_BYTES = 2 << 30
 _WINDOW_BYTES = 64 << 10
 """What HTTP/2 delivers of a message before the server asks for it."""
+_ROW_VALUE_BYTES = 2
+"""Of float16 and bfloat16, the usual types of a server."""
 _MAX_DIMENSIONS = 4
 _DELIVERY_BYTES = 8 << 10
 """Upper bound of the metadata and regions that a request with leases has."""
@@ -99,6 +101,12 @@ class Part:
         most_items = self.limits.items_per_request or len(self.items)
         most_bytes = min(ONE_MESSAGE_BYTES, self.limits.request_bytes or ONE_MESSAGE_BYTES)
         return len(self.items) <= most_items and self._size <= most_bytes
+
+    @property
+    def transfer_bytes(self) -> int:
+        """About the bytes of the items and of their rows, as far as these are known."""
+        rows = sum(each.rows * each.width for each in self.expected) * _ROW_VALUE_BYTES
+        return rows + sum(item.size for item in self.items)
 
     @property
     def _size(self) -> int:
@@ -248,17 +256,18 @@ class Assembler:
 
     def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Result | None:
         rows, expected = self._open[message.item], self._expected[message.item]
-        report = Report.from_message(message.report)
+        chunk = message.chunk
         try:
             if rows is None:
-                rows = self._open[message.item] = _Rows.announced(message.chunk, self._levels, expected)
-            rows.add(message.chunk, data)
-            if message.chunk.last and (problem := report_problem(report, len(rows.array))):
+                rows = self._open[message.item] = _Rows.announced(chunk, self._levels, expected)
+            rows.add(chunk, data)
+            if not chunk.last:
+                return None
+            report = Report.from_message(message.report)
+            if problem := report_problem(report, len(rows.array)):
                 raise ValueError(f"the server sent {problem}")
         except ValueError as error:
             raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
-        if not message.chunk.last:
-            return None
         del self._open[message.item]
         if self._leases:
             self._leases.returned(message.item, report.delivery_fallback)

@@ -67,11 +67,15 @@ class Attempts:
         except DeadlineExceeded as error:
             raise self._final(self._refusal or error) from None
 
-    def unanswered(self) -> None:
-        """The server did not accept the attempt within `accept_timeout`; the next one starts at once."""
+    def unanswered(self) -> bool:
+        """The server did not accept the attempt within `accept_timeout`; the next one starts at once.
+
+        Returns whether to use another connection: at first, the same one leads to the target's next address.
+        """
         self._count += 1
         self._retries -= 1
         self._unanswered += 1
+        return self._unanswered > 1
 
     def delay(self, failure: VitwireError) -> float:
         """Seconds to wait before the next attempt. Raises the failure if no attempts are left."""

@@ -9,12 +9,14 @@ import grpc
 
 from vitwire import _channel
 from vitwire._channel import Metadata, StreamCall
+from vitwire._connections import Connection, Connections
 from vitwire._deadline import Deadline
 from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
 from vitwire._protocol import Part, Result
 from vitwire._retry import Attempts, Policy
+from vitwire._timers import Timers
 from vitwire.v1 import encoder_pb2 as pb
 
 _CLOSE_SECONDS = 5.0
@@ -25,20 +27,26 @@ class Transport:
     """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
 
     def __init__(
-        self, target: str, credentials: grpc.ChannelCredentials | None, token: str | None, policy: Policy
+        self,
+        target: str,
+        credentials: grpc.ChannelCredentials | None,
+        token: str | None,
+        policy: Policy,
+        connections: int,
     ) -> None:
         self._target = target
         self._credentials = credentials
         self._token = token
         self._policy = policy
-        self._lock = threading.Lock()
-        self._closed = False
-        self._channels: dict[_channel.ChannelOptions, grpc.Channel] = {}
+        self._timers = Timers()
+        self._connections: Connections[grpc.Channel] = Connections(self._open, connections)
 
-    def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> Iterator[Result]:
+    def encode(
+        self, parts: Sequence[Part], levels: int, deadline: Deadline, calls: "Calls | None" = None
+    ) -> Iterator[Result]:
         """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
         metadata = _channel.metadata(self._token)
-        calls = Calls()
+        calls = calls or Calls()
         exchanges = [Exchange(part, levels, Attempts(self._policy, deadline)) for part in parts]
         streams = [self.results(exchange, metadata, calls) for exchange in exchanges]
         try:
@@ -47,7 +55,7 @@ class Transport:
             calls.cancel()
 
     def model(self, deadline: Deadline) -> Model:
-        get_model = self._connected(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
+        get_model = self._connections.control(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
         attempts = Attempts(self._policy, deadline)
         while True:
@@ -63,7 +71,7 @@ class Transport:
             time.sleep(delay)
 
     def health(self, service: str, deadline: Deadline) -> str:
-        check = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
+        check = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
         try:
             status = check(service, timeout=deadline.left(), metadata=_channel.metadata(self._token))
         except grpc.RpcError as error:
@@ -73,40 +81,43 @@ class Transport:
         return _channel.health_name(status)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        closing = threading.Thread(target=self._close_channels, daemon=True)
+        channels = self._connections.close()
+        self._timers.close()
+        closing = threading.Thread(target=_close_all, args=(channels,), daemon=True)
         try:
             closing.start()
         except RuntimeError:  # the interpreter is exiting
-            self._close_channels()
+            _close_all(channels)
         else:
             closing.join(_CLOSE_SECONDS)
 
     def results(self, exchange: Exchange, metadata: Metadata, calls: "Calls") -> Iterator[Result]:
         """Results of one part; what a server refused or never answered is sent again."""
+        again: Connection[grpc.Channel] | None = None
         while True:
             while not exchange.begin():
                 exchange.check_deadline()
                 if not calls.wait(ROOM_SECONDS):
                     return
-            accept_timeout = exchange.attempts.accept_timeout()
-            call = calls.add(self._start(exchange, metadata))
-            try:
-                if not _accepted(call, accept_timeout):
-                    exchange.attempts.unanswered()
-                    continue
-                for response in call:
-                    if (result := exchange.feed(response)) is not None:
-                        yield result
-                delay = exchange.finish()
-            except grpc.RpcError as error:
-                if exchange.is_complete:
-                    return
-                delay = exchange.failed(self._with_reason(error, exchange.attempts, exchange.part))
-            finally:
-                calls.drop(call)
-                exchange.close()
+            accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
+            with self._connections.bulk(part.transfer_bytes, stream=not part.one_message, again=again) as connection:
+                call = calls.add(self._start(connection.channel, exchange, metadata))
+                try:
+                    if not self._accepted(call, accept_timeout):
+                        again = exchange.unanswered(connection)
+                        continue
+                    for response in call:
+                        if (result := exchange.feed(response)) is not None:
+                            yield result
+                    delay = exchange.finish()
+                except grpc.RpcError as error:
+                    if exchange.is_complete:
+                        return
+                    delay = exchange.failed(self._with_reason(error, exchange.attempts, part), connection)
+                finally:
+                    calls.drop(call)
+                    exchange.close()
+            again = None
             if delay is None:
                 yield from exchange.refused()
                 return
@@ -123,7 +134,7 @@ class Transport:
 
     def _reason(self, known: VitwireError | None) -> VitwireError | None:
         """Why no server is ready: None if one is ready, `known` if none answers."""
-        get_model = self._connected(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
+        get_model = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
         metadata = _channel.metadata(self._token)
         try:
             get_model(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
@@ -131,25 +142,25 @@ class Transport:
             return from_rpc(error) if error.code() is grpc.StatusCode.UNAVAILABLE else known
         return None
 
-    def _start(self, exchange: Exchange, metadata: Metadata) -> StreamCall:
+    def _start(self, channel: grpc.Channel, exchange: Exchange, metadata: Metadata) -> StreamCall:
         part, timeout = exchange.part, exchange.attempts.left()
         if part.one_message:
-            encode = self._connected(_channel.OPTIONS).unary_stream(*_channel.ENCODE)
+            encode = channel.unary_stream(*_channel.ENCODE)
             return encode(part.request(), timeout=timeout, metadata=metadata)
-        stream = self._connected(_channel.STREAM_OPTIONS).stream_stream(*_channel.ENCODE_STREAM)
+        stream = channel.stream_stream(*_channel.ENCODE_STREAM)
         return stream(part.uploads(), timeout=timeout, metadata=metadata)
 
-    def _connected(self, options: _channel.ChannelOptions) -> grpc.Channel:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the client is closed")
-            if options not in self._channels:
-                self._channels[options] = self._open(options)
-            return self._channels[options]
-
-    def _close_channels(self) -> None:
-        for channel in list(self._channels.values()):
-            channel.close()
+    def _accepted(self, call: StreamCall, timeout: float | None) -> bool:
+        """Whether the server accepted or ended the call within `timeout`; otherwise the call is cancelled."""
+        if timeout is None:
+            return True
+        accepted = False
+        timer = self._timers.start(timeout, call.cancel)
+        try:
+            call.initial_metadata()  # returns, perhaps empty, once the call has ended
+        finally:
+            accepted = self._timers.cancel(timer)
+        return accepted
 
     def _open(self, options: _channel.ChannelOptions) -> grpc.Channel:
         if self._credentials is None:
@@ -185,25 +196,9 @@ class Calls:
         return not self._cancelled.wait(seconds)
 
 
-def _accepted(call: StreamCall, timeout: float | None) -> bool:
-    """Whether the server accepted or ended the call within `timeout`; otherwise the call is cancelled."""
-    if timeout is None:
-        return True
-    decision = threading.Lock()
-    """Taken once, by whichever is first: the server's answer or the timer."""
-
-    def give_up() -> None:
-        if decision.acquire(blocking=False):
-            call.cancel()
-
-    timer = threading.Timer(timeout, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        call.initial_metadata()  # returns, perhaps empty, once the call has ended
-        return decision.acquire(blocking=False)
-    finally:
-        timer.cancel()
+def _close_all(channels: Sequence[grpc.Channel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
 def _merged(streams: Sequence[Iterator[Result]]) -> Iterator[Result]:

@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"vitwire-server {release()}\n")
         sys.exit(0)
     commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint, "budgets": _budgets}
+    if command == "edge":
+        sys.exit(_serve_edge())
     if command not in commands:
         sys.stderr.write(_USAGE + f"\nunknown command: {command}\n")
         sys.exit(2)
@@ -80,6 +82,21 @@ def _serve(words: list[str]) -> int:
     from vitwire_server.process.supervisor import supervise  # noqa: PLC0415 - as above
 
     return asyncio.run(supervise(words, settings))
+
+
+def _serve_edge() -> int:
+    """Speak gRPC for an engine; started by `serve --rpc-processes` only."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import asyncio  # noqa: PLC0415 - each command loads only what it needs
+
+    from vitwire.allocator import tune  # noqa: PLC0415 - as above
+    from vitwire_server.process.edge import serve_edge  # noqa: PLC0415 - as above
+    from vitwire_server.process.heartbeat import inherited, with_heartbeat  # noqa: PLC0415 - as above
+    from vitwire_server.process.inheritance import Inherited  # noqa: PLC0415 - as above
+
+    tune()
+    heartbeat = inherited(dies_with_supervisor=False)
+    return asyncio.run(with_heartbeat(heartbeat, serve_edge(Inherited.take())))
 
 
 def _check_ports(settings: "ServeSettings") -> None:

@@ -189,18 +189,18 @@ class Running:
 
 
 @contextmanager
-def serving(fake: Fake) -> Iterator[Running]:
-    """The service on a free loopback port, healthy."""
+def serving(fake: Fake, port: int = 0, *, shared: bool = False) -> Iterator[Running]:
+    """The service on a loopback port, healthy; a free port by default. shared: other servers may listen on it too."""
     pool = ThreadPoolExecutor(8)
     server = grpc.server(
-        pool, options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 10_000)]
+        pool, options=[("grpc.so_reuseport", int(shared)), ("grpc.http2.min_ping_interval_without_data_ms", 10_000)]
     )
     checks = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
     for name in ("", SERVICE):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     encoder_pb2_grpc.add_EncoderServiceServicer_to_server(fake, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
         yield Running(fake, f"127.0.0.1:{port}", checks, server)

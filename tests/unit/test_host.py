@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitwire_server import release
-from vitwire_server.config.host import THREADS, cores, memory_limit, share_of_cores
+from vitwire_server.config.host import THREADS, cores, memory_limit, rpc_processes, share_of_cores
 
 GIB = 1 << 30
 
@@ -48,6 +48,19 @@ def test_a_quota_of_a_parent_cgroup_bounds_the_cores(four_cores: Path, quota: st
     files(four_cores, proc__self__cgroup="0::/pod/box", **{"sys__fs__cgroup__pod__cpu.max": quota})
     files(four_cores, **{"sys__fs__cgroup__pod__box__cpu.max": "max 100000"})
     assert cores(four_cores) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="1 elsewhere")
+@pytest.mark.parametrize(
+    ("cpus", "devices", "expected"), [(2, 1, 1), (4, 1, 1), (8, 1, 3), (16, 1, 6), (128, 1, 6), (16, 2, 3), (8, 8, 1)]
+)
+def test_rpc_processes_follow_the_cores_of_a_device(
+    cpus: int, devices: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)), raising=False)
+    assert rpc_processes(None, cuda_devices=devices, root=tmp_path) == expected
+    assert rpc_processes(None, cuda_devices=0, root=tmp_path) == 1, "on CPU"
+    assert rpc_processes(5, cuda_devices=0, root=tmp_path) == 5, "as the flag says"
 
 
 def test_cgroups_of_version_1(four_cores: Path) -> None:

@@ -1,5 +1,6 @@
 """The status page without a browser: what it says, and what it must never hold."""
 
+import os
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -129,6 +130,17 @@ def test_before_there_is_a_model() -> None:
     text = render(Metrics(), Health())
     assert "no model yet" in text
     assert "No budget has a graph" in text
+
+
+def test_several_processes_are_listed_and_one_is_not() -> None:
+    metrics = Metrics()
+    assert "Processes" not in render(metrics, Health())
+    metrics.processes.expect(["rpc-0", "rpc-1"])
+    metrics.processes.started("rpc-0", os.getpid())
+    metrics.processes.started("rpc-0", os.getpid())
+    text = render(metrics, Health())
+    assert "<dt>rpc-1</dt><dd>not running</dd>" in text
+    assert re.search(r"<dt>rpc-0</dt><dd>.*, 1 restarts</dd>", text)
 
 
 def test_a_quantile_is_where_prometheus_would_put_it() -> None:

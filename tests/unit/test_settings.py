@@ -1,5 +1,6 @@
 """Where a setting comes from, and what is said of a wrong one."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,22 @@ def test_settings_are_frozen_and_every_flag_explains_itself() -> None:
 def test_flags_that_need_each_other(flags: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve(["--model", "m", *flags])
+
+
+def test_rpc_processes_are_auto_or_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert resolve(["--model", "m"]).rpc_process_count is None
+    assert resolve(["--model", "m", "--rpc-processes", "auto"]).rpc_process_count is None
+    file = tmp_path / "c.toml"
+    file.write_text('model = "m"\nrpc_processes = 1\n')
+    assert resolve(["--config", str(file)]).rpc_process_count == 1
+    if sys.platform == "linux":
+        monkeypatch.setenv("VITWIRE_RPC_PROCESSES", "4")
+        assert resolve(["--config", str(file)]).rpc_process_count == 4
+    for wrong in ("0", "65", "-1", "two", "1.5"):
+        with pytest.raises(
+            UsageError, match=f"^--rpc-processes: expected auto or a number from 1 to 64 .got '{wrong}'"
+        ):
+            resolve(["--model", "m", f"--rpc-processes={wrong}"])
 
 
 def test_what_can_be_closed_and_opened() -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 
@@ -156,6 +157,19 @@ def test_children_on_cpu_share_the_cores(
     monkeypatch.setenv(host.THREADS, "3")
     pretend(show, show, signals=1, after=6, words=words)
     assert capfd.readouterr().out.count("threads 3") == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="1 elsewhere")
+def test_children_share_the_cores_for_rpc_processes(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "cores", lambda _: 16)
+    words = [*WORDS, "--devices", "cpu,cuda:0,cuda:1"]
+    for flags, expected in (([], {"cpu": "1", "cuda:0": "3", "cuda:1": "3"}), (["--rpc-processes", "2"], None)):
+        _, calls = pretend(WAITING, signals=1, after=3, words=[*words, *flags])
+        found = {}
+        for call in calls[-3:]:
+            last = dict(pairwise(call.split()))
+            found[last["--device"]] = last["--rpc-processes"]
+        assert found == (expected or dict.fromkeys(found, "2"))
 
 
 def test_a_second_signal_kills(pretend: Pretend, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vitwire import Item, Model
+from vitwire._connections import CONNECTIONS
 from vitwire._prepare import clip_items, image_items
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
@@ -45,6 +46,9 @@ def bench(
     items: Annotated[int, typer.Option(min=1, help="Images or clips per request.")] = 1,
     frames: Annotated[int, typer.Option(min=0, help="Send clips with this many frames instead of images.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum requests in flight.")] = 8,
+    connections: Annotated[
+        int, typer.Option(min=1, help="Maximum connections; a server with several RPC processes needs several.")
+    ] = CONNECTIONS,
     rate: Annotated[
         float | None,
         typer.Option(min=0.001, help="Requests per second, as a Poisson process, instead of back to back."),
@@ -75,7 +79,7 @@ def bench(
     if rate is not None and not math.isfinite(rate):
         raise typer.BadParameter(f"{rate} is not a finite number", param_hint="--rate")
     # Retries would hide what an overloaded server refuses.
-    connection = Connection(target, token, tls, ca, cert, key, timeout, wait, max_retries=0)
+    connection = Connection(target, token, tls, ca, cert, key, timeout, wait, max_retries=0, connections=connections)
     with connection.client() as client:
         if plot:
             _check_plot(plot)
@@ -90,6 +94,7 @@ def bench(
         "items_per_request": items,
         "frames": frames,
         "concurrency": concurrency,
+        "connections": connections,
         "rate": rate,
     }
     document = parameters | summary.document()

@@ -11,6 +11,7 @@ import grpc
 import typer
 
 from vitwire import Client, Model, VitwireError
+from vitwire._connections import CONNECTIONS
 from vitwire._retry import MAX_RETRIES
 
 Target = Annotated[
@@ -46,6 +47,7 @@ class Connection:
     timeout: float
     wait: bool = False
     max_retries: int = MAX_RETRIES
+    connections: int = CONNECTIONS
 
     @contextmanager
     def client(self) -> Iterator[Client]:
@@ -59,6 +61,7 @@ class Connection:
                 timeout=self.timeout,
                 wait_for_ready=self.wait,
                 max_retries=self.max_retries,
+                connections=self.connections,
             ) as client:
                 yield client
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,9 @@ THREADS = "OMP_NUM_THREADS"
 """Read by OpenMP, MKL and OpenBLAS when torch and numpy are imported."""
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
+_CORES_OF_PROCESS = 2
+_MOST_RPC_PROCESSES = 6
+"""Six bare gRPC servers send 10 GB/s, three times what one H200 encodes."""
 
 
 def cores(root: Path = _ROOT) -> int:
@@ -29,6 +33,20 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 def share_of_cores(processes: int, reserved: int = 0, root: Path = _ROOT) -> int:
     """Threads for each of `processes` on this machine, with `reserved` cores left free; at least 1."""
     return max(1, (cores(root) - reserved) // max(1, processes))
+
+
+def rpc_processes(wanted: int | None, *, cuda_devices: int, root: Path = _ROOT) -> int:
+    """Processes that serve RPCs for each of `cuda_devices` on this machine; `wanted` if it is set.
+
+    A process takes up to two cores under load: one for its event loop, one for gRPC's threads and the copies of the
+    kernel. As much is left to the process that drives the device.
+    """
+    if wanted:
+        return wanted
+    if not cuda_devices or sys.platform != "linux":
+        return 1
+    own = cores(root) // cuda_devices
+    return max(1, min(_MOST_RPC_PROCESSES, own // _CORES_OF_PROCESS - 1))
 
 
 def _siblings(root: Path, cpu: int) -> str:

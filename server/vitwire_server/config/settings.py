@@ -4,6 +4,8 @@ A flag beats its environment variable (`--max-queued-items`, `VITWIRE_MAX_QUEUED
 beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the default.
 """
 
+import re
+import sys
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -26,6 +28,8 @@ MAX_ITEMS = 8192
 """Most items in one message; bounds how long parsing one can block the event loop."""
 MAX_PATCHES = 1 << 20
 """Most patches in one item: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
+MAX_RPC_PROCESSES = 64
+"""Most edge processes per device."""
 _MIB = 1 << 20
 _LAST_PORT = 65535
 _EVERY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
@@ -85,6 +89,11 @@ class ServeSettings(BaseSettings):
         pattern=r"^(none|(cpu|cuda(:\d{1,3})?)(,(cpu|cuda(:\d{1,3})?))*)$",
         description="run one process per listed device (cuda:0,cuda:1), on consecutive ports and the Unix sockets "
         "PATH.0, PATH.1; none: serve --device in this process",
+    )
+    rpc_processes: str = Field(
+        default="auto",
+        description="number of processes per device that serve RPCs; 1: the process that drives the device does both; "
+        "auto: 1 on CPU, on CUDA up to 6 according to the cores; more than 1 needs Linux",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="compute dtype of the tower; auto uses the checkpoint's dtype"
@@ -156,8 +165,8 @@ class ServeSettings(BaseSettings):
         default=60.0,
         gt=0,
         allow_inf_nan=False,
-        description="with --devices: seconds a process may be stopped or have a blocked event loop before it is "
-        "killed and restarted",
+        description="with --devices or --rpc-processes: seconds a child process may be stopped or have a blocked event "
+        "loop before it is killed and restarted",
     )
     drain_seconds: float = Field(
         default=30.0,
@@ -226,6 +235,16 @@ class ServeSettings(BaseSettings):
             raise ValueError("a TOML list needs at least one element, all of them numbers or names")
         return ",".join(map(str, value))
 
+    @field_validator("rpc_processes", mode="before")
+    @classmethod
+    def _auto_or_a_number(cls, value: object) -> object:
+        text = str(value)
+        if text != "auto" and not (re.fullmatch(r"\d{1,4}", text, re.ASCII) and 1 <= int(text) <= MAX_RPC_PROCESSES):
+            raise ValueError(f"expected auto or a number from 1 to {MAX_RPC_PROCESSES}")
+        if text not in {"auto", "1"} and sys.platform != "linux":
+            raise ValueError("more than 1 needs Linux")
+        return text
+
     @field_validator("budgets")
     @classmethod
     def _budgets_are_token_counts(cls, value: str) -> str:
@@ -281,6 +300,11 @@ class ServeSettings(BaseSettings):
     def device_list(self) -> list[str]:
         """The device of each child process; empty without `--devices`."""
         return [] if self.devices == "none" else self.devices.split(",")
+
+    @property
+    def rpc_process_count(self) -> int | None:
+        """Processes per device that serve RPCs; None leaves the number to `host.rpc_processes`."""
+        return None if self.rpc_processes == "auto" else int(self.rpc_processes)
 
     @property
     def port_ranges(self) -> dict[str, range]:

@@ -21,6 +21,9 @@ class Costs:
     eager_fixed: float
     eager_token: float
     eager_floor: float
+    eager_host: float = 0.0
+    """Seconds that an eager forward keeps the host busy beyond a replay. They count in full: the same interpreter
+    launches the next batch and serves requests."""
     measured: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Seconds of a replay by the budget's tokens, timed right after capture."""
     attention_pair: float = 1e-8
@@ -33,7 +36,7 @@ class Costs:
 
     def eager(self, tokens: int) -> float:
         """Seconds of one eager forward of `tokens` at the exact shape."""
-        return max(self.eager_floor, self.eager_fixed + self.eager_token * tokens)
+        return self.eager_host + max(self.eager_floor, self.eager_fixed + self.eager_token * tokens)
 
     def attention(self, footprints: Sequence[Footprint]) -> float:
         """Seconds that attention within segments adds, at most; neither `replay` nor `eager` counts it."""

@@ -49,6 +49,10 @@ class Health:
         """Whether the process works; if not, an orchestrator may restart it."""
         return self._state is not State.FAILED
 
+    def follow(self, state: State, reason: str) -> None:
+        """Take over the state of another process, which checked the change."""
+        self._state, self.reason = state, reason
+
     def change(self, state: State, reason: str = "") -> None:
         """Change to `state`, unless it is the current one. Raises ValueError if the current state does not allow it."""
         if state is self._state:

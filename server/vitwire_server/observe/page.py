@@ -50,6 +50,7 @@ def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
             _facts("Cache", _cache(readings)),
             _facts("Served", _served(readings)),
             _facts("Model", _model(model, readings)),
+            *_processes(readings),
             "</div>",
         ]
     )
@@ -178,6 +179,22 @@ def _model(model: Mapping[str, str], readings: Readings) -> dict[str, str]:
     shown = {_words(key): escape(value) for key, value in model.items() if key != "model"}
     captured, dropped = (readings.total(f"vitwire_graphs_{each}") for each in ("captured", "dropped"))
     return shown | {"budgets captured": f"{captured:.0f} of {captured + dropped:.0f}"}
+
+
+def _processes(readings: Readings) -> list[str]:
+    """Memory and restarts of each process, if there are several."""
+    memory = readings.by("vitwire_process_resident_memory_bytes", "process")
+    restarts = readings.by("vitwire_process_restarts_total", "process")
+    facts = {
+        name: ", ".join(
+            [
+                _bytes(memory[name]) if name in memory else "not running",
+                *([f"{_count(restarts[name])} restarts"] if restarts.get(name) else []),
+            ]
+        )
+        for name in dict.fromkeys([*memory, *restarts])
+    }
+    return [_facts("Processes", facts)] if restarts else []
 
 
 def _facts(title: str, facts: Mapping[str, str]) -> str:

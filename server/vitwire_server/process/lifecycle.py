@@ -7,7 +7,7 @@ from threading import Thread
 
 from vitwire.allocator import trim
 from vitwire_server.core.health import Health, State
-from vitwire_server.rpc.server import RpcServer
+from vitwire_server.process.fronts import Front
 from vitwire_server.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -40,16 +40,15 @@ class EngineThread(Thread):
 class Lifecycle:
     """Changes the server's state and with it the health service; event loop only, but for `_threadsafe` methods."""
 
-    def __init__(self, health: Health, rpc: RpcServer) -> None:
+    def __init__(self, health: Health, front: Front) -> None:
         self._health = health
-        self._rpc = rpc
+        self._front = front
         self._loop = asyncio.get_running_loop()
 
     async def set_state(self, state: State, reason: str = "") -> None:
         """Change the state. Raises ValueError if the current state does not allow it."""
         self._health.change(state, reason)
-        await self._rpc.set_ready(ready=self._health.is_ready)
-        await self._rpc.set_alive(alive=self._health.is_alive)
+        await self._front.show()
 
     def weights_loaded_threadsafe(self) -> None:
         """Go from STARTING to WARMING; called on the loading thread. Probes see no difference."""
@@ -64,10 +63,6 @@ class Lifecycle:
         """Turn readiness off. A failed server stays FAILED."""
         if self._health.is_alive:
             await self.set_state(State.DRAINING)
-
-    async def close_ports(self) -> None:
-        """Stop listening and end open connections."""
-        await self._rpc.stop(0)
 
     async def watch_engine(self, scheduler: Scheduler, wedge_seconds: float) -> None:
         """Set FAILED while the engine hangs or cannot encode, and SERVING when it recovers.

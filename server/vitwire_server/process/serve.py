@@ -9,43 +9,44 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from vitwire.agents import MISSING, AgentError, is_installed
+import torch
+from prometheus_client import CollectorRegistry
+
 from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.single_flight import SingleFlight
+from vitwire_server.config.host import rpc_processes
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.health import Health, State
+from vitwire_server.core.models import ModelCard
 from vitwire_server.delivery.courier import Courier
-from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.process.descriptors import metrics_connections, raise_limit, rpc_connections
+from vitwire_server.observe.metrics.edges import EdgeMetrics
+from vitwire_server.process import delivery
+from vitwire_server.process.descriptors import metrics_connections, raise_limit
+from vitwire_server.process.edges import EdgeFront
+from vitwire_server.process.fronts import LocalFront
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
-from vitwire_server.process.loading import LoadedModel, load_model
+from vitwire_server.process.loading import load_model
 from vitwire_server.process.signals import on_signals
-from vitwire_server.rpc.calls import Serving
-from vitwire_server.rpc.certificates import Certificates
-from vitwire_server.rpc.codec import Codec
-from vitwire_server.rpc.receive_slots import ReceiveSlots
-from vitwire_server.rpc.server import Extras, Listen, RpcServer, bracketed
-from vitwire_server.rpc.service import EncoderService
-from vitwire_server.rpc.tokens import Tokens
+from vitwire_server.rpc.server import bracketed
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.scheduler import Scheduler
+from vitwire_server.sessions.arena import Arena, ArenaMemory
 from vitwire_server.sessions.local import LocalSessions
 from vitwire_server.towers.files import CheckpointError
-
-if TYPE_CHECKING:
-    from vitwire_server.observe.otlp import OtlpTracer
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _EXIT_SECONDS = 10.0
+_KEPT_BYTES = 1 << 30
+"""Shared memory that is kept, and pinned on CUDA, for pixels and rows."""
 
 
 async def serve(settings: ServeSettings) -> int:
@@ -55,76 +56,50 @@ async def serve(settings: ServeSettings) -> int:
     """
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
-    if settings.nixl and not is_installed():
-        raise UsageError(f"--nixl: {MISSING}")
+    delivery.check(settings)
     metrics = Metrics()
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
     health = Health()
-    slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes, settings.idle_seconds)
-    service = EncoderService(metrics.rpc, health, slots, settings.idle_seconds)
-    pages = _pages(settings, metrics, health)
-    tracer = _tracer(settings)
-    rpc = RpcServer(
-        service,
-        _listen(settings),
-        max_message_bytes=settings.message_bytes,
-        extras=Extras(reflection=settings.reflection, channelz=settings.channelz),
-        tracer=tracer,
-    )
-    port = await rpc.start()
+    edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
+    memory = _shared_memory(settings) if edges > 1 else None
+    if memory:
+        edge_metrics = EdgeMetrics(metrics.registry)
+        front: LocalFront | EdgeFront = EdgeFront(settings, health, memory, edge_metrics, metrics.processes, edges)
+        pages = _pages(settings, edge_metrics.registry, health)
+    else:
+        front = LocalFront(settings, metrics.rpc, health)
+        pages = _pages(settings, metrics.registry, health)
+    port = await front.start()
     if pages:
         pages.start()
     metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
     _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
     try:
-        return await _until_stopped(settings, metrics, service, Lifecycle(health, rpc), trace, stopping)
+        return await _until_stopped(settings, metrics, front, Lifecycle(health, front), memory, trace, stopping)
     finally:
-        await rpc.stop(0)
+        await front.stop()
         if pages:
             pages.stop()
         if trace:
             trace.close()
-        if tracer:
-            tracer.close()
 
 
-def _listen(settings: ServeSettings) -> Listen:
-    """Where and how to listen. Raises UsageError for unusable certificate or token files."""
-    cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
-    try:
-        certificates = Certificates(cert, key, settings.tls_client_ca) if cert and key else None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--tls-cert, --tls-key, --tls-client-ca: {error}") from error
-    try:
-        gate = Tokens(tokens) if tokens else None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--auth-tokens-file: {error}") from error
-    listeners = 2 if settings.unix_socket else 1
-    return Listen(
-        settings.host,
-        settings.port,
-        settings.unix_socket,
-        certificates,
-        gate,
-        max_age_seconds=settings.max_connection_age_seconds,
-        max_connections=rpc_connections() // listeners,
-    )
+def _is_on_cuda(device: str) -> bool:
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def _pages(settings: ServeSettings, metrics: Metrics, health: Health) -> MetricsServer | None:
+def _shared_memory(settings: ServeSettings) -> ArenaMemory:
+    """Memory for the pixels and rows of all processes. Admission bounds what is used of it, in whatever order."""
+    arena = Arena.create(2 * (settings.max_queued_bytes + settings.message_bytes))
+    return ArenaMemory(arena, kept=min(_KEPT_BYTES, settings.max_queued_bytes))
+
+
+def _pages(settings: ServeSettings, registry: CollectorRegistry, health: Health) -> MetricsServer | None:
     if not settings.metrics:
         return None
     host, port = settings.metrics_host, settings.metrics_port
-    return MetricsServer(metrics.registry, health, host, port, metrics_connections())
-
-
-def _tracer(settings: ServeSettings) -> "OtlpTracer | None":
-    if not settings.otlp_endpoint:
-        return None
-    from vitwire_server.observe.otlp import OtlpTracer  # noqa: PLC0415 - slow import, needed only for tracing
-
-    return OtlpTracer(settings.otlp_endpoint)
+    return MetricsServer(registry, health, host, port, metrics_connections())
 
 
 def _trace(settings: ServeSettings) -> TraceWriter | None:
@@ -137,16 +112,18 @@ def _trace(settings: ServeSettings) -> TraceWriter | None:
 async def _until_stopped(
     settings: ServeSettings,
     metrics: Metrics,
-    service: EncoderService,
+    front: LocalFront | EdgeFront,
     lifecycle: Lifecycle,
+    memory: ArenaMemory | None,
     trace: TraceWriter | None,
     stopping: asyncio.Event,
 ) -> int:
-    courier = await asyncio.to_thread(_courier, settings, metrics) if settings.nixl else None
-    loading = _in_daemon_thread(lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe))
-    await _any_of(loading, stopping.wait())
+    courier = await asyncio.to_thread(delivery.courier, settings, metrics, memory)
+    loading = _in_daemon_thread(lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory))
+    watching_front = asyncio.create_task(front.watch())
+    await _any_of(loading, stopping.wait(), asyncio.shield(watching_front))
     if loading.cancelled():
-        return 0
+        return int(watching_front.done())
     try:
         model = loading.result()
     except (CheckpointError, UsageError):
@@ -159,12 +136,13 @@ async def _until_stopped(
     scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary)
     engine = EngineThread(scheduler)
     engine.start()
-    service.serving = _serving(settings, metrics, model, scheduler.intake, trace, courier)
+    card = replace(model.card, nixl=courier is not None)
+    sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
+    front.serve(card, model.tower.footprints, sessions)
     await lifecycle.set_state(State.SERVING)
-    card = model.card
     _print(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
     watching = asyncio.create_task(lifecycle.watch_engine(scheduler, settings.wedge_seconds))
-    await _any_of(stopping.wait(), engine.ended.wait())
+    await _any_of(stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
     watching.cancel()
     if not engine.ended.is_set():
         await lifecycle.start_draining()
@@ -172,36 +150,31 @@ async def _until_stopped(
         await _any_of(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
     if engine.ended.is_set():
         await lifecycle.set_state(State.FAILED, "the engine stopped")
-    await service.drain(settings.drain_seconds)
-    await lifecycle.close_ports()
+    failed = watching_front.done()
+    watching_front.cancel()
+    await front.drain(settings.drain_seconds)
+    await front.stop()
     if courier:
         await asyncio.to_thread(courier.close)
     scheduler.intake.close()
     await _any_of(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
-    return int(engine.failed)
+    return int(engine.failed or failed)
 
 
-def _courier(settings: ServeSettings, metrics: Metrics) -> Courier:
-    """Raises UsageError where NIXL does not work."""
-    try:
-        return Courier(metrics.delivery, bounds=Bounds(seconds=settings.nixl_seconds))
-    except AgentError as error:
-        raise UsageError(f"--nixl: {error}") from error
-
-
-def _serving(
+def _sessions(
     settings: ServeSettings,
     metrics: Metrics,
-    model: LoadedModel,
+    card: ModelCard,
     intake: Intake,
+    memory: ArenaMemory | None,
     trace: TraceWriter | None,
     courier: Courier | None,
-) -> Serving:
-    card = replace(model.card, nixl=courier is not None)
+) -> LocalSessions:
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
     single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache.changed), metrics.cache)
-    sessions = LocalSessions(card, intake, admission, single_flight, metrics.admission, trace=trace, courier=courier)
-    return Serving(card, Codec(card, model.tower.footprints), sessions)
+    return LocalSessions(
+        card, intake, admission, single_flight, metrics.admission, memory=memory, trace=trace, courier=courier
+    )
 
 
 def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:

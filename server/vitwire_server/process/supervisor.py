@@ -90,10 +90,12 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
 def _processes(words: Sequence[str], settings: ServeSettings) -> list[DeviceProcess]:
     processes = []
     on_cpu = settings.device_list.count("cpu")
-    threads = host.share_of_cores(on_cpu, len(settings.device_list) - on_cpu)
+    on_cuda = len(settings.device_list) - on_cpu
+    threads = host.share_of_cores(on_cpu, on_cuda)
     for index, device in enumerate(settings.device_list):
         label = f"{device}.{index}" if settings.device_list.count(device) > 1 else device
-        flags = [*words, "--devices", "none", "--device", device]
+        edges = host.rpc_processes(settings.rpc_process_count, cuda_devices=0 if device == "cpu" else on_cuda)
+        flags = [*words, "--rpc-processes", str(edges), "--devices", "none", "--device", device]
         if settings.unix_socket:
             flags += ["--unix-socket", f"{settings.unix_socket}.{index}"]
         ports = (settings.port and settings.port + index, settings.metrics_port and settings.metrics_port + index)

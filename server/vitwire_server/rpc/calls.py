@@ -159,7 +159,7 @@ class Call:
     @cached_property
     def _session(self) -> Session:
         opening = Opening(self.principal, self._caller, self._deadline, self.priority, REQUEST_ID.get(), self.consumer)
-        return self._sessions.open(opening, self._completed)
+        return self._sessions.open(opening, self._completed, fail=self.end)
 
     def _add(self, index: int) -> _InFlight:
         item = self._items[index] = _InFlight(next(self._keys))

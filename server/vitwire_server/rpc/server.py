@@ -50,6 +50,8 @@ class Listen:
     """None listens without TLS."""
     tokens: Tokens | None = None
     """None requires no token."""
+    is_shared: bool = False
+    """Other processes of this server listen on the port too; one of them reserved it."""
     max_age_seconds: float = 0.0
     """Age at which a connection is retired, so that its client resolves the name again; 0 for never."""
     max_connections: int = 1 << 16
@@ -104,7 +106,7 @@ class RpcServer:
             ],
             options=(
                 # A second server on the same port must fail, not share it silently.
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(listen.is_shared)),
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.enable_channelz", int(extras.channelz)),
@@ -138,7 +140,8 @@ class RpcServer:
         await self.set_ready(ready=False)
         await self.set_alive(alive=True)
         try:
-            raise_if_port_taken(listen.host, listen.port)
+            if not listen.is_shared:
+                raise_if_port_taken(listen.host, listen.port)
             port = self._open(f"{bracketed(listen.host)}:{listen.port}")
         except (OSError, RuntimeError) as error:
             raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error

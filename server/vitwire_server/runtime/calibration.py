@@ -11,7 +11,7 @@ import torch
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.towers.tower import Tower
 
@@ -55,7 +55,10 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
     batches = [sample_items(tower, tower.samples(min(size, most), items)) for size in _EAGER_TOKENS]
     sized = {sum(item.footprint.tokens for item in batch): batch for batch in batches}
     eager = {size: seconds(batch, lambda batch: _timed(engine, batch, None)) for size, batch in sized.items()}
-    return fit(measured, eager)
+    alone = sample_items(tower, tower.samples(min(sized), 1))
+    budget = ladder.smallest_fitting(total([item.footprint for item in alone]), len(alone))
+    eagerly, replayed = (seconds(alone, lambda batch, on=on: _launched(engine, batch, on)) for on in (None, budget))  # type: ignore[misc]
+    return replace(fit(measured, eager), eager_host=max(0.0, eagerly - replayed))
 
 
 def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:
@@ -68,6 +71,17 @@ def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:
     fixed = max(0.0, eager[sizes[-1]] - slope * sizes[-1])
     floor = min(eager.values())
     return replace(ASSUMED, eager_fixed=fixed, eager_token=slope, eager_floor=floor, measured=measured)
+
+
+def _launched(engine: Engine, items: Sequence[Item], budget: Budget | None) -> float:
+    """Seconds until a batch is launched, which is the host's part."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    running = engine.launch(items, budget)
+    spent = time.perf_counter() - start
+    running.collect()
+    return spent
 
 
 def _timed(engine: Engine, items: Sequence[Item], budget: Budget | None) -> float:

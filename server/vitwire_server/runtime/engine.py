@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors, NonFinite, OutOfMemory
-from vitwire_server.core.items import Embedding, Item, Pixels
+from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.pruning import prune
@@ -24,8 +25,8 @@ class Launch:
 
     items: Sequence[Item]
     download: Download
-    """The rows of each item in its output type; `(items,)` whether they are finite; the tokens that pruning kept,
-    concatenated."""
+    """The rows of each item in its output type; `(tokens,)` whether each row that was computed is finite; the tokens
+    that pruning kept, concatenated."""
     stage_in: float
     dtype: torch.dtype
     """The tower's dtype."""
@@ -39,9 +40,10 @@ class Launch:
             raise DeviceLost(_first_line(error)) from None
         *rows, finite, kept = self.download.tensors
         kept_of_each = torch.split(kept, [item.rows if item.keep_ratio else 0 for item in self.items])
+        finite_of_each = torch.split(finite, [item.footprint.rows for item in self.items])
         results = [
-            _embedding(item, own, tokens) if ok else _non_finite(item, self.dtype)
-            for item, own, tokens, ok in zip(self.items, rows, kept_of_each, finite.tolist(), strict=True)
+            _embedding(item, own, tokens) if bool(ok.all()) else _non_finite(item, self.dtype)
+            for item, own, tokens, ok in zip(self.items, rows, kept_of_each, finite_of_each, strict=True)
         ]
         return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start))
 
@@ -116,26 +118,53 @@ class Engine:
 
     def _launch(self, items: Sequence[Item], budget: Budget | None) -> Launch:
         start = time.perf_counter()
-        crops = [item.crops for item in items if item.crops]
-        sources = self._streams.upload([item.pixels for item in items] + crops)
+        groups = self._groups(items)
+        crops = [[item.crops] for item in items if item.crops]
+        sources = self._streams.upload([[item.pixels for item in group] for group in groups] + crops)
         stage_in = time.perf_counter() - start
         with self._streams.computing():
-            forward = self._replay(items, sources, budget) if budget else self._eager(items, sources)
-            parts = self._tower.split(forward, [item.footprint for item in items])
-            # Copied, as the next replay overwrites the static output.
-            rows = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
-            finite = _all_finite(rows)
-            geometry = self._tower.geometry
-            rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
+            staged = _Staged(
+                groups, sources[: len(groups)], [item for item in items if item.crops], sources[len(groups) :]
+            )
+            forward = self._replay(items, staged, budget) if budget else self._eager(items, staged)
+            rows, finite, kept = self._finish(items, forward)
         download = self._streams.download(rows, [finite, kept])
         return Launch(items, download, stage_in, self._tower.dtype)
 
-    def _replay(self, items: Sequence[Item], sources: Sequence[Tensor], budget: Budget) -> Tensor:
+    def _groups(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Neighbours whose pixels are staged in the same way, together where the streams join them."""
+        if not self._streams.joins:
+            return [[item] for item in items]
+        return [list(group) for _, group in groupby(items, key=_form)]
+
+    def _finish(self, items: Sequence[Item], forward: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Rows of each item in its output type, whether each token is finite, and the tokens that pruning kept.
+
+        Rows are copied, as the next replay overwrites the static output; in one piece where items agree.
+        """
+        geometry = self._tower.geometry
+        footprints = [item.footprint for item in items]
+        outputs = {item.output for item in items}
+        if self._streams.joins and len(outputs) == 1 and not any(item.keep_ratio for item in items):
+            tokens = sum(footprint.rows for footprint in footprints)
+            joint = forward[:tokens].to(TORCH_TYPES[outputs.pop()], copy=True)
+            return (
+                self._tower.split(joint, footprints),
+                _finite(joint),
+                torch.empty(0, dtype=torch.int64, device=joint.device),
+            )
+        parts = self._tower.split(forward, footprints)
+        rows = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
+        finite = torch.cat([_finite(own) for own in rows])
+        rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
+        return rows, finite, kept
+
+    def _replay(self, items: Sequence[Item], staged: "_Staged", budget: Budget) -> Tensor:
         graph = self._graphs[budget]
-        graph.load([item.grid for item in items], lambda pixels, crops: self._fill(items, sources, pixels, crops))
+        graph.load([item.grid for item in items], lambda pixels, crops: self._fill(staged, pixels, crops))
         return graph.replay()
 
-    def _eager(self, items: Sequence[Item], sources: Sequence[Tensor]) -> Tensor:
+    def _eager(self, items: Sequence[Item], staged: "_Staged") -> Tensor:
         tower = self._tower
         grids = [item.grid for item in items]
         metadata = tower.reserve(tower.exact(grids))
@@ -143,29 +172,45 @@ class Engine:
         pixels = self._rows(metadata.capacity.patches, tower.geometry.row)
         if tower.geometry.crop_row:
             metadata.crops = self._rows(metadata.capacity.crops, tower.geometry.crop_row)
-        self._fill(items, sources, pixels, metadata.crops)
+        self._fill(staged, pixels, metadata.crops)
         return self._forward(pixels, metadata)
 
     def _rows(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=self._tower.dtype, device=self._tower.device)
 
-    def _fill(self, items: Sequence[Item], sources: Sequence[Tensor], pixels: Tensor, crops: Tensor | None) -> None:
-        """Write pixels (the first `sources`) and crops (the rest) into the tower's inputs."""
-        patches = [item.footprint.patches for item in items]
-        for item, source, rows in zip(items, sources[: len(items)], torch.split(pixels, patches), strict=True):
-            self._stager.stage(source, item.modality, rows)
+    def _fill(self, staged: "_Staged", pixels: Tensor, crops: Tensor | None) -> None:
+        """Write pixels and crops into the tower's inputs."""
+        patches = [sum(item.footprint.patches for item in group) for group in staged.groups]
+        for group, source, rows in zip(staged.groups, staged.pixels, torch.split(pixels, patches), strict=True):
+            self._stager.stage(source, group[0].modality, rows)
         if crops is None:
             return
-        cropped = [item for item in items if item.crops]
-        views = torch.split(crops, [item.footprint.crops for item in cropped])
-        for item, source, rows in zip(cropped, sources[len(items) :], views, strict=True):
+        views = torch.split(crops, [item.footprint.crops for item in staged.cropped])
+        for item, source, rows in zip(staged.cropped, staged.crops, views, strict=True):
             self._stager.stage(source, item.modality, rows, crops=True)
 
 
-def _all_finite(rows: Sequence[Tensor]) -> Tensor:
-    """`(items,)`: whether all values of each item are finite. aminmax takes one pass and propagates NaN."""
-    extremes = [extreme for own in rows for extreme in torch.aminmax(own)]
-    return torch.stack(extremes).isfinite().view(-1, 2).all(1)
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """The pixels of a batch on the device."""
+
+    groups: Sequence[Sequence[Item]]
+    pixels: Sequence[Tensor]
+    """Of each group."""
+    cropped: Sequence[Item]
+    crops: Sequence[Tensor]
+    """Of each item that has some."""
+
+
+def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...]]:
+    """What staging depends on: items that agree in it are staged as one."""
+    return item.modality, item.pixels.dtype, item.pixels.shape[1:]
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """`(tokens,)`: whether all values of each row are finite. aminmax takes one pass and propagates NaN."""
+    low, high = torch.aminmax(rows, dim=1)
+    return low.isfinite() & high.isfinite()
 
 
 def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:

@@ -47,10 +47,15 @@ class Streams(ABC):
 
     depth: int
     """Maximum batches in flight."""
+    joins: bool
+    """Whether uploaded tensors of one type become one tensor, which later steps handle at once."""
 
     @abstractmethod
-    def upload(self, pixels: Sequence[Pixels]) -> list[Tensor]:
-        """The items' bytes as flat tensors on the device, to be read within `computing`."""
+    def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
+        """The bytes of each group as a flat tensor on the device, to be read within `computing`.
+
+        The tensors of a group have one type; without `joins` a group is a single tensor.
+        """
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
@@ -70,14 +75,15 @@ class HostStreams(Streams):
     """For the CPU: every call is synchronous, and nothing is copied unless rows go to another process."""
 
     depth = 1
+    joins = False
 
     def __init__(self, memory: HostMemory | None = None) -> None:
         """`memory` is where rows go; None leaves them where they were computed."""
         self._memory = memory
         self._started = 0.0
 
-    def upload(self, pixels: Sequence[Pixels]) -> list[Tensor]:
-        return [flat(one) for one in pixels]
+    def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
+        return [flat(pixels) for (pixels,) in groups]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -99,6 +105,7 @@ class CudaStreams(Streams):
     """
 
     depth = 2
+    joins = True
 
     def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
         """`memory` is where rows go; None takes pinned memory of torch's."""
@@ -109,24 +116,26 @@ class CudaStreams(Streams):
         self._out = torch.cuda.Stream(device)
         self._started = torch.cuda.Event(enable_timing=True)
 
-    def upload(self, pixels: Sequence[Pixels]) -> list[Tensor]:
-        offsets = [0]
-        for one in pixels:
-            offsets.append(offsets[-1] + -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT)
-        sources = [torch.frombuffer(one.data, dtype=torch.uint8) for one in pixels]
+    def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
+        ends = [0]
+        starts: list[int] = []
+        for group in groups:
+            starts.append(-(-ends[-1] // _ALIGNMENT) * _ALIGNMENT)
+            ends.append(starts[-1] + sum(one.nbytes for one in group))
+        sources = [[torch.frombuffer(one.data, dtype=torch.uint8) for one in group] for group in groups]
         with torch.cuda.stream(self._in):  # also sets the thread's device, to which pinned memory belongs
-            if all(source.is_pinned() for source in sources):  # they stay where they are until the batch is collected
-                uploaded = torch.empty(offsets[-1], dtype=torch.uint8, device=self._device)
-                _place(sources, offsets, uploaded)
+            if all(source.is_pinned() for group in sources for source in group):
+                uploaded = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
+                _place(sources, starts, uploaded)  # they stay where they are until the batch is collected
             else:
-                pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
-                _place(sources, offsets, pinned)
+                pinned = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+                _place(sources, starts, pinned)
                 uploaded = pinned.to(self._device, non_blocking=True)
         self.compute.wait_stream(self._in)
         uploaded.record_stream(self.compute)
         return [
-            uploaded[start : start + one.nbytes].view(TORCH_TYPES[one.dtype])
-            for start, one in zip(offsets, pixels, strict=False)
+            uploaded[start:end].view(TORCH_TYPES[group[0].dtype])
+            for start, end, group in zip(starts, ends[1:], groups, strict=True)
         ]
 
     @contextmanager
@@ -165,7 +174,11 @@ def _host_tensor(tensor: Tensor, memory: HostMemory | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-def _place(sources: Sequence[Tensor], offsets: Sequence[int], target: Tensor) -> None:
-    """Copy each source to its offset; from pinned memory to a device without waiting."""
-    for start, source in zip(offsets, sources, strict=False):
-        target[start : start + len(source)].copy_(source, non_blocking=True)
+def _place(groups: Sequence[Sequence[Tensor]], starts: Sequence[int], target: Tensor) -> None:
+    """Copy each group to its start; from pinned memory to a device without waiting."""
+    for group, start in zip(groups, starts, strict=True):
+        at = start
+        for source in group:
+            end = at + source.numel()
+            target[at:end].copy_(source, non_blocking=True)
+            at = end

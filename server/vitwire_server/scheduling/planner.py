@@ -15,6 +15,9 @@ from vitwire_server.core.items import total
 from vitwire_server.core.plans import Batch, Fallback, Plan
 from vitwire_server.scheduling.packing import Options, best_fit, fill
 
+_MOST_KEPT = 8192
+"""Predictions that are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -62,6 +65,7 @@ class Planner:
         self._bounds = bounds
         self._without_graph = without_graph
         self._costs = costs
+        self._kept: dict[int, float] = {}
         self._options = Options([budget.tokens for budget in ladder], costs.replay)
 
     def plan(self, footprints: Sequence[Footprint]) -> Plan:
@@ -100,7 +104,14 @@ class Planner:
         return self._costs.eager(sum(tokens)) if budget is None else self._costs.replay(budget.tokens)
 
     def _least(self, tokens: int) -> float:
-        """Predicted time of the cheapest batch that holds `tokens`."""
+        """Predicted time of the cheapest batch that holds `tokens`; kept, as each request asks for some."""
+        if tokens not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[tokens] = self._cheapest_seconds(tokens)
+        return self._kept[tokens]
+
+    def _cheapest_seconds(self, tokens: int) -> float:
         replays = (self._costs.replay(budget.tokens) for budget in self._ladder if budget.tokens >= tokens)
         return min((self._costs.eager(tokens), *replays))
 

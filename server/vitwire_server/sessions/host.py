@@ -1,7 +1,6 @@
 """The engine's end of a link: sessions of the RPCs of another process."""
 
-import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +47,8 @@ class _Open:
     """Items whose bytes are being written."""
     rows: dict[int, Embedding] = field(default_factory=dict)
     """Rows that are being read."""
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    """Requests that wait until the session releases what it holds."""
 
 
 class SessionHost:
@@ -73,49 +73,55 @@ class SessionHost:
                     consumer_of(message.consumer, message.principal) if message.consumer else None,
                 )
                 number = message.session
-                session = self._engine.open(opening, lambda key, outcome: self._settle(number, key, outcome))
+                session = self._engine.open(
+                    opening, settle=lambda key, outcome: self._settle(number, key, outcome), fail=_cannot_fail
+                )
                 self._sessions[number] = _Open(session)
             case Reserve():
-                self._run(message, self._reserve(self._sessions[message.session], message))
+                opened, item = self._sessions[message.session], item_of(message.item)
+                self._reply(opened, message.number, lambda: self._reserve(opened, message.key, item))
             case Admit():
-                self._run(message, self._admit(self._sessions[message.session], message))
+                opened, items = self._sessions[message.session], dict(map(_received, message.items.items()))
+                self._reply(opened, message.number, lambda: self._admit(opened, items))
             case Queue():
-                self._queue(self._sessions[message.session], message)
+                opened = self._sessions[message.session]
+                self._reply(opened, message.number, lambda: self._queue(opened, message))
             case Release():
                 opened = self._sessions[message.session]
                 opened.unfilled.pop(message.key, None)
                 opened.rows.pop(message.key, None)
                 opened.session.release(message.key)
+                waiting, opened.waiting = opened.waiting, []
+                for attempt in waiting:
+                    attempt()
             case Close():
-                _end(self._sessions.pop(message.session))
+                self._sessions.pop(message.session).session.close()
 
     def close(self) -> None:
         """The process is gone: end its sessions."""
         sessions, self._sessions = self._sessions, {}
         for opened in sessions.values():
-            _end(opened)
+            opened.session.close()
 
-    def _run(self, message: Reserve | Admit, work: Coroutine[None, None, list[int]]) -> None:
-        """Reply with what `work` returns; it may wait for other items of the session."""
+    def _reply(self, opened: _Open, number: int, attempt: Callable[[], list[int] | None]) -> None:
+        """Reply with what `attempt` returns; while that is None, try again after each release of the session."""
+        try:
+            offsets = attempt()
+        except EncoderError as error:
+            self._link.send(Reply(number, [], pickled(error)))
+            return
+        if offsets is None:
+            opened.waiting.append(lambda: self._reply(opened, number, attempt))
+        else:
+            self._link.send(Reply(number, offsets))
 
-        async def reply() -> None:
-            try:
-                self._link.send(Reply(message.number, await work))
-            except EncoderError as error:
-                self._link.send(Reply(message.number, [], pickled(error)))
+    def _reserve(self, opened: _Open, key: int, item: Item) -> list[int] | None:
+        memory = opened.session.try_reserve(key, item)
+        return None if memory is None else [self._unfilled(opened, key, item, memory)]
 
-        tasks = self._sessions[message.session].tasks
-        task = asyncio.create_task(reply())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    async def _reserve(self, opened: _Open, message: Reserve) -> list[int]:
-        item = item_of(message.item)
-        return [self._unfilled(opened, message.key, item, await opened.session.reserve(message.key, item))]
-
-    async def _admit(self, opened: _Open, message: Admit) -> list[int]:
-        items = {key: _received(form) for key, form in message.items.items()}
-        await opened.session.admit(items)
+    def _admit(self, opened: _Open, items: Mapping[int, Item | CacheLookup]) -> list[int] | None:
+        if not opened.session.try_admit(items):
+            return None
         work = {key: item for key, item in items.items() if isinstance(item, Item)}
         memory = {key: self._memory.allocate(item.nbytes) for key, item in work.items()}
         return [self._unfilled(opened, key, item, memory[key]) for key, item in work.items()]
@@ -127,13 +133,9 @@ class SessionHost:
         opened.unfilled[key] = item.filled(memory)
         return offset
 
-    def _queue(self, opened: _Open, message: Queue) -> None:
-        items = {key: opened.unfilled.pop(key) for key in message.items}
-        try:
-            opened.session.queue(items, message.digests)
-            self._link.send(Reply(message.number, []))
-        except EncoderError as error:
-            self._link.send(Reply(message.number, [], pickled(error)))
+    def _queue(self, opened: _Open, message: Queue) -> list[int]:
+        opened.session.queue({key: opened.unfilled.pop(key) for key in message.items}, message.digests)
+        return []
 
     def _settle(self, number: int, key: int, outcome: Outcome) -> None:
         if isinstance(outcome, Encoded):
@@ -179,11 +181,11 @@ def not_ready(message: SessionMessage) -> ToRpc | None:
     return None
 
 
-def _received(form: ItemForm | LookupForm) -> Item | CacheLookup:
-    return item_of(form) if isinstance(form, ItemForm) else lookup_of(form)
+def _received(entry: tuple[int, ItemForm | LookupForm]) -> tuple[int, Item | CacheLookup]:
+    key, form = entry
+    return key, item_of(form) if isinstance(form, ItemForm) else lookup_of(form)
 
 
-def _end(opened: _Open) -> None:
-    for task in opened.tasks:
-        task.cancel()
-    opened.session.close()
+def _cannot_fail(fault: Exception) -> None:
+    """An engine of this process settles every item itself."""
+    raise AssertionError(fault)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -20,10 +20,10 @@ _HEAD = 4
 class Link(asyncio.Protocol, Generic[In, Out]):
     """Sends messages of one type and receives those of another, in order. Used on one event loop."""
 
-    def __init__(self, kind: type[In], receive: Callable[[In], None]) -> None:
-        """`receive` is called for each message; `kind` may be a union of tagged structs."""
-        self._decoder = msgspec.msgpack.Decoder(kind)
-        self._encoder = msgspec.msgpack.Encoder()
+    def __init__(self, decoder: Decoder[In], receive: Callable[[In], None]) -> None:
+        """`receive` is called for each message."""
+        self._decoder = decoder
+        self._encoder = Encoder()
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
@@ -33,10 +33,10 @@ class Link(asyncio.Protocol, Generic[In, Out]):
         """Set when the other end is closed, or its process is gone."""
 
     @classmethod
-    async def over(cls, end: socket.socket, kind: type[In], receive: Callable[[In], None]) -> "Link[In, Out]":
+    async def over(cls, end: socket.socket, decoder: Decoder[In], receive: Callable[[In], None]) -> "Link[In, Out]":
         """A link over one end of a socket pair, which it owns from now on."""
         end.setblocking(False)
-        _, link = await asyncio.get_running_loop().create_connection(lambda: cls(kind, receive), sock=end)
+        _, link = await asyncio.get_running_loop().create_connection(lambda: cls(decoder, receive), sock=end)
         return link
 
     def send(self, message: Out) -> None:

@@ -22,7 +22,7 @@ from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
 from vitwire_server.sessions.delivering import Courier, deliver
 from vitwire_server.sessions.mailbox import Mailbox
-from vitwire_server.sessions.session import Opening, Settle
+from vitwire_server.sessions.session import Fail, Opening, Settle
 
 
 class Memory(Protocol):
@@ -75,8 +75,9 @@ class LocalSessions:
         self.mailbox = Mailbox()
         self.digest_seed = randbits(64) if single_flight.is_on else None
 
-    def open(self, opening: Opening, settle: Settle) -> "LocalSession":
-        """See Sessions."""
+    def open(self, opening: Opening, settle: Settle, fail: Fail) -> "LocalSession":
+        """See Sessions. An engine that ends settles all items first, so `fail` is not called."""
+        del fail
         return LocalSession(self, opening, settle)
 
     @property
@@ -104,19 +105,17 @@ class LocalSession:
         self._opening = opening
         self._settle = settle
         self._held: dict[int, _Held] = {}
+        self._found: dict[int, Encoded | NotCached] = {}
+        """Answers of items without pixels that are not admitted yet."""
         self._released = asyncio.Event()
         self.ticket = Ticket(self._encoded, opening.deadline, opening.priority, request_id=opening.request_id)
         engine.monitor.session_opened()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
         """See Session."""
-        engine = self._engine
-        held = self._held[key] = _Held()
-        if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
-            engine.intake.check_deadline(self.ticket, item.footprint.tokens)
-        nbytes = item.weight(engine.width)
-        (held.permit,) = await self._admit(lambda: [engine.admission.promise(nbytes, self._opening.caller)])
-        return engine.memory.allocate(item.nbytes)
+        while (memory := self.try_reserve(key, item)) is None:
+            await self._next_release()
+        return memory
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
         """See Session."""
@@ -125,9 +124,28 @@ class LocalSession:
 
     async def admit(self, items: Mapping[int, Item | CacheLookup]) -> None:
         """Admit items that were not reserved, all or none, and answer those without pixels. Raises Overloaded."""
+        while not self.try_admit(items):
+            await self._next_release()
+
+    def try_reserve(self, key: int, item: Item) -> memoryview | None:
+        """As `reserve`; None where this session itself holds what is missing."""
+        engine = self._engine
+        held = self._held.setdefault(key, _Held())
+        if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
+            engine.intake.check_deadline(self.ticket, item.footprint.tokens)
+        nbytes = item.weight(engine.width)
+        permits = self._try_admit(lambda: [engine.admission.promise(nbytes, self._opening.caller)])
+        if permits is None:
+            return None
+        (held.permit,) = permits
+        return engine.memory.allocate(item.nbytes)
+
+    def try_admit(self, items: Mapping[int, Item | CacheLookup]) -> bool:
+        """As `admit`; False where this session itself holds what is missing."""
         for key, item in items.items():
             self._held.setdefault(key, _Held()).region = item.region
-        found = {key: self._find(item) for key, item in items.items() if isinstance(item, CacheLookup)}
+        found = self._found
+        found |= {k: self._find(item) for k, item in items.items() if isinstance(item, CacheLookup) and k not in found}
         nbytes = {
             key: item.weight(self._engine.width)
             for key, item in items.items()
@@ -135,11 +153,15 @@ class LocalSession:
         }
         nbytes |= {key: len(answer.embedding.data) for key, answer in found.items() if isinstance(answer, Encoded)}
         if nbytes:
-            permits = await self._admit(lambda: self._engine.admission.admit(list(nbytes.values())))
+            permits = self._try_admit(lambda: self._engine.admission.admit(list(nbytes.values())))
+            if permits is None:
+                return False
             for key, permit in zip(nbytes, permits, strict=True):
                 self._held[key].permit = permit
+        self._found = {}
         for key, answer in found.items():
             self._deliver(key, answer)
+        return True
 
     def queue(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
         """Queue admitted items, unless one of the same content is cached or in flight.
@@ -181,16 +203,18 @@ class LocalSession:
                 item.permit.release()
         self._engine.monitor.session_closed()
 
-    async def _admit(self, admit: Callable[[], Sequence[Permit]]) -> Sequence[Permit]:
-        """What `admit` returns, once this session does not hold what is missing itself. Raises Overloaded."""
-        while True:
-            try:
-                return admit()
-            except Overloaded as error:
-                if error.reason == "uploads" or not any(item.submitted for item in self._held.values()):
-                    raise
-            self._released.clear()
-            await self._released.wait()
+    def _try_admit(self, admit: Callable[[], Sequence[Permit]]) -> Sequence[Permit] | None:
+        """What `admit` returns; None where this session itself holds what is missing. Raises Overloaded."""
+        try:
+            return admit()
+        except Overloaded as error:
+            if error.reason == "uploads" or not any(item.submitted for item in self._held.values()):
+                raise
+        return None
+
+    async def _next_release(self) -> None:
+        self._released.clear()
+        await self._released.wait()
 
     def _find(self, lookup: CacheLookup) -> Encoded | NotCached:
         name = name_of(lookup, self._opening.principal, self._engine.card.fingerprint)

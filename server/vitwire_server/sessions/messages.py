@@ -4,6 +4,7 @@ import pickle
 from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
+from msgspec.msgpack import Decoder
 
 from vitwire_server.core.delivery import Consumer, Delivered, Fallback, MemoryKind, NotDelivered, Region
 from vitwire_server.core.errors import EncoderError
@@ -202,6 +203,8 @@ class Stop(Struct, array_like=True, frozen=True, tag=7):
 
 ToEngine: TypeAlias = Open | Reserve | Admit | Queue | Release | Close | Started | Drained
 ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Show | Drain | Stop
+FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
+FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
 
 
 def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:

@@ -30,7 +30,7 @@ from vitwire_server.sessions.messages import (
     placed_of,
     unpickled,
 )
-from vitwire_server.sessions.session import Opening, Settle
+from vitwire_server.sessions.session import Fail, Opening, Settle
 
 _COPIED_BYTES = 4 << 20
 """Bytes that are copied before other RPCs get their turn."""
@@ -44,13 +44,13 @@ class RemoteSessions:
         self.arena = arena
         self.digest_seed = digest_seed
         self._numbers = count()
-        self._open: dict[int, Settle] = {}
+        self._open: dict[int, tuple[Settle, Fail]] = {}
         self._replies: dict[int, asyncio.Future[list[int]]] = {}
 
-    def open(self, opening: Opening, settle: Settle) -> "RemoteSession":
+    def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
         """See Sessions."""
         session = next(self._numbers)
-        self._open[session] = settle
+        self._open[session] = settle, fail
         self.link.send(
             Open(
                 session,
@@ -75,9 +75,9 @@ class RemoteSessions:
             else:
                 future.set_result(message.offsets)
             return
-        settle = self._open.get(message.session)
-        if settle is None:
+        if message.session not in self._open:
             return
+        settle, _ = self._open[message.session]
         if isinstance(message, Fault):
             settle(message.key, unpickled(message.error, EncoderError))
         elif isinstance(message, Placed):
@@ -86,7 +86,9 @@ class RemoteSessions:
             settle(message.key, encoded_of(message, self.arena.view(message.offset, message.nbytes).toreadonly()))
 
     def lost(self, fault: Exception) -> None:
-        """The engine's process is gone: nothing is answered any more, and every request fails with `fault`."""
+        """The engine's process is gone: every RPC that works with it ends with `fault`."""
+        for _, fail in self._open.values():
+            fail(fault)
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(fault)

@@ -11,6 +11,8 @@ from vitwire_server.scheduling.tickets import Priority
 
 Settle: TypeAlias = Callable[[int, Outcome], None]
 """Receives the outcome of an item, by its key."""
+Fail: TypeAlias = Callable[[Exception], None]
+"""Receives the error that ends the RPC: the engine is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,6 @@ class Sessions(Protocol):
     digest_seed: int | None
     """Seed of the digests that `submit` needs; None where nothing is cached."""
 
-    def open(self, opening: Opening, settle: Settle) -> Session:
+    def open(self, opening: Opening, settle: Settle, fail: Fail) -> Session:
         """A session, which the caller closes. `settle` is called on the event loop, once per submitted item."""
         ...

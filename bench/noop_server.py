@@ -1,0 +1,54 @@
+"""A server whose tower costs nothing: `python bench/noop_server.py serve …`. What remains is the cost of the service.
+
+The rows it answers with are allocated and written once, when it starts. Part of no package, like
+`tests/support/faulty_server.py`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from vitwire_server import __main__
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.items import Embedding, Item
+from vitwire_server.core.runner import Collected, Running, Timings
+from vitwire_server.process import loading
+from vitwire_server.runtime.engine import Engine
+
+MOST_ROWS = 1024
+"""Those of an image of 1024 x 1024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A batch whose rows have been there from the start."""
+
+    results: Sequence[Embedding]
+
+    def collect(self) -> Collected:
+        """The rows, after no time."""
+        return Collected(self.results, Timings(0.0, 0.0, 0.0))
+
+
+class NoopEngine(Engine):
+    """Answers every item of up to `MOST_ROWS` rows with the same memory."""
+
+    def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:  # noqa: ARG002
+        return Done([self._embedding(item) for item in items])
+
+    def _embedding(self, item: Item) -> Embedding:
+        width = self._tower.geometry.width
+        return Embedding(self._prebuilt[: item.rows * width * item.output.size], item.output, (item.rows, width))
+
+    @cached_property
+    def _prebuilt(self) -> memoryview:
+        most = MOST_ROWS * self._tower.geometry.width * self._tower.dtype.itemsize
+        return torch.ones(most // 2, dtype=torch.bfloat16).view(torch.uint8).numpy().data
+
+
+if __name__ == "__main__":
+    setattr(loading, "Engine", NoopEngine)  # noqa: B010 - a name that it imports
+    __main__.main(sys.argv[1:])

@@ -1,0 +1,261 @@
+"""`make wire-bench`: what the service costs, on a CPU and without a real tower's time.
+
+Round trips through a server whose tower costs nothing, beside a bare gRPC server that reads and writes the same bytes
+in the same messages; a real tower through the service, beside the same tower in process; small items and health checks
+beside large ones. Whatever is compared runs in turns within one run, with client processes of its own. The last line
+of stdout is one JSON document.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench import towers
+from bench.fleet import Client, Load, bare_servers, loaded, prepared
+from bench.report import Report
+from bench.timeline import draw, traced
+from bench.turns import in_turns, steady
+
+from servers import ServerProcess, serving
+from vitwire_server.config.settings import ServeSettings
+
+NOOP = (str(Path(__file__).with_name("noop_server.py")),)
+STAND_INS = {"narrow": "wide", "real": "small"}
+"""What `--quick` uses instead."""
+REAL = ("-m", "vitwire_server")
+QUIET = ("--canary-seconds", "0", "--compile", "off", "--log-level", "warning")
+"""Nothing runs but what is measured."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Small towers are not faster with more, and threads that spin would disturb what is measured."""
+TITLES = {
+    "trips": "round trips: milliseconds a call, over a bare gRPC server and through the service with a no-op tower",
+    "cpu": "seconds of processors for each GB that went up and down",
+    "small": "one small item at a time: p50 in milliseconds, through the service and of the bare tower",
+    "beside": "small items and health checks, alone and beside large items (milliseconds)",
+    "batches": "a real tower: seconds in process over seconds through the service (1 is as fast)",
+}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One round trip: the server that answers it, its image, and how many are in flight."""
+
+    server: str
+    side: int
+    pixels: str
+    in_flight: int = 1
+
+    @property
+    def work(self) -> Row:
+        return {"side": self.side, "pixels": self.pixels}
+
+
+TRIPS = (
+    # 0.6, 3.1, 12.6 and 25 MB up and next to nothing down, then 1.6 and 34 MB down
+    *(Trip("narrow", *image) for image in ((224, "float16"), (1024, "uint8"), (1024, "float16"), (1024, "float32"))),
+    *(Trip("wide", side, "uint8") for side in (224, 1024)),
+    Trip("wide", 224, "uint8", in_flight=16),
+    Trip("wide", 1024, "float16", in_flight=4),
+)
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    parameters = {"seconds": options.seconds, "turns": options.turns, "layers": options.layers}
+    report = Report("wire", options.out, parameters | {"server_flags": options.server_flags})
+    with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
+        bench = Bench(report, options, Path(folder))
+        for processes in options.rpc_processes:
+            bench.run(processes)
+        if options.plot:
+            bench.plot()
+    report.end(TITLES)
+
+
+class Bench:
+    """Measures one number of RPC processes after the other on the same checkpoints."""
+
+    def __init__(self, report: Report, options: argparse.Namespace, folder: Path) -> None:
+        self._report = report
+        self._options = options
+        self._models = {
+            "wide": towers.with_rows_of(4096, 3, folder / "wide"),
+            "small": towers.small(folder / "small"),
+        }
+        if not options.quick:
+            self._models["narrow"] = towers.with_rows_of(64, 0, folder / "narrow")
+            self._models["real"] = towers.with_blocks(options.layers, folder / "real")
+
+    @property
+    def _real(self) -> Path:
+        return self._models["small" if self._options.quick else "real"]
+
+    def run(self, processes: int) -> None:
+        """All sections with this many RPC processes."""
+        flags: tuple[str, ...] = ()
+        if "rpc_processes" in ServeSettings.model_fields:
+            flags = ("--rpc-processes", str(processes))
+        elif processes > 1:
+            self._report.skip(f"--rpc-processes {processes}", "the server does not have this flag")
+            return
+        shape = {"rpc_processes": processes}
+        with self._serving(flags) as servers:
+            for trip in TRIPS if not self._options.quick else (TRIPS[0], TRIPS[4], TRIPS[6]):
+                self._trip(shape, servers[trip.server], trip)
+            self._report.add("small", shape | self._small(servers["small"]))
+            for row in self._beside(servers["wide"]):
+                self._report.add("beside", shape | row)
+            self._report.add("batches", shape | self._batches(servers["real"]))
+
+    @contextmanager
+    def _serving(self, flags: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
+        """A server for each checkpoint; those that do not serve cost no time."""
+        words = (*QUIET, *flags, *self._options.server_flags.split())
+        with ExitStack() as stack:
+            servers = {}
+            for name, model in self._models.items():
+                program = NOOP if name in ("narrow", "wide") else REAL
+                wrapper = () if name == "real" else ("env", *(f"{key}={value}" for key, value in ONE_THREAD.items()))
+                starting = serving(model, *words, wait=False, program=program, wrapper=wrapper)
+                servers[name] = stack.enter_context(starting)
+            for server in servers.values():
+                server.wait_for("ready: ")
+            yield {**servers, **{name: servers[other] for name, other in STAND_INS.items() if name not in servers}}
+
+    # -- trips -----------------------------------------------------------------------------------------
+
+    def _trip(self, shape: Row, server: ServerProcess, trip: Trip) -> None:
+        """The bare server, the service, and the service through the client library, in turns."""
+        with ExitStack() as stack:
+            target, pids = stack.enter_context(bare_servers(1))
+            bare = stack.enter_context(Client("raw", target=target, model=server.target))
+            raw = stack.enter_context(Client("raw", target=server.target))
+            library = stack.enter_context(Client("client", target=server.target))
+            size = prepared([raw, library], trip.work)
+            prepared([bare], {**trip.work, "answer": size["answer"]})
+            servers = {"bare": pids, "service": [server.process.pid], "client": [server.process.pid]}
+            paths = {"bare": bare, "service": raw, "client": library}
+            turns = in_turns(paths, servers, trip.in_flight, self._options)
+        nbytes = size["up"] + size["down"]
+        megabytes = {f"{way}_mb": round(size[way] / 1e6, 2) for way in ("up", "down")}
+        own = {**shape, **megabytes, "in_flight": trip.in_flight}
+        row = {
+            **own,
+            **{f"{name}_ms": round(1e3 * each.seconds, 2) for name, each in turns.items()},
+            "service_over_bare": round(turns["service"].seconds / turns["bare"].seconds, 2),
+            "client_over_bare": round(turns["client"].seconds / turns["bare"].seconds, 2),
+            "client_gb_per_s": round(nbytes / turns["client"].seconds / 1e9, 2),
+            "errors": sum(each.errors for each in turns.values()),
+        }
+        self._report.add("trips", row)
+        for name, each in turns.items():
+            self._report.add("cpu", {**own, "path": name, **each.per_gigabyte(nbytes)})
+
+    # -- one small item --------------------------------------------------------------------------------
+
+    def _small(self, server: ServerProcess) -> Row:
+        """A small item through the service and on the same tower in process, in turns."""
+        tower: Row = {"model": str(self._models["small"]), "device": "cpu", "compile": "off"}
+        with Client("tower", ONE_THREAD, **tower) as bare, Client("client", target=server.target) as library:
+            clients = {"tower": bare, "client": library}
+            prepared(list(clients.values()), {"side": 64})
+            turns = in_turns(clients, {"tower": [], "client": [server.process.pid]}, 1, self._options)
+        tower_ms, service_ms = (round(1e3 * turns[name].seconds, 3) for name in clients)
+        return {"tower_ms": tower_ms, "service_ms": service_ms, "overhead_ms": round(service_ms - tower_ms, 3)}
+
+    # -- beside large items ----------------------------------------------------------------------------
+
+    def _beside(self, server: ServerProcess) -> Iterator[Row]:
+        """Small items and health checks, 100 a second at most, alone and beside four large items in flight."""
+        with ExitStack() as stack:
+            kinds = {"small item": "client", "health": "health"}
+            clients = {name: stack.enter_context(Client(kind, target=server.target)) for name, kind in kinds.items()}
+            bulk = stack.enter_context(Client("client", target=server.target))
+            prepared(list(clients.values()), {"side": 64})
+            prepared([bulk], {"side": 1024, "pixels": "float16"})
+
+            def measured(client: Client) -> Load:
+                return loaded([client], 1, self._options.seconds, [server.process.pid], ramp=0.3, pause=0.01)
+
+            for name, client in clients.items():
+                alone = measured(client)
+                bulk.send(
+                    run={"in_flight": 4, "calls": 1 << 30, "stop": time.monotonic() + self._options.seconds + 0.6}
+                )
+                beside = measured(client)
+                bulk.answer()
+                yield {
+                    "call": name,
+                    "alone_p50_ms": alone.milliseconds(0.5),
+                    "alone_p99_ms": alone.milliseconds(0.99),
+                    "beside_p50_ms": beside.milliseconds(0.5),
+                    "beside_p99_ms": beside.milliseconds(0.99),
+                    "errors": alone.errors | beside.errors,
+                }
+
+    # -- batches of a real tower -----------------------------------------------------------------------
+
+    def _batches(self, server: ServerProcess) -> Row:
+        """Requests of the same images through the service, two in flight, and in process, in turns."""
+        images = 2
+        work = {"side": 64 if self._options.quick else 448, "images": images}
+        tower: Row = {"model": str(self._real), "device": "cpu", "compile": "off"}
+        threads = ONE_THREAD if self._options.quick else {}
+        with Client("tower", threads, **tower) as bare, Client("client", target=server.target) as library:
+            prepared([bare, library], work)
+            before = _batch_items(server)
+            ratios, spent = [], []
+            for _ in range(self._options.turns):
+                in_process = steady(bare, 1, self._options)
+                through = steady(library, 2, self._options)
+                ratios.append(in_process / through)
+                spent.append((in_process, through))
+            batches, items = (now - then for now, then in zip(_batch_items(server), before, strict=True))
+        in_process_ms, service_ms = (round(1e3 * median(each), 1) for each in zip(*spent, strict=True))
+        return {
+            "images_per_request": images,
+            "items_per_batch": round(items / batches, 2) if batches else None,
+            "in_process_ms": in_process_ms,
+            "service_ms": service_ms,
+            "in_process_over_service": round(median(ratios), 3),
+            "lowest": round(min(ratios), 3),
+            "highest": round(max(ratios), 3),
+        }
+
+    # -- timeline --------------------------------------------------------------------------------------
+
+    def plot(self) -> None:
+        """The stages of one batch of the real tower, from the spans of a server that is traced."""
+        words = (*QUIET, *self._options.server_flags.split())
+        work = {"side": 64 if self._options.quick else 448}
+        batch = traced(lambda flags: serving(self._real, *words, *flags), work, in_flight=4, calls=24)
+        self._report.note("timeline_ms", batch.medians)
+        draw(batch, self._options.plot, "448 x 448, four in flight, on the CPU")
+
+
+def _batch_items(server: ServerProcess) -> tuple[float, float]:
+    return server.metric("vitwire_batch_items_count"), server.metric("vitwire_batch_items_sum")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("wire-bench", description=__doc__)
+    parser.add_argument("--rpc-processes", nargs="+", type=int, default=[1, 2], help="RPC processes of the servers")
+    parser.add_argument("--server-flags", default="", help="more flags of vitwire-server serve, in one argument")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each path of a row, in all its turns")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each path of a row")
+    parser.add_argument("--layers", type=int, default=2, help="blocks of the real tower")
+    parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs, measures nothing")
+    parser.add_argument("--out", type=Path, help="write the JSON document here too, after each row")
+    parser.add_argument("--plot", type=Path, help="write a timeline of one batch here (PNG)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

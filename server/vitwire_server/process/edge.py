@@ -1,0 +1,138 @@
+"""An edge: a process that speaks gRPC for the engine of another process. Does not import torch."""
+
+import asyncio
+import logging
+import pickle
+import signal
+import socket
+from contextlib import suppress
+
+from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.core.errors import Unavailable
+from vitwire_server.core.health import Health, State
+from vitwire_server.observe.logs import configure_logs
+from vitwire_server.observe.metrics.edges import edge_metrics
+from vitwire_server.process.descriptors import raise_limit
+from vitwire_server.process.fronts import LocalFront
+from vitwire_server.process.inheritance import Inherited
+from vitwire_server.sessions.arena import Arena
+from vitwire_server.sessions.link import Link
+from vitwire_server.sessions.messages import (
+    FROM_ENGINE,
+    Configure,
+    Drain,
+    Drained,
+    Fault,
+    Placed,
+    Reply,
+    Rows,
+    Serve,
+    Show,
+    Started,
+    Stop,
+    ToEngine,
+    ToRpc,
+)
+from vitwire_server.sessions.remote import RemoteSessions
+
+_log = logging.getLogger(__name__)
+_GONE = "the engine's process ended"
+_LAST_SECONDS = 2.0
+"""Time to answer what is in flight once the engine is gone."""
+
+
+async def serve_edge(inherited: Inherited) -> int:
+    """Speak gRPC until the engine's process says so, or is gone; returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # init systems signal all processes; the engine's process drains us
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    raise_limit()
+    edge = _Edge(Arena(inherited.arena, inherited.arena_bytes), inherited.edges)
+    return await edge.run(socket.socket(fileno=inherited.link))
+
+
+class _Edge:
+    """Follows the engine's process. Control messages are handled one after the other, in `run`."""
+
+    def __init__(self, arena: Arena, edges: int) -> None:
+        self._arena = arena
+        self._edges = edges
+        self._health = Health()
+        self._control: asyncio.Queue[Configure | Serve | Show | Drain | Stop | None] = asyncio.Queue()
+        self._link: Link[ToRpc, ToEngine]
+        self._sessions: RemoteSessions | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self, end: socket.socket) -> int:
+        """See serve_edge."""
+        self._link = await Link.over(end, FROM_ENGINE, self._receive)
+        losing = asyncio.create_task(self._wait_until_lost())
+        front: LocalFront | None = None
+        try:
+            while isinstance(message := await self._control.get(), Configure | Serve | Show | Drain):
+                if isinstance(message, Configure):
+                    front = await self._start(message)
+                    if front is None:
+                        return 1
+                elif front:
+                    await self._handle(front, message)
+            if message is None and front:
+                await self._answer_what_is_left(front)
+            return int(message is None)
+        finally:
+            losing.cancel()
+            if self._draining:
+                self._draining.cancel()
+            if front:
+                await front.stop()
+            self._link.close()
+
+    def _receive(self, message: ToRpc) -> None:
+        if isinstance(message, Reply | Rows | Placed | Fault):
+            if self._sessions:
+                self._sessions.receive(message)
+        else:
+            self._control.put_nowait(message)
+
+    async def _wait_until_lost(self) -> None:
+        await self._link.lost.wait()
+        if self._sessions:
+            self._sessions.lost(Unavailable(f"the server cannot encode: {_GONE}"))
+        self._control.put_nowait(None)
+
+    async def _start(self, message: Configure) -> LocalFront | None:
+        """Listen; None if that is not possible, of which the engine's process is informed."""
+        settings: ServeSettings = pickle.loads(message.settings)  # noqa: S301 - from the process that started this one
+        configure_logs(settings.log_format, settings.log_level)  # the engine's process adds the label
+        fault = ""
+        front = None
+        try:
+            front = LocalFront(settings, edge_metrics(), self._health, processes=self._edges, port=message.port)
+            await front.start()
+        except (OSError, UsageError) as error:
+            fault, front = str(error), None
+        self._link.send(Started(fault))
+        return front
+
+    async def _handle(self, front: LocalFront, message: Serve | Show | Drain) -> None:
+        match message:
+            case Serve():
+                card, footprints = pickle.loads(message.model)  # noqa: S301 - as above
+                self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
+                front.serve(card, footprints, self._sessions)
+            case Show():
+                self._health.follow(State(message.state), message.reason)
+                await front.show()
+            case Drain():
+                self._draining = asyncio.create_task(self._drain(front, message.seconds))
+
+    async def _drain(self, front: LocalFront, seconds: float) -> None:
+        await front.drain(seconds)
+        self._link.send(Drained())
+
+    async def _answer_what_is_left(self, front: LocalFront) -> None:
+        """The engine's process is gone: RPCs in flight end with a status that clients retry elsewhere."""
+        _log.error("%s; stopping", _GONE)
+        self._health.follow(State.FAILED, _GONE)
+        with suppress(OSError):
+            await front.show()
+            await front.drain(_LAST_SECONDS)

@@ -1,0 +1,254 @@
+"""`--rpc-processes`: edges, which are processes that speak gRPC for the engine in this one."""
+
+import asyncio
+import logging
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from vitwire_server.config.settings import ServeSettings
+from vitwire_server.core.footprints import Footprints
+from vitwire_server.core.health import Health
+from vitwire_server.core.models import ModelCard
+from vitwire_server.observe.metrics.edges import EdgeMetrics
+from vitwire_server.observe.metrics.processes import ProcessMetrics
+from vitwire_server.process.children import ChildProcess, Launch, StartFailed
+from vitwire_server.process.inheritance import Inherited
+from vitwire_server.rpc.addresses import PortReservation, raise_if_socket_taken
+from vitwire_server.sessions.arena import ArenaMemory
+from vitwire_server.sessions.host import SessionHost, not_ready
+from vitwire_server.sessions.link import Link
+from vitwire_server.sessions.local import LocalSessions
+from vitwire_server.sessions.messages import (
+    FROM_RPC,
+    Configure,
+    Drain,
+    Drained,
+    Serve,
+    Show,
+    Started,
+    Stop,
+    ToEngine,
+    ToRpc,
+)
+
+_log = logging.getLogger(__name__)
+_STOP_SECONDS = 5.0
+_DRAIN_MARGIN = 5.0
+
+
+@dataclass(slots=True)
+class _EdgeLaunch(Launch):
+    """One start of an edge: its end of the link is closed here once it was inherited."""
+
+    end: socket.socket | None = None
+    on_start: Callable[[int], None] = lambda _: None
+    on_end: Callable[[], None] = lambda: None
+
+    def release(self) -> None:
+        """See Launch."""
+        if self.end:
+            self.end.close()
+
+    def started(self, pid: int) -> None:
+        """See Launch."""
+        self.on_start(pid)
+
+    def ended(self) -> None:
+        """See Launch."""
+        self.on_end()
+
+
+class _Edge:
+    """One edge, over all its restarts. The memory it uses is reclaimed only once its process has ended."""
+
+    def __init__(self, front: "EdgeFront", index: int) -> None:
+        self._front = front
+        self._index = index
+        self._pid = 0
+        self._link: Link[ToEngine, ToRpc] | None = None
+        self._host: SessionHost | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self.listening = asyncio.Event()
+        self.drained = asyncio.Event()
+        settings = front.settings
+        self.child = ChildProcess(
+            f"rpc-{index}",
+            self._launch,
+            unresponsive_seconds=settings.unresponsive_seconds,
+            json_lines=settings.log_format == "json",
+        )
+
+    def send(self, message: ToRpc) -> None:
+        """Send a message to the process, if there is one."""
+        if self._link:
+            self._link.send(message)
+
+    def serve(self) -> None:
+        """The model is loaded."""
+        front = self._front
+        if front.model and front.sessions and self._link:
+            self._host = SessionHost(front.sessions, front.memory, self._link)
+            self._link.send(Serve(front.model, front.sessions.digest_seed))
+
+    def _launch(self) -> Launch:
+        front = self._front
+        own, other = socket.socketpair()
+        arena = front.memory.arena
+        descriptors = (other.fileno(), arena.descriptor)
+        inheritance = Inherited(*descriptors, arena.size, self._index, len(front.edges)).environment
+        return _EdgeLaunch(
+            (sys.executable, "-P", "-m", "vitwire_server", "edge"),
+            {**inheritance, **front.metrics.environment},
+            descriptors,
+            end=other,
+            on_start=lambda pid: self._started(pid, own),
+            on_end=lambda: self._ended(own),
+        )
+
+    def _started(self, pid: int, end: socket.socket) -> None:
+        self._pid = pid
+        self._front.processes.started(self.child.label, pid)
+        self._connecting = asyncio.create_task(self._connect(end))
+
+    async def _connect(self, end: socket.socket) -> None:
+        front = self._front
+        link: Link[ToEngine, ToRpc] = await Link.over(end, FROM_RPC, self._receive)
+        self._link = link
+        settings = front.settings
+        if self._index:  # one process serves the socket: the kernel spreads no connections over those of a path
+            settings = settings.model_copy(update={"unix_socket": None})
+        link.send(Configure(pickle.dumps(settings), front.port))
+        link.send(front.state())
+        self.serve()
+
+    def _ended(self, end: socket.socket) -> None:
+        if self._connecting:
+            self._connecting.cancel()
+        if self._link:
+            self._link.close()
+        else:
+            end.close()
+        if self._host:
+            self._host.close()
+        self._link = self._host = self._connecting = None
+        self.drained.set()
+        if self._pid:
+            self._front.metrics.edge_ended(self._pid)
+            self._front.processes.ended(self.child.label)
+            self._pid = 0
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case Started():
+                if message.fault:
+                    self._front.fault = message.fault
+                else:
+                    self.child.mark_ready()
+                    self.listening.set()
+            case Drained():
+                self.drained.set()
+            case _ if self._host:
+                self._host.receive(message)
+            case _:
+                if reply := not_ready(message):
+                    self.send(reply)
+
+
+@dataclass(slots=True)
+class EdgeFront:
+    """See Front. Keeps the edges running, and connects them with the engine."""
+
+    settings: ServeSettings
+    health: Health
+    memory: ArenaMemory
+    metrics: EdgeMetrics
+    processes: ProcessMetrics
+    count: int
+    port: int = 0
+    edges: list[_Edge] = field(default_factory=list)
+    model: bytes = b""
+    """Pickled card and footprints, once the model is loaded."""
+    sessions: LocalSessions | None = None
+    fault: str = ""
+    """Why an edge could not listen."""
+    _running: list[asyncio.Task[bool]] = field(default_factory=list)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _reservation: PortReservation | None = None
+
+    async def start(self) -> int:
+        """See Front."""
+        settings = self.settings
+        if settings.unix_socket:
+            try:
+                raise_if_socket_taken(settings.unix_socket)
+            except OSError as error:
+                raise OSError(f"cannot listen on {settings.unix_socket}: {error}") from error
+        self._reservation = PortReservation(settings.host, settings.port)
+        self.port = self._reservation.port
+        self.edges += [_Edge(self, index) for index in range(self.count)]
+        self.processes.expect(edge.child.label for edge in self.edges)
+        self._running = [asyncio.create_task(edge.child.keep_running(self._stopping)) for edge in self.edges]
+        listening = asyncio.create_task(self._all_listening())
+        await asyncio.wait([listening, *self._running], return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            listening.cancel()
+            await self.stop()
+            raise OSError(self.fault or "the processes that speak gRPC cannot be started")
+        return self.port
+
+    async def _all_listening(self) -> bool:
+        for edge in self.edges:
+            await edge.listening.wait()
+        return True
+
+    def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
+        """The model is loaded: accept RPCs."""
+        self.model = pickle.dumps((card, footprints))
+        self.sessions = sessions
+        for edge in self.edges:
+            edge.serve()
+
+    def state(self) -> Show:
+        """The server's state as it is sent."""
+        return Show(self.health.state.value, self.health.reason)
+
+    async def show(self) -> None:
+        """See Front."""
+        for edge in self.edges:
+            edge.send(self.state())
+
+    async def watch(self) -> None:
+        """See Front."""
+        done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            if isinstance(error := task.exception(), StartFailed | OSError):
+                _log.error("%s", error)
+
+    async def drain(self, seconds: float) -> None:
+        """See Front."""
+        for edge in self.edges:
+            edge.drained.clear()
+            edge.send(Drain(seconds))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds + _DRAIN_MARGIN):
+                await asyncio.gather(*(edge.drained.wait() for edge in self.edges if edge.child.pid))
+
+    async def stop(self) -> None:
+        """See Front."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        for edge in self.edges:
+            edge.send(Stop())
+        if self._running:
+            _, alive = await asyncio.wait(self._running, timeout=_STOP_SECONDS)
+            for task in alive:
+                task.cancel()  # which kills the process
+            await asyncio.gather(*self._running, return_exceptions=True)
+        if self._reservation:
+            self._reservation.close()
+        self.metrics.close()

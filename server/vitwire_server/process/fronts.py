@@ -1,0 +1,135 @@
+"""The gRPC side of a server, in this process."""
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.core.footprints import Footprints
+from vitwire_server.core.health import Health
+from vitwire_server.core.models import ModelCard
+from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.process.descriptors import rpc_connections
+from vitwire_server.rpc.calls import Serving
+from vitwire_server.rpc.certificates import Certificates
+from vitwire_server.rpc.codec import Codec
+from vitwire_server.rpc.receive_slots import ReceiveSlots
+from vitwire_server.rpc.server import Extras, Listen, RpcServer
+from vitwire_server.rpc.service import EncoderService
+from vitwire_server.rpc.tokens import Tokens
+from vitwire_server.sessions.session import Sessions
+
+if TYPE_CHECKING:
+    from vitwire_server.observe.otlp import OtlpTracer
+
+
+class Front(Protocol):
+    """What speaks gRPC for an engine: this process, or several others. Used on the event loop."""
+
+    async def start(self) -> int:
+        """Listen, alive but not ready; returns the port. Raises OSError or UsageError."""
+        ...
+
+    async def show(self) -> None:
+        """Let probes see the server's state."""
+        ...
+
+    async def watch(self) -> None:
+        """Wait until RPCs cannot be served any more; this may be forever."""
+        ...
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new RPCs; wait at most `seconds` until those in flight are answered."""
+        ...
+
+    async def stop(self) -> None:
+        """Close the ports and end open connections; a second call does nothing."""
+        ...
+
+
+class LocalFront:
+    """See Front."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        metrics: RpcMetrics,
+        health: Health,
+        *,
+        processes: int = 1,
+        port: int | None = None,
+    ) -> None:
+        """One of `processes` that share `port`; None listens on the port of the settings alone.
+
+        Raises UsageError for unusable certificate or token files.
+        """
+        self._health = health
+        slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes // processes, settings.idle_seconds)
+        self._service = EncoderService(metrics, health, slots, settings.idle_seconds)
+        self._tracer = _tracer(settings)
+        self._rpc = RpcServer(
+            self._service,
+            _listen(settings, port),
+            max_message_bytes=settings.message_bytes,
+            extras=Extras(reflection=settings.reflection, channelz=settings.channelz),
+            tracer=self._tracer,
+        )
+
+    def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
+        """The model is loaded: accept RPCs."""
+        self._service.serving = Serving(card, Codec(card, footprints), sessions)
+
+    async def start(self) -> int:
+        """See Front."""
+        return await self._rpc.start()
+
+    async def show(self) -> None:
+        """See Front."""
+        await self._rpc.set_ready(ready=self._health.is_ready)
+        await self._rpc.set_alive(alive=self._health.is_alive)
+
+    async def watch(self) -> None:
+        """See Front."""
+        await asyncio.get_running_loop().create_future()
+
+    async def drain(self, seconds: float) -> None:
+        """See Front."""
+        await self._service.drain(seconds)
+
+    async def stop(self) -> None:
+        """See Front."""
+        await self._rpc.stop(0)
+        if self._tracer:
+            self._tracer.close()
+            self._tracer = None
+
+
+def _listen(settings: ServeSettings, shared_port: int | None) -> Listen:
+    """Where and how to listen. Raises UsageError for unusable certificate or token files."""
+    cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
+    try:
+        certificates = Certificates(cert, key, settings.tls_client_ca) if cert and key else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tls-cert, --tls-key, --tls-client-ca: {error}") from error
+    try:
+        gate = Tokens(tokens) if tokens else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--auth-tokens-file: {error}") from error
+    listeners = 2 if settings.unix_socket else 1
+    return Listen(
+        settings.host,
+        settings.port if shared_port is None else shared_port,
+        settings.unix_socket,
+        certificates,
+        gate,
+        is_shared=shared_port is not None,
+        max_age_seconds=settings.max_connection_age_seconds,
+        max_connections=rpc_connections() // listeners,
+    )
+
+
+def _tracer(settings: ServeSettings) -> "OtlpTracer | None":
+    if not settings.otlp_endpoint:
+        return None
+    from vitwire_server.observe.otlp import OtlpTracer  # noqa: PLC0415 - slow import, needed only for tracing
+
+    return OtlpTracer(settings.otlp_endpoint)
