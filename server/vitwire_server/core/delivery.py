@@ -119,3 +119,11 @@ class Rows(Protocol):
     def release(self) -> None:
         """The memory is not read any more. Called once, by any thread; perhaps long after the outcome is known."""
         ...
+
+
+class DeviceRows(Rows, Protocol):
+    """Rows on a device that are copied to the host as well, where they are needed if they are not delivered."""
+
+    def finish_host_copy(self) -> None:
+        """Wait until the rows on the host are complete."""
+        ...

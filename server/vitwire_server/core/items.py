@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from math import prod
 
-from vitwire_server.core.delivery import Region
+from vitwire_server.core.delivery import DeviceRows, Region
 from vitwire_server.core.grids import Footprint, Grid, retained
 
 
@@ -66,6 +66,8 @@ class Item:
     """The client's name of the content; empty without one."""
     region: Region | None = None
     """Where the rows are to be written; None if they are returned."""
+    on_device: bool = False
+    """Whether the region is in memory of a device."""
 
     def filled(self, data: memoryview) -> "Item":
         """The item with its `nbytes` bytes: pixels, then crops."""
@@ -114,6 +116,8 @@ class Embedding:
     shape: tuple[int, int]
     kept: tuple[int, ...] = ()
     """Indices of the tokens whose rows these are; empty for all of them."""
+    device: DeviceRows | None = None
+    """The rows on the device, to be delivered; those on the host may not be complete yet."""
 
     @property
     def nbytes(self) -> int:

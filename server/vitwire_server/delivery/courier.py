@@ -20,6 +20,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 _IDLE_PAUSE = 1.0
 """While agents are connected, of which some may have to be removed."""
 Done = Callable[[Delivered | NotDelivered], None]
+Upload = Callable[[memoryview], Rows | None]
 
 
 class Courier:
@@ -30,12 +31,8 @@ class Courier:
         metrics: DeliveryMetrics,
         sources: Sequence[Memory] = (),
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
-        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Register `sources`, which rows are sent from without a copy. Raises AgentError.
-
-        `prepare` runs first in the delivery thread, to make a CUDA device current.
-        """
+        """Register `sources`, which rows are sent from without a copy. Raises AgentError."""
         self._metrics = metrics
         self._bounds = bounds
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -44,9 +41,10 @@ class Courier:
         self._done: dict[Job, Done] = {}
         """Of deliveries without an outcome; changed under the lock, like `_closed`."""
         self._closed = False
+        self._upload: Upload | None = None
         self._lock = Lock()
         started: Future[None] = Future()
-        self._thread = Thread(target=self._run, args=(prepare, started), name="delivery", daemon=True)
+        self._thread = Thread(target=self._run, args=(started,), name="delivery", daemon=True)
         self._thread.start()
         try:
             started.result()
@@ -71,6 +69,32 @@ class Courier:
             self._metrics.fell_back(Fallback.BUSY)
             done(NotDelivered(Fallback.BUSY))
 
+    def add_device(
+        self, memory: Memory, prepare: Callable[[], None], upload: Callable[[memoryview], Rows | None]
+    ) -> None:
+        """Deliver from device memory as well. `prepare` makes the device current in the delivery thread.
+
+        `upload` copies rows from the host into the memory. Raises AgentError.
+        """
+        added: Future[None] = Future()
+
+        def add() -> None:
+            prepare()
+            try:
+                self._transfers.register(memory)
+            except AgentError as error:
+                added.set_exception(error)
+            else:
+                added.set_result(None)
+
+        self._inbox.put(add)
+        added.result()
+        self._upload = upload
+
+    def upload(self, data: memoryview) -> Rows | None:
+        """Rows of the host on the device; None without a device, or room on it."""
+        return self._upload(data) if self._upload else None
+
     def close(self) -> None:
         """End all deliveries and disconnect from all agents."""
         with self._lock:
@@ -79,9 +103,8 @@ class Courier:
         self._thread.join(_CLOSE_SECONDS)
         self._vetter.close()
 
-    def _run(self, prepare: Callable[[], None], started: "Future[None]") -> None:
+    def _run(self, started: "Future[None]") -> None:
         try:
-            prepare()
             self._transfers.start()
         except AgentError as error:
             started.set_exception(error)

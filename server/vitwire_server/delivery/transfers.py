@@ -93,6 +93,12 @@ class Transfers:
             agent.register(memory)
         self._agent = agent
 
+    def register(self, memory: Memory) -> None:
+        """Register more memory that rows are sent from. Raises AgentError."""
+        assert self._agent, "started"
+        self._agent.register(memory)
+        self._sources.append(memory)
+
     def accept(self, job: Job) -> None:
         """Begin a delivery."""
         peer = self._peers.find(job.placing.consumer) if self._can_send(job.rows) else Fallback.BUSY

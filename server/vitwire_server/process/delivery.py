@@ -1,11 +1,16 @@
 """The courier of a server process."""
 
+import logging
+
 from vitwire.agents import MISSING, AgentError, Memory, is_installed
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.observe.metrics import Metrics
+from vitwire_server.runtime.outbox import Outbox
 from vitwire_server.sessions.arena import ArenaMemory
+
+_log = logging.getLogger(__name__)
 
 
 def check(settings: ServeSettings) -> None:
@@ -24,3 +29,11 @@ def courier(settings: ServeSettings, metrics: Metrics, memory: ArenaMemory | Non
         return Courier(metrics.delivery, sources, Bounds(seconds=settings.nixl_seconds))
     except AgentError as error:
         raise UsageError(f"--nixl: {error}") from error
+
+
+def add_device(courier: Courier, outbox: Outbox) -> None:
+    """Deliver rows from the device to devices as well."""
+    try:
+        courier.add_device(outbox.memory, outbox.make_current, outbox.uploaded)
+    except AgentError as error:
+        _log.warning("embeddings are not delivered to clients' devices: %s", error)

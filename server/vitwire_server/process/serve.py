@@ -136,6 +136,8 @@ async def _until_stopped(
     scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary)
     engine = EngineThread(scheduler)
     engine.start()
+    if courier and model.outbox:
+        await asyncio.to_thread(delivery.add_device, courier, model.outbox)
     card = replace(model.card, nixl=courier is not None)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
     front.serve(card, model.tower.footprints, sessions)

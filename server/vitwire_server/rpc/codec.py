@@ -8,7 +8,7 @@ import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.delivery import Consumer
+from vitwire_server.core.delivery import Consumer, MemoryKind
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
@@ -148,7 +148,10 @@ class Codec:
             return None
         crops = _described(item.crops) if item.HasField("crops") else None
         footprint, ratio = self._footprints(grid), _keep_ratio(item)
-        made = Item(modality, grid, _described(item.pixels), footprint, output, ratio, crops, item.content_id, region)
+        pixels, on_device = _described(item.pixels), bool(region and consumer and consumer.memory is MemoryKind.DEVICE)
+        made = Item(
+            modality, grid, pixels, footprint, output, ratio, crops, item.content_id, region, on_device=on_device
+        )
         small = wrong_region(region, consumer, made.rows_nbytes(self._card.geometry.width))
         violations += [Violation(f"{field}.{name}", reason) for name, reason in small]
         return None if small else made

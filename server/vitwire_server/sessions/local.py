@@ -20,7 +20,7 @@ from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
-from vitwire_server.sessions.delivering import Courier, deliver
+from vitwire_server.sessions.delivering import Courier, deliver, for_others
 from vitwire_server.sessions.mailbox import Mailbox
 from vitwire_server.sessions.session import Fail, Opening, Settle
 
@@ -245,7 +245,7 @@ class LocalSession:
         held = self._held.get(key)
         if held and held.waiter:
             waiter, held.waiter = held.waiter, None
-            self._engine.single_flight.completed(waiter, outcome)
+            self._engine.single_flight.completed(waiter, for_others(outcome))
         if not self.ticket.cancelled:
             self._deliver(key, outcome)
 

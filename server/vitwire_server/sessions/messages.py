@@ -34,6 +34,7 @@ class ItemForm(Struct, array_like=True, frozen=True, tag="i"):
     keep_ratio: float
     content_id: str
     region: tuple[int, int] | None
+    on_device: bool
 
 
 class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
@@ -222,6 +223,7 @@ def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
         item.keep_ratio,
         item.content_id,
         _pair(item.region),
+        item.on_device,
     )
 
 
@@ -249,6 +251,7 @@ def item_of(form: ItemForm) -> Item:
         _pixels(form.crops) if form.crops else None,
         form.content_id,
         Region(*form.region) if form.region else None,
+        on_device=form.on_device,
     )
 
 
