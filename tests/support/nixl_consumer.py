@@ -36,7 +36,7 @@ class ConsumerProcess:
     def consumer(self, principal: str = "", **changed: Any) -> Consumer:
         """The consumer as a request describes it."""
         fields = {"agent": self.agent, "metadata": self.metadata, "address": self.address, "nbytes": self.nbytes}
-        return Consumer(principal=principal, memory=MemoryKind.HOST, device=0, **(fields | changed))
+        return Consumer(**({"principal": principal, "memory": MemoryKind.HOST, "device": 0} | fields | changed))
 
     def sums(self, offset: int, nbytes: int) -> dict[str, int]:
         """How many bytes of each value there are."""
@@ -62,9 +62,9 @@ class ConsumerProcess:
 
 
 @contextmanager
-def consuming(nbytes: int) -> Iterator[ConsumerProcess]:
-    """A consumer with so much memory, killed at the end of the block."""
-    command = [sys.executable, str(Path(__file__)), str(nbytes)]
+def consuming(nbytes: int, device: int | None = None) -> Iterator[ConsumerProcess]:
+    """A consumer with so much memory, on the host or a CUDA device; killed at the end of the block."""
+    command = [sys.executable, str(Path(__file__)), str(nbytes), *([] if device is None else [str(device)])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
@@ -75,11 +75,19 @@ def consuming(nbytes: int) -> Iterator[ConsumerProcess]:
             process.kill()
 
 
-def main(nbytes: int) -> None:
+def main(nbytes: int, device: int | None) -> None:
     agent = Agent(uuid.uuid4().hex)
-    memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-    agent.register(Memory(memory.ctypes.data, nbytes))
-    started = {"agent": agent.name, "metadata": agent.metadata.hex(), "address": memory.ctypes.data}
+    if device is None:
+        memory: Any = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        address = memory.ctypes.data
+    else:
+        import torch  # noqa: PLC0415 - slow, and not needed on the host
+
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+        torch.cuda.synchronize()
+        address = memory.data_ptr()
+    agent.register(Memory(address, nbytes, device))
+    started = {"agent": agent.name, "metadata": agent.metadata.hex(), "address": address}
     print(json.dumps(started), flush=True)
 
     def progress() -> None:
@@ -91,7 +99,8 @@ def main(nbytes: int) -> None:
     for line in sys.stdin:
         match line.split():
             case ["sum", offset, count]:
-                values, counts = np.unique(memory[int(offset) : int(offset) + int(count)], return_counts=True)
+                part = memory[int(offset) : int(offset) + int(count)]
+                values, counts = np.unique(part if device is None else part.cpu().numpy(), return_counts=True)
                 print(json.dumps(dict(zip(map(int, values), map(int, counts), strict=True))), flush=True)
             case ["zero"]:
                 memory[:] = 0
@@ -99,4 +108,4 @@ def main(nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
