@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
@@ -16,6 +17,7 @@ from vitwire._errors import VitwireError
 from vitwire._exchange import may_mean_other_model
 from vitwire._items import Item, without_pixels
 from vitwire._model import Model
+from vitwire._nixl import POOL_BYTES, Delivery, Nixl
 from vitwire._prepare import clip_items, image_items
 from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
 from vitwire._retry import MAX_RETRIES, Policy
@@ -42,6 +44,9 @@ class AsyncClient:
         connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
+        delivery: Delivery = "auto",
+        device: str | None = None,
+        delivery_bytes: int = POOL_BYTES,
     ) -> None:
         if spread < 1:
             raise ValueError(f"spread must be at least 1, got {spread}")
@@ -49,6 +54,7 @@ class AsyncClient:
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
+        self._nixl = Nixl(delivery, device, delivery_bytes)
         self._transport = AsyncTransport(
             checked_target(target), credentials(tls), bearer(token), self._policy, connections
         )
@@ -165,6 +171,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection and cancel requests in flight."""
         await self._transport.close()
+        await asyncio.to_thread(self._nixl.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -191,6 +198,7 @@ class AsyncClient:
         if not items:
             return
         model = await self._get_model(deadline)
+        options = replace(options, leasing=self._nixl.leasing(model, options.output_type))
         parts = split(items, options, self._spread, model)
         deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
         try:

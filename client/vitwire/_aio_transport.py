@@ -12,7 +12,7 @@ from vitwire._channel import Metadata
 from vitwire._connections import Connection, Connections
 from vitwire._deadline import Deadline
 from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
-from vitwire._exchange import Exchange, model_of
+from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
 from vitwire._protocol import Part, Result
 from vitwire._retry import Attempts, Policy
@@ -90,7 +90,7 @@ class AsyncTransport:
         """Results of a part; what a server refused or never answered is sent again, while it is one message."""
         again: Connection[grpc.aio.Channel] | None = None
         while exchange.part.one_message:
-            exchange.begin()
+            await _begun(exchange)
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
             with self._connections.bulk(part.transfer_bytes, stream=False, again=again) as connection:
                 encode = connection.channel.unary_stream(*_channel.ENCODE)
@@ -111,6 +111,7 @@ class AsyncTransport:
                     raise _cancelled(error) from None
                 finally:
                     call.cancel()
+                    exchange.close()
             again = None
             if delay is None:
                 for result in exchange.refused():
@@ -184,6 +185,13 @@ async def _accepted(call: grpc.aio.Call, timeout: float | None) -> bool:  # noqa
     except TimeoutError:
         return False
     return True
+
+
+async def _begun(exchange: Exchange) -> None:
+    """Start an attempt, once there is room for its rows."""
+    while not exchange.begin():
+        exchange.check_deadline()
+        await asyncio.sleep(ROOM_SECONDS)
 
 
 def _cancelled(error: asyncio.CancelledError) -> BaseException:

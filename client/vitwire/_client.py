@@ -1,6 +1,7 @@
 """The synchronous client. `_aio.py` is the same for asyncio."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
@@ -13,6 +14,7 @@ from vitwire._errors import VitwireError
 from vitwire._exchange import may_mean_other_model
 from vitwire._items import Item, without_pixels
 from vitwire._model import Model
+from vitwire._nixl import POOL_BYTES, Delivery, Nixl
 from vitwire._prepare import clip_items, image_items
 from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
 from vitwire._retry import MAX_RETRIES, Policy
@@ -37,6 +39,10 @@ class Client:
     max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
         answer, or a full server says when to retry; the count restarts whenever an item is answered.
     wait_for_ready: wait, within the timeout, for a server that is starting or loading its model.
+    delivery: "stream": embeddings come in responses. "nixl": the server writes them into memory of this process
+        through NIXL; a call fails where that is not possible. "auto": as "nixl" where possible, else as "stream".
+    device: CUDA device, such as "cuda:0", that NIXL delivers to; None for host memory.
+    delivery_bytes: memory for embeddings that NIXL delivers. Embeddings hold it until they are garbage-collected.
 
     Raises ValueError for an invalid target. docs/client.md has the details.
     """
@@ -52,6 +58,9 @@ class Client:
         connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
+        delivery: Delivery = "auto",
+        device: str | None = None,
+        delivery_bytes: int = POOL_BYTES,
     ) -> None:
         if spread < 1:
             raise ValueError(f"spread must be at least 1, got {spread}")
@@ -59,6 +68,7 @@ class Client:
         self._timeout = timeout
         self._spread = spread
         self._model: Model | None = None
+        self._nixl = Nixl(delivery, device, delivery_bytes)
         self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy, connections)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -196,6 +206,7 @@ class Client:
     def close(self) -> None:
         """Close the connection and cancel requests in flight."""
         self._transport.close()
+        self._nixl.close()
 
     def __enter__(self) -> Self:
         return self
@@ -221,6 +232,7 @@ class Client:
         if not items:
             return
         model = self._get_model(deadline)
+        options = replace(options, leasing=self._nixl.leasing(model, options.output_type))
         parts = split(items, options, self._spread, model)
         deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
         try:

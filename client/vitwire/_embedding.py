@@ -43,6 +43,8 @@ class Report:
     """From the start of the item's batch to its rows on the host."""
     kept: tuple[int, ...] = ()
     """Indices of the tokens that pruning kept; empty when pruning was off."""
+    delivery_fallback: str = ""
+    """Why NIXL was not used for this item; empty if it was, or was not asked for."""
 
     @classmethod
     def from_message(cls, message: pb.ItemReport) -> "Report":
@@ -54,6 +56,7 @@ class Report:
             queued=message.queued.seconds + message.queued.nanos / 1e9,
             encoded=message.encoded.seconds + message.encoded.nanos / 1e9,
             kept=tuple(message.kept),
+            delivery_fallback=message.delivery_fallback,
         )
 
 
@@ -61,8 +64,8 @@ class Report:
 class Embedding:
     """Rows of one item, `(tokens, width)`; a row is `[main | level 0 | level 1 | ...]`."""
 
-    _rows: npt.NDArray[Any]
-    """In the server's dtype, stored as in `STORAGE`; owned by this object."""
+    _rows: "npt.NDArray[Any] | torch.Tensor"
+    """In the server's dtype: an array stored as in `STORAGE`, or a tensor on the client's device."""
     dtype: DType
     """Type of the rows as received: float32, float16 or bfloat16."""
     levels: int
@@ -74,38 +77,45 @@ class Embedding:
     @property
     def shape(self) -> tuple[int, ...]:
         """`(tokens, width)`; the width includes deepstack levels."""
-        return self._rows.shape
+        return tuple(self._rows.shape)
 
     def numpy(self) -> Float32:
         """The rows as float32, `(tokens, width)`; the conversion is exact. A view if they were received as float32."""
-        return _float32(self._rows, self.dtype)
+        return _float32(self._host(), self.dtype)
 
     def torch(self) -> "torch.Tensor":
-        """The rows in the server's dtype, `(tokens, width)`, on the CPU, sharing this object's memory."""
+        """The rows in the server's dtype, `(tokens, width)`, sharing this object's memory.
+
+        On the client's `device` if they were delivered there, else on the CPU.
+        """
         import torch  # noqa: PLC0415  # not a dependency of the client
 
+        if not isinstance(self._rows, np.ndarray):
+            return self._rows
         tensor = torch.from_numpy(self._rows)
         return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """As `numpy()`, for `np.asarray`. Raises ValueError if `copy=False` is impossible."""
         wanted = np.dtype(np.float32 if dtype is None else dtype)
-        shares = self.dtype != "bfloat16" and wanted == self._rows.dtype
+        rows = self._host()
+        shares = self.dtype != "bfloat16" and wanted == rows.dtype and rows is self._rows
         if copy is False and not shares:
             raise ValueError(f"an array of {wanted} needs a copy of rows that are {self.dtype}")
         if shares:
-            return self._rows.copy() if copy else self._rows
+            return rows.copy() if copy else rows
         return self.numpy().astype(wanted, copy=False)
 
     def __dlpack__(self, **options: Any) -> Any:  # noqa: ANN401  # capsules have no type before 3.13
-        """The rows in the server's dtype, bfloat16 included, on the CPU, sharing this object's memory."""
+        """The rows in the server's dtype, bfloat16 included, where `torch()` has them, sharing this object's memory."""
         capsule = self._rows.__dlpack__(**options)
-        if self.dtype == "bfloat16":
+        if self.dtype == "bfloat16" and isinstance(self._rows, np.ndarray):
             name_bfloat16(capsule)
         return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._rows.__dlpack_device__()
+        kind, number = self._rows.__dlpack_device__()
+        return int(kind), int(number)
 
     @property
     def main(self) -> Float32:
@@ -123,7 +133,17 @@ class Embedding:
 
     def _level(self, index: int) -> Float32:
         width = self._rows.shape[-1] // (1 + self.levels)
-        return _float32(self._rows[..., index * width : (index + 1) * width], self.dtype)
+        return _float32(self._host()[..., index * width : (index + 1) * width], self.dtype)
+
+    def _host(self) -> npt.NDArray[Any]:
+        """The rows as in `STORAGE`, copied to the host if they are on a device."""
+        if isinstance(self._rows, np.ndarray):
+            return self._rows
+        import torch  # noqa: PLC0415  # the rows are its tensor
+
+        rows = self._rows.cpu()
+        array: npt.NDArray[Any] = (rows.view(torch.uint16) if self.dtype == "bfloat16" else rows).numpy()
+        return array
 
     def __repr__(self) -> str:
         return f"Embedding(shape={self.shape}, dtype={self.dtype}, path={self.report.path})"

@@ -1,14 +1,26 @@
 """The exchange of one part of a request over all its attempts, without I/O, for both clients."""
 
+from dataclasses import replace
 from typing import Any
 
 from vitwire._connections import C, Connection
-from vitwire._errors import EncodeFailed, InvalidItem, Overloaded, Unavailable, VitwireError
+from vitwire._errors import (
+    DeadlineExceeded,
+    EncodeFailed,
+    InvalidItem,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    VitwireError,
+)
 from vitwire._model import Model
 from vitwire._protocol import Assembler, Part, Response, Result
 from vitwire._retry import Attempts
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Malformed
+
+ROOM_SECONDS = 0.002
+"""Between looks for room to lease."""
 
 
 class Exchange:
@@ -21,13 +33,32 @@ class Exchange:
         self._levels = levels
         self._answered: set[int] = set()
         self._overloaded: dict[int, Overloaded] = {}
-        self.begin()
 
-    def begin(self) -> None:
-        """Start an attempt."""
-        self.part = self.part.without(self._answered)
+    def begin(self) -> bool:
+        """Start an attempt; False if it has to wait for memory that other requests lease."""
+        self.close()
+        part = self.part.without(self._answered)
+        leasing = part.options.leasing
+        leases = leasing.leases(part.expected) if leasing else None
+        if leasing and leases is None:
+            return False
+        self.part = replace(part, leases=leases)
         self._overloaded.clear()
-        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected)
+        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected, leases)
+        return True
+
+    def check_deadline(self) -> None:
+        """There is no room yet. Raises DeadlineExceeded."""
+        try:
+            self.attempts.left()
+        except DeadlineExceeded as error:
+            advice = "the memory for NIXL delivery is in use: release embeddings, or raise delivery_bytes"
+            raise DeadlineExceeded(f"{error}; {advice}", code=error.code) from None
+
+    def close(self) -> None:
+        """The attempt is over: the server may still write rows of items that it did not answer."""
+        if self.part.leases:
+            self.part.leases.abandon()
 
     def feed(self, response: Response) -> Result | None:
         """The result that this response completes. Items to retry later are held back."""
@@ -59,6 +90,8 @@ class Exchange:
 
         A server whose receive slots are in demand waits a second for a large message, but takes a stream's in turn.
         """
+        if isinstance(failure, InvalidItem | Overloaded | Unauthenticated) and self.part.leases and not self._answered:
+            self.part.leases.release()  # the server refused the request as a whole
         if isinstance(failure, Unavailable):
             connection.avoid()
         delay = self.attempts.delay(failure)

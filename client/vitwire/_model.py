@@ -66,6 +66,8 @@ class Model:
     attention_backend: str
     device: str
     server_version: str
+    deliveries: tuple[str, ...] = ()
+    """How embeddings can be delivered: stream, nixl."""
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
@@ -92,6 +94,7 @@ class Model:
             attention_backend=message.attention_backend,
             device=message.device,
             server_version=message.server_version,
+            deliveries=tuple(_named(pb.DeliveryWay, each, "") for each in message.deliveries),
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")

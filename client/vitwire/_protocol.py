@@ -12,8 +12,10 @@ from vitwire._embedding import DTYPES, OUTPUT_TYPES, STORAGE, DType, Embedding, 
 from vitwire._errors import EncodeFailed, NotCached, VitwireError, from_status
 from vitwire._expected import Expected, is_finite, report_problem
 from vitwire._items import Item, WireItem, to_wire
+from vitwire._leases import Lease
 from vitwire._memory import empty
 from vitwire._model import Limits, Model
+from vitwire._nixl import Leases, Leasing
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Frame, Malformed, Request
 
@@ -31,6 +33,8 @@ _WINDOW_BYTES = 64 << 10
 _ROW_VALUE_BYTES = 2
 """Of float16 and bfloat16, the usual types of a server."""
 _MAX_DIMENSIONS = 4
+_DELIVERY_BYTES = 8 << 10
+"""Upper bound of the metadata and regions that a request with leases has."""
 _FRAMING_BYTES = 32
 """Upper bound of the tags and lengths around one item and its two tensors."""
 _PRIORITIES: dict[Priority, "pb.Priority.ValueType"] = {
@@ -47,6 +51,8 @@ class Options:
     priority: "pb.Priority.ValueType"
     stream: bool = False
     """Always use a stream: an invalid item fails a whole message, but not a stream."""
+    leasing: Leasing | None = None
+    """Leases memory for the rows; None if they come in the response."""
 
     @property
     def patient(self) -> bool:
@@ -74,6 +80,8 @@ class Part:
     expected: tuple[Expected, ...]
     options: Options
     limits: Limits
+    leases: Leases | None = None
+    """Memory for the rows of each item, in this attempt."""
 
     def without(self, answered: Set[int]) -> "Part":
         """The part without the items at these positions of the caller's request."""
@@ -103,27 +111,44 @@ class Part:
 
     @property
     def _size(self) -> int:
-        return sum(item.size + item.message.ByteSize() + _FRAMING_BYTES for item in self.items)
+        leasing = _DELIVERY_BYTES + len(self.items) * _FRAMING_BYTES if self.options.leasing else 0
+        return leasing + sum(item.size + item.message.ByteSize() + _FRAMING_BYTES for item in self.items)
 
     def request(self) -> Request:
         message = pb.EncodeRequest(
-            items=(item.message for item in self.items),
+            items=self._messages(),
             output_type=self.options.output_type,
             priority=self.options.priority,
+            delivery=self.leases.delivery if self.leases else None,
         )
         return Request(message, [item.tensors for item in self.items])
 
     def uploads(self) -> Iterator[Upload]:
         """The messages of an EncodeStream; chunks are views of the items' memory."""
-        options = pb.EncodeStreamOptions(output_type=self.options.output_type, priority=self.options.priority)
+        options = pb.EncodeStreamOptions(
+            output_type=self.options.output_type,
+            priority=self.options.priority,
+            delivery=self.leases.delivery if self.leases else None,
+        )
         yield Frame(pb.EncodeStreamRequest(options=options))
-        for number, item in enumerate(self.items):
-            header = pb.EncodeStreamHeader(item=number, header=item.message)
+        for number, (item, message) in enumerate(zip(self.items, self._messages(), strict=True)):
+            header = pb.EncodeStreamHeader(item=number, header=message)
             yield Frame(pb.EncodeStreamRequest(header=header))
             for tensor in item.tensors:
                 for start in range(0, len(tensor), CHUNK_BYTES):
                     chunk = pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=number))
                     yield Frame(chunk, memoryview(tensor)[start : start + CHUNK_BYTES])
+
+    def _messages(self) -> Iterator[pb.Item]:
+        """The items, with the regions that are leased for their rows."""
+        leases = self.leases.leases if self.leases else (None,) * len(self.items)
+        for item, lease in zip(self.items, leases, strict=True):
+            if lease is None:
+                yield item.message
+                continue
+            message = pb.Item(region=pb.Region(offset=lease.region.offset, bytes=lease.region.nbytes))
+            message.MergeFrom(item.message)
+            yield message
 
 
 def split(items: Mapping[int, Item], options: Options, count: int, model: Model) -> list[Part]:
@@ -169,9 +194,12 @@ class Assembler:
     only their item.
     """
 
-    def __init__(self, indices: Sequence[int], levels: int, expected: Sequence[Expected] = ()) -> None:
+    def __init__(
+        self, indices: Sequence[int], levels: int, expected: Sequence[Expected] = (), leases: Leases | None = None
+    ) -> None:
         self._indices = indices
         self._levels = levels
+        self._leases = leases
         self._expected = expected or [Expected()] * len(indices)
         self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
 
@@ -186,7 +214,11 @@ class Assembler:
         match message.WhichOneof("result"):
             case "error":
                 del self._open[message.item]
+                if lease := self._lease(message.item):
+                    lease.release()
                 return index, from_status(message.error, index, self._indices)
+            case "placement":
+                return self._placement(index, message)
             case "chunk":
                 return self._chunk(index, message, response.data)
             case _:
@@ -197,6 +229,31 @@ class Assembler:
         if self._open:
             missing = sorted(self._indices[number] for number in self._open)
             raise EncodeFailed(f"the response ended without the items {missing}", item=missing[0])
+
+    def _lease(self, number: int) -> Lease | None:
+        return self._leases.leases[number] if self._leases else None
+
+    def _placement(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Result:
+        """The embedding that the server wrote into the lease of its item."""
+        placement, lease, expected = message.placement, self._lease(message.item), self._expected[message.item]
+        report = Report.from_message(message.report)
+        try:
+            if lease is None:
+                raise ValueError("the server delivered rows of an item without a region")
+            shape, dtype, size = _announced(placement, self._levels, expected)
+            if placement.offset != lease.region.offset or placement.bytes != size or size > lease.region.nbytes:
+                raise ValueError(
+                    f"the server delivered {placement.bytes} bytes at {placement.offset}, not in the region"
+                )
+            if problem := report_problem(report, shape[0]):
+                raise ValueError(f"the server sent {problem}")
+        except ValueError as error:
+            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
+        del self._open[message.item]
+        rows = lease.rows(shape, STORAGE[dtype])
+        if isinstance(rows, np.ndarray) and not is_finite(rows, dtype):  # on a device, a check would wait for it
+            return index, EncodeFailed(f"items[{index}]: the server wrote rows with NaN or infinite values", item=index)
+        return index, Embedding(rows, dtype, self._levels, report, expected.grid)
 
     def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Result | None:
         rows, expected = self._open[message.item], self._expected[message.item]
@@ -213,6 +270,8 @@ class Assembler:
         except ValueError as error:
             raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
         del self._open[message.item]
+        if self._leases:
+            self._leases.returned(message.item, report.delivery_fallback)
         if not rows.finite:
             return index, EncodeFailed(f"items[{index}]: the server sent rows with NaN or infinite values", item=index)
         return index, Embedding(rows.array, rows.dtype, self._levels, report, expected.grid)
@@ -229,17 +288,7 @@ class _Rows:
 
     @classmethod
     def announced(cls, chunk: pb.EmbeddingChunk, levels: int, expected: Expected) -> "_Rows":
-        if chunk.data_type not in DTYPES:
-            raise ValueError(f"the server sent rows of the unknown type {chunk.data_type}")
-        dtype = DTYPES[chunk.data_type]
-        shape = tuple(chunk.shape)
-        if not 2 <= len(shape) <= _MAX_DIMENSIONS or min(shape[1:]) == 0 or shape[-1] % (1 + levels):
-            raise ValueError(f"the server announced an embedding of shape {shape} with {levels} levels")
-        size = math.prod(shape) * np.dtype(STORAGE[dtype]).itemsize
-        if size > MAX_EMBEDDING_BYTES or shape[0] > MAX_EMBEDDING_BYTES:
-            raise ValueError(f"the server announced an embedding of {size} bytes")
-        if problem := expected.shape_problem(shape):
-            raise ValueError(f"the server announced {problem}")
+        shape, dtype, _ = _announced(chunk, levels, expected)
         return cls(empty(shape, STORAGE[dtype]), dtype)
 
     def add(self, chunk: pb.EmbeddingChunk, data: Buffer) -> None:
@@ -257,3 +306,21 @@ class _Rows:
         self.filled += count
         if chunk.last and self.filled != len(self.array):
             raise ValueError(f"the server sent {self.filled} of {len(self.array)} rows")
+
+
+def _announced(
+    message: pb.EmbeddingChunk | pb.EmbeddingPlacement, levels: int, expected: Expected
+) -> tuple[tuple[int, ...], DType, int]:
+    """Shape, type and bytes of an embedding. Raises ValueError for those that cannot be, or are not as expected."""
+    if message.data_type not in DTYPES:
+        raise ValueError(f"the server sent rows of the unknown type {message.data_type}")
+    dtype = DTYPES[message.data_type]
+    shape = tuple(message.shape)
+    if not 2 <= len(shape) <= _MAX_DIMENSIONS or min(shape[1:]) == 0 or shape[-1] % (1 + levels):
+        raise ValueError(f"the server announced an embedding of shape {shape} with {levels} levels")
+    size = math.prod(shape) * np.dtype(STORAGE[dtype]).itemsize
+    if size > MAX_EMBEDDING_BYTES or shape[0] > MAX_EMBEDDING_BYTES:
+        raise ValueError(f"the server announced an embedding of {size} bytes")
+    if problem := expected.shape_problem(shape):
+        raise ValueError(f"the server announced {problem}")
+    return shape, dtype, size

@@ -12,7 +12,7 @@ from vitwire._channel import Metadata, StreamCall
 from vitwire._connections import Connection, Connections
 from vitwire._deadline import Deadline
 from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
-from vitwire._exchange import Exchange, model_of
+from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
 from vitwire._protocol import Part, Result
 from vitwire._retry import Attempts, Policy
@@ -95,7 +95,10 @@ class Transport:
         """Results of one part; what a server refused or never answered is sent again."""
         again: Connection[grpc.Channel] | None = None
         while True:
-            exchange.begin()
+            while not exchange.begin():
+                exchange.check_deadline()
+                if not calls.wait(ROOM_SECONDS):
+                    return
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
             with self._connections.bulk(part.transfer_bytes, stream=not part.one_message, again=again) as connection:
                 call = calls.add(self._start(connection.channel, exchange, metadata))
@@ -113,6 +116,7 @@ class Transport:
                     delay = exchange.failed(self._with_reason(error, exchange.attempts, part), connection)
                 finally:
                     calls.drop(call)
+                    exchange.close()
             again = None
             if delay is None:
                 yield from exchange.refused()
@@ -187,9 +191,9 @@ class Calls:
         for call in list(self._calls):
             call.cancel()
 
-    def wait(self, seconds: float) -> None:
-        """Wait, at most until the calls are cancelled."""
-        self._cancelled.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most until the calls are cancelled; returns whether they are not."""
+        return not self._cancelled.wait(seconds)
 
 
 def _close_all(channels: Sequence[grpc.Channel]) -> None:

@@ -212,6 +212,48 @@ RESIZING_ENLARGED_AREA: Resizing.ValueType  # 5
 """As RESIZING_AREA, after enlarging a side shorter than a token to one token."""
 Global___Resizing: typing_extensions.TypeAlias = Resizing
 
+class _DeliveryWay:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DeliveryWayEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeliveryWay.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DELIVERY_WAY_UNSPECIFIED: _DeliveryWay.ValueType  # 0
+    DELIVERY_WAY_STREAM: _DeliveryWay.ValueType  # 1
+    """In the responses."""
+    DELIVERY_WAY_NIXL: _DeliveryWay.ValueType  # 2
+    """Written into the client's memory through NIXL."""
+
+class DeliveryWay(_DeliveryWay, metaclass=_DeliveryWayEnumTypeWrapper):
+    """How the rows of embeddings can reach a client."""
+
+DELIVERY_WAY_UNSPECIFIED: DeliveryWay.ValueType  # 0
+DELIVERY_WAY_STREAM: DeliveryWay.ValueType  # 1
+"""In the responses."""
+DELIVERY_WAY_NIXL: DeliveryWay.ValueType  # 2
+"""Written into the client's memory through NIXL."""
+Global___DeliveryWay: typing_extensions.TypeAlias = DeliveryWay
+
+class _MemoryKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MemoryKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MemoryKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MEMORY_KIND_UNSPECIFIED: _MemoryKind.ValueType  # 0
+    MEMORY_KIND_HOST: _MemoryKind.ValueType  # 1
+    MEMORY_KIND_DEVICE: _MemoryKind.ValueType  # 2
+    """Memory of a CUDA device."""
+
+class MemoryKind(_MemoryKind, metaclass=_MemoryKindEnumTypeWrapper):
+    """Kind of memory."""
+
+MEMORY_KIND_UNSPECIFIED: MemoryKind.ValueType  # 0
+MEMORY_KIND_HOST: MemoryKind.ValueType  # 1
+MEMORY_KIND_DEVICE: MemoryKind.ValueType  # 2
+"""Memory of a CUDA device."""
+Global___MemoryKind: typing_extensions.TypeAlias = MemoryKind
+
 @typing.final
 class Grid(google.protobuf.message.Message):
     """Patch grid of an item: frames (after temporal merging), rows and columns, in
@@ -272,6 +314,7 @@ class Item(google.protobuf.message.Message):
     GRID_FIELD_NUMBER: builtins.int
     CONTENT_ID_FIELD_NUMBER: builtins.int
     KEEP_RATIO_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
     CROPS_FIELD_NUMBER: builtins.int
     PIXELS_FIELD_NUMBER: builtins.int
     modality: Global___Modality.ValueType
@@ -283,6 +326,12 @@ class Item(google.protobuf.message.Message):
     """Share of a video's tokens to keep, in (0, 1); 0 or 1 keeps all of them."""
     @property
     def grid(self) -> Global___Grid: ...
+    @property
+    def region(self) -> Global___Region:
+        """Where the rows are to be written in the memory of the RPC's `delivery`; if
+        absent, they come in the response.
+        """
+
     @property
     def crops(self) -> Global___Tensor:
         """Second view of two-resolution towers, (crops, C, H, W)."""
@@ -300,11 +349,12 @@ class Item(google.protobuf.message.Message):
         grid: Global___Grid | None = ...,
         content_id: builtins.str = ...,
         keep_ratio: builtins.float = ...,
+        region: Global___Region | None = ...,
         crops: Global___Tensor | None = ...,
         pixels: Global___Tensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["crops", b"crops", "grid", b"grid", "pixels", b"pixels"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "pixels", b"pixels"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["crops", b"crops", "grid", b"grid", "pixels", b"pixels", "region", b"region"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "pixels", b"pixels", "region", b"region"]) -> None: ...
 
 Global___Item: typing_extensions.TypeAlias = Item
 
@@ -315,21 +365,90 @@ class EncodeRequest(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     OUTPUT_TYPE_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    DELIVERY_FIELD_NUMBER: builtins.int
     output_type: Global___DataType.ValueType
     """Type of the returned rows; unspecified means the server's dtype."""
     priority: Global___Priority.ValueType
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Item]: ...
+    @property
+    def delivery(self) -> Global___Delivery:
+        """Memory of the client that regions of items refer to."""
+
     def __init__(
         self,
         *,
         items: collections.abc.Iterable[Global___Item] | None = ...,
         output_type: Global___DataType.ValueType = ...,
         priority: Global___Priority.ValueType = ...,
+        delivery: Global___Delivery | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "output_type", b"output_type", "priority", b"priority"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["delivery", b"delivery"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "items", b"items", "output_type", b"output_type", "priority", b"priority"]) -> None: ...
 
 Global___EncodeRequest: typing_extensions.TypeAlias = EncodeRequest
+
+@typing.final
+class Delivery(google.protobuf.message.Message):
+    """Memory that a client registered with NIXL for the server to write rows into."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: builtins.int
+    AGENT_METADATA_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    agent: builtins.str
+    """Name of the client's NIXL agent, unique among all clients."""
+    agent_metadata: builtins.bytes
+    """Metadata of that agent, as its `get_agent_metadata` returns it."""
+    memory: Global___MemoryKind.ValueType
+    device: builtins.int
+    """Number of the CUDA device; 0 for host memory."""
+    address: builtins.int
+    """Address of the first byte in the client's process, and number of bytes."""
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        agent: builtins.str = ...,
+        agent_metadata: builtins.bytes = ...,
+        memory: Global___MemoryKind.ValueType = ...,
+        device: builtins.int = ...,
+        address: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "agent", b"agent", "agent_metadata", b"agent_metadata", "bytes", b"bytes", "device", b"device", "memory", b"memory"]) -> None: ...
+
+Global___Delivery: typing_extensions.TypeAlias = Delivery
+
+@typing.final
+class Region(google.protobuf.message.Message):
+    """Part of a client's memory, leased to one item. The server may write into it
+    until it has answered the item with an EmbeddingPlacement or an error. If
+    rows come in the response all the same, or the RPC ends without an answer,
+    the server may still write into the region later: do not use it again.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """From the address of the Delivery."""
+    bytes: builtins.int
+    """At least the bytes of the rows."""
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "offset", b"offset"]) -> None: ...
+
+Global___Region: typing_extensions.TypeAlias = Region
 
 @typing.final
 class EncodeResponse(google.protobuf.message.Message):
@@ -338,15 +457,18 @@ class EncodeResponse(google.protobuf.message.Message):
     ITEM_FIELD_NUMBER: builtins.int
     REPORT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     item: builtins.int
     """Position of the item in the request."""
     @property
     def report(self) -> Global___ItemReport:
-        """Set with the last chunk of the item."""
+        """Set with the placement or the last chunk of the item."""
 
     @property
     def error(self) -> google.rpc.status_pb2.Status: ...
+    @property
+    def placement(self) -> Global___EmbeddingPlacement: ...
     @property
     def chunk(self) -> Global___EmbeddingChunk: ...
     def __init__(
@@ -355,11 +477,12 @@ class EncodeResponse(google.protobuf.message.Message):
         item: builtins.int = ...,
         report: Global___ItemReport | None = ...,
         error: google.rpc.status_pb2.Status | None = ...,
+        placement: Global___EmbeddingPlacement | None = ...,
         chunk: Global___EmbeddingChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "report", b"report", "result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "item", b"item", "report", b"report", "result", b"result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "placement", b"placement", "report", b"report", "result", b"result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "item", b"item", "placement", b"placement", "report", b"report", "result", b"result"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "placement", "chunk"] | None: ...
 
 Global___EncodeResponse: typing_extensions.TypeAlias = EncodeResponse
 
@@ -398,6 +521,34 @@ class EmbeddingChunk(google.protobuf.message.Message):
 Global___EmbeddingChunk: typing_extensions.TypeAlias = EmbeddingChunk
 
 @typing.final
+class EmbeddingPlacement(google.protobuf.message.Message):
+    """One embedding, complete in the item's region."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    DATA_TYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """From the address of the Delivery."""
+    bytes: builtins.int
+    data_type: Global___DataType.ValueType
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        bytes: builtins.int = ...,
+        data_type: Global___DataType.ValueType = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "data_type", b"data_type", "offset", b"offset", "shape", b"shape"]) -> None: ...
+
+Global___EmbeddingPlacement: typing_extensions.TypeAlias = EmbeddingPlacement
+
+@typing.final
 class ItemReport(google.protobuf.message.Message):
     """How an item was encoded."""
 
@@ -410,6 +561,7 @@ class ItemReport(google.protobuf.message.Message):
     QUEUED_FIELD_NUMBER: builtins.int
     ENCODED_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    DELIVERY_FALLBACK_FIELD_NUMBER: builtins.int
     path: Global___Path.ValueType
     fallback_reason: builtins.str
     """Why no graph was used; empty otherwise."""
@@ -417,6 +569,10 @@ class ItemReport(google.protobuf.message.Message):
     """Capacity of the replayed graph; 0 when eager."""
     tokens: builtins.int
     """Rows of this item."""
+    delivery_fallback: builtins.str
+    """Why the rows came in the response although the item had a region; empty
+    otherwise.
+    """
     @property
     def queued(self) -> google.protobuf.duration_pb2.Duration:
         """From admission to the start of the item's batch."""
@@ -439,9 +595,10 @@ class ItemReport(google.protobuf.message.Message):
         queued: google.protobuf.duration_pb2.Duration | None = ...,
         encoded: google.protobuf.duration_pb2.Duration | None = ...,
         kept: collections.abc.Iterable[builtins.int] | None = ...,
+        delivery_fallback: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["encoded", b"encoded", "queued", b"queued"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_tokens", b"budget_tokens", "encoded", b"encoded", "fallback_reason", b"fallback_reason", "kept", b"kept", "path", b"path", "queued", b"queued", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_tokens", b"budget_tokens", "delivery_fallback", b"delivery_fallback", "encoded", b"encoded", "fallback_reason", b"fallback_reason", "kept", b"kept", "path", b"path", "queued", b"queued", "tokens", b"tokens"]) -> None: ...
 
 Global___ItemReport: typing_extensions.TypeAlias = ItemReport
 
@@ -481,16 +638,23 @@ class EncodeStreamOptions(google.protobuf.message.Message):
 
     OUTPUT_TYPE_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    DELIVERY_FIELD_NUMBER: builtins.int
     output_type: Global___DataType.ValueType
     """Type of the returned rows; unspecified means the server's dtype."""
     priority: Global___Priority.ValueType
+    @property
+    def delivery(self) -> Global___Delivery:
+        """Memory of the client that regions of items refer to."""
+
     def __init__(
         self,
         *,
         output_type: Global___DataType.ValueType = ...,
         priority: Global___Priority.ValueType = ...,
+        delivery: Global___Delivery | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["output_type", b"output_type", "priority", b"priority"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["delivery", b"delivery"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "output_type", b"output_type", "priority", b"priority"]) -> None: ...
 
 Global___EncodeStreamOptions: typing_extensions.TypeAlias = EncodeStreamOptions
 
@@ -550,15 +714,18 @@ class EncodeStreamResponse(google.protobuf.message.Message):
     ITEM_FIELD_NUMBER: builtins.int
     REPORT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    PLACEMENT_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     item: builtins.int
     """Number of the item in its header."""
     @property
     def report(self) -> Global___ItemReport:
-        """Set with the last chunk of the item."""
+        """Set with the placement or the last chunk of the item."""
 
     @property
     def error(self) -> google.rpc.status_pb2.Status: ...
+    @property
+    def placement(self) -> Global___EmbeddingPlacement: ...
     @property
     def chunk(self) -> Global___EmbeddingChunk: ...
     def __init__(
@@ -567,11 +734,12 @@ class EncodeStreamResponse(google.protobuf.message.Message):
         item: builtins.int = ...,
         report: Global___ItemReport | None = ...,
         error: google.rpc.status_pb2.Status | None = ...,
+        placement: Global___EmbeddingPlacement | None = ...,
         chunk: Global___EmbeddingChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "report", b"report", "result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "item", b"item", "report", b"report", "result", b"result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "placement", b"placement", "report", b"report", "result", b"result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "item", b"item", "placement", b"placement", "report", b"report", "result", b"result"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "placement", "chunk"] | None: ...
 
 Global___EncodeStreamResponse: typing_extensions.TypeAlias = EncodeStreamResponse
 
@@ -610,6 +778,7 @@ class GetModelResponse(google.protobuf.message.Message):
     DROPPED_BUDGETS_FIELD_NUMBER: builtins.int
     RASTER_PATCHES_FIELD_NUMBER: builtins.int
     CHANNELS_LAST_FIELD_NUMBER: builtins.int
+    DELIVERIES_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -653,6 +822,10 @@ class GetModelResponse(google.protobuf.message.Message):
     def dropped_budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DroppedBudget]:
         """Budgets that could not be captured."""
 
+    @property
+    def deliveries(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DeliveryWay.ValueType]:
+        """Ways that rows can be delivered in; empty means only in the response."""
+
     def __init__(
         self,
         *,
@@ -677,9 +850,10 @@ class GetModelResponse(google.protobuf.message.Message):
         dropped_budgets: collections.abc.Iterable[Global___DroppedBudget] | None = ...,
         raster_patches: builtins.bool = ...,
         channels_last: builtins.bool = ...,
+        deliveries: collections.abc.Iterable[Global___DeliveryWay.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 

@@ -192,6 +192,15 @@ class ServeSettings(BaseSettings):
     auth_tokens_file: Path | None = Field(
         default=None, description="bearer tokens, one per line with an optional name; reloaded when the file changes"
     )
+    nixl: CliImplicitFlag[bool] = Field(
+        default=False, description="write embeddings into the memory of clients that ask for it, through NIXL"
+    )
+    nixl_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds a NIXL delivery may take before the embedding is sent in the response",
+    )
     reflection: CliImplicitFlag[bool] = Field(default=True, description="enable gRPC server reflection")
     channelz: CliImplicitFlag[bool] = Field(
         default=False, description="enable gRPC channelz (sockets and calls, for debugging)"

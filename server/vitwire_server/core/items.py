@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from math import prod
 
+from vitwire_server.core.delivery import DeviceRows, Region
 from vitwire_server.core.grids import Footprint, Grid, retained
 
 
@@ -63,6 +64,10 @@ class Item:
     """Crops of models that take an overview and crops; None without any."""
     content_id: str = ""
     """The client's name of the content; empty without one."""
+    region: Region | None = None
+    """Where the rows are to be written; None if they are returned."""
+    on_device: bool = False
+    """Whether the region is in memory of a device."""
 
     def filled(self, data: memoryview) -> "Item":
         """The item with its `nbytes` bytes: pixels, then crops."""
@@ -77,7 +82,11 @@ class Item:
 
     def weight(self, width: int) -> int:
         """Bytes that the item holds on the host until its answer was sent: pixels, then rows of `width` columns."""
-        return self.nbytes + self.rows * width * self.output.size
+        return self.nbytes + self.rows_nbytes(width)
+
+    def rows_nbytes(self, width: int) -> int:
+        """Bytes of the rows, of `width` columns."""
+        return self.rows * width * self.output.size
 
     @property
     def rows(self) -> int:
@@ -95,6 +104,7 @@ class CacheLookup:
     grid: Grid | None
     output: DType
     keep_ratio: float
+    region: Region | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,13 @@ class Embedding:
     shape: tuple[int, int]
     kept: tuple[int, ...] = ()
     """Indices of the tokens whose rows these are; empty for all of them."""
+    device: DeviceRows | None = None
+    """The rows on the device, to be delivered; those on the host may not be complete yet."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return prod(self.shape) * self.dtype.size
 
 
 def total(footprints: Sequence[Footprint]) -> Footprint:

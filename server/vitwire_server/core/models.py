@@ -230,3 +230,5 @@ class ModelCard:
     attention: str
     device: str
     version: str
+    nixl: bool = False
+    """Whether rows can be written into clients' memory."""

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from vitwire_server.core.budgets import Budget
+from vitwire_server.core.delivery import Delivered, NotDelivered
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
 from vitwire_server.core.plans import Fallback
@@ -43,6 +44,8 @@ class Encoded:
 
     embedding: Embedding
     report: ItemReport
+    delivery: Delivered | NotDelivered | None = None
+    """What came of the delivery of the rows; None if the item has no region."""
 
 
 Outcome = Encoded | EncoderError

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Protocol
 
+from vitwire_server.core.delivery import Delivered
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
 
@@ -55,6 +56,9 @@ def trace_item(index: int, outcome: Outcome, sending: float) -> None:
         if report.budget_tokens:
             attributes["vitwire.budget_tokens"] = report.budget_tokens
         _trace_batch(span, report, attributes)
+        if isinstance(outcome.delivery, Delivered):
+            seconds = outcome.delivery.seconds
+            span.stage("deliver", now - sending - seconds, seconds, attributes)
     span.stage("send", now - sending, sending, attributes)
 
 

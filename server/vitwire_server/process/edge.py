@@ -25,6 +25,7 @@ from vitwire_server.sessions.messages import (
     Drain,
     Drained,
     Fault,
+    Placed,
     Reply,
     Rows,
     Serve,
@@ -99,7 +100,7 @@ class _Edge:
         self._silent = 0.0
         if isinstance(message, Beat):
             return
-        if isinstance(message, Reply | Rows | Fault):
+        if isinstance(message, Reply | Rows | Placed | Fault):
             if self._sessions:
                 self._sessions.receive(message)
         else:

@@ -23,6 +23,7 @@ from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.outbox import Outbox
 from vitwire_server.runtime.pinning import pin
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
@@ -36,6 +37,7 @@ from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
+_OUTBOX_BYTES = 512 * _MIB
 _FLOAT32_BYTES = 4
 _POOL_BYTES_PER_VALUE = 20
 """Estimated bytes of a graph's intermediates per patch and hidden column; measured 20-25 KB per patch at 1152."""
@@ -54,6 +56,8 @@ class LoadedModel:
     tower: Tower
     canary: Item
     """A small item that was encoded successfully."""
+    outbox: Outbox | None
+    """Device memory that rows are delivered from."""
 
 
 def load_model(
@@ -84,7 +88,8 @@ def load_model(
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, streams), metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
-    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot)
+    outbox = Outbox(device, _OUTBOX_BYTES) if settings.nixl and device.type == "cuda" else None
+    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot, outbox)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
@@ -108,7 +113,7 @@ def load_model(
     reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
     dropped = Ladder(tuple(sorted(graphs.dropped)))
     planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
-    return LoadedModel(engine, planner, card, tower, canary)
+    return LoadedModel(engine, planner, card, tower, canary, outbox)
 
 
 def _device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from threading import Thread
 from typing import TypeVar
 
@@ -18,16 +19,19 @@ from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.config.host import rpc_processes
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.health import Health, State
+from vitwire_server.core.models import ModelCard
+from vitwire_server.delivery.courier import Courier
 from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.metrics.edges import EdgeMetrics
+from vitwire_server.process import delivery
 from vitwire_server.process.descriptors import metrics_connections, raise_limit
 from vitwire_server.process.edges import EdgeFront
 from vitwire_server.process.fronts import LocalFront
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
-from vitwire_server.process.loading import LoadedModel, load_model
+from vitwire_server.process.loading import load_model
 from vitwire_server.process.signals import on_signals
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.scheduling.admission import Admission
@@ -52,6 +56,7 @@ async def serve(settings: ServeSettings) -> int:
     """
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
+    delivery.check(settings)
     metrics = Metrics()
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
@@ -113,6 +118,7 @@ async def _until_stopped(
     trace: TraceWriter | None,
     stopping: asyncio.Event,
 ) -> int:
+    courier = await asyncio.to_thread(delivery.courier, settings, metrics, memory)
     loading = _in_daemon_thread(lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory))
     watching_front = asyncio.create_task(front.watch())
     await _any_of(loading, stopping.wait(), asyncio.shield(watching_front))
@@ -130,10 +136,12 @@ async def _until_stopped(
     scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary)
     engine = EngineThread(scheduler)
     engine.start()
-    sessions = _sessions(settings, metrics, model, scheduler.intake, memory, trace)
-    front.serve(model.card, model.tower.footprints, sessions)
+    if courier and model.outbox:
+        await asyncio.to_thread(delivery.add_device, courier, model.outbox)
+    card = replace(model.card, nixl=courier is not None)
+    sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
+    front.serve(card, model.tower.footprints, sessions)
     await lifecycle.set_state(State.SERVING)
-    card = model.card
     _print(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
     watching = asyncio.create_task(lifecycle.watch_engine(scheduler, settings.wedge_seconds))
     await _any_of(stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
@@ -148,6 +156,8 @@ async def _until_stopped(
     watching_front.cancel()
     await front.drain(settings.drain_seconds)
     await front.stop()
+    if courier:
+        await asyncio.to_thread(courier.close)
     scheduler.intake.close()
     await _any_of(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
     return int(engine.failed or failed)
@@ -156,14 +166,17 @@ async def _until_stopped(
 def _sessions(
     settings: ServeSettings,
     metrics: Metrics,
-    model: LoadedModel,
+    card: ModelCard,
     intake: Intake,
     memory: ArenaMemory | None,
     trace: TraceWriter | None,
+    courier: Courier | None,
 ) -> LocalSessions:
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
     single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache.changed), metrics.cache)
-    return LocalSessions(model.card, intake, admission, single_flight, metrics.admission, memory=memory, trace=trace)
+    return LocalSessions(
+        card, intake, admission, single_flight, metrics.admission, memory=memory, trace=trace, courier=courier
+    )
 
 
 def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from typing import TYPE_CHECKING
 
 from vitwire_server.caching.keys import Digest, digest_of
 from vitwire_server.core.errors import InvalidTensors
@@ -16,6 +17,9 @@ from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.session import Opening, Session, Sessions
+
+if TYPE_CHECKING:
+    from vitwire_server.core.delivery import Consumer
 
 _LARGE_BYTES = 4 << 20
 """Digests of more than this are computed in a thread."""
@@ -49,9 +53,10 @@ class Call:
     def __init__(self, serving: Serving, principal: str, caller: str, remaining: float | None) -> None:
         """`caller` is charged for uploads that are reserved; `remaining` seconds are left until the deadline."""
         self.priority = Priority.INTERACTIVE
-        """Set before the first item is reserved or submitted."""
+        self.consumer: Consumer | None = None
+        """Both are set before the first item is reserved or submitted."""
         self._sessions = serving.sessions
-        self._principal = principal
+        self.principal = principal
         self._caller = caller
         self._deadline = None if remaining is None else time.monotonic() + remaining
         self._keys = count()
@@ -153,7 +158,7 @@ class Call:
 
     @cached_property
     def _session(self) -> Session:
-        opening = Opening(self._principal, self._caller, self._deadline, self.priority, REQUEST_ID.get())
+        opening = Opening(self.principal, self._caller, self._deadline, self.priority, REQUEST_ID.get(), self.consumer)
         return self._sessions.open(opening, self._completed, fail=self.end)
 
     def _add(self, index: int) -> _InFlight:

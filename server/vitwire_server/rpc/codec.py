@@ -8,11 +8,13 @@ import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.delivery import Consumer, MemoryKind
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard, Shape
+from vitwire_server.rpc.deliveries import region_of, wrong_region
 from vitwire_server.scheduling.tickets import Priority
 
 DTYPES = {
@@ -34,8 +36,11 @@ class Codec:
         self._card = card
         self._footprints = footprints
 
-    def items(self, request: wire.Request) -> list[Item | CacheLookup]:
-        """The items of an Encode request. Raises InvalidRequest with every wrong field."""
+    def items(self, request: wire.Request, consumer: Consumer | None = None) -> list[Item | CacheLookup]:
+        """The items of an Encode request; `consumer` leases their regions.
+
+        Raises InvalidRequest with every wrong field.
+        """
         violations: list[Violation] = []
         message = request.message
         output = self._options(message.output_type, message.priority, violations)
@@ -43,7 +48,7 @@ class Codec:
         if violations:
             raise InvalidRequest(violations)
         items = [
-            self._item(f"items[{i}]", item, tensors, output, violations)
+            self._item(f"items[{i}]", item, tensors, output, consumer, violations)
             for i, (item, tensors) in enumerate(zip(message.items, request.tensors, strict=True))
         ]
         if violations:
@@ -63,10 +68,10 @@ class Codec:
         """The priority of a checked number; unspecified means interactive."""
         return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
 
-    def header(self, field: str, item: pb.Item, output: DType) -> Item | CacheLookup:
+    def header(self, field: str, item: pb.Item, output: DType, consumer: Consumer | None = None) -> Item | CacheLookup:
         """An item that is uploaded in chunks, without its bytes. Raises InvalidRequest."""
         violations: list[Violation] = []
-        header = self._header(field, item, output, violations)
+        header = self._header(field, item, output, consumer, violations)
         violations += [
             Violation(f"{field}.{name}.data", "must be empty: the bytes follow in chunks")
             for name, tensor in (("pixels", item.pixels), ("crops", item.crops))
@@ -94,9 +99,15 @@ class Codec:
             violations.append(Violation("items", f"has {count} items, at most {most} are accepted"))
 
     def _item(
-        self, field: str, item: pb.Item, tensors: wire.ItemTensors, output: DType, violations: list[Violation]
+        self,
+        field: str,
+        item: pb.Item,
+        tensors: wire.ItemTensors,
+        output: DType,
+        consumer: Consumer | None,
+        violations: list[Violation],
     ) -> Item | CacheLookup | None:
-        header = self._header(field, item, output, violations)
+        header = self._header(field, item, output, consumer, violations)
         if header is None or isinstance(header, CacheLookup):
             return header
         wrong = [
@@ -114,15 +125,18 @@ class Codec:
         return replace(header, pixels=replace(header.pixels, data=tensors.pixels), crops=crops)
 
     def _header(
-        self, field: str, item: pb.Item, output: DType, violations: list[Violation]
+        self, field: str, item: pb.Item, output: DType, consumer: Consumer | None, violations: list[Violation]
     ) -> Item | CacheLookup | None:
         """The item without its bytes; None if it is invalid, with the reasons appended to `violations`."""
-        wrong = list(self._wrong_extras(item))
+        region = region_of(item)
+        wrong = [*self._wrong_extras(item), *wrong_region(region, consumer, needed=0)]
         wants_cached = bool(item.content_id) and not item.HasField("pixels")
         modality = _MODALITIES.get(item.modality)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
         if wants_cached and not wrong:
-            return CacheLookup(item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item))
+            return CacheLookup(
+                item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item), region
+            )
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
@@ -134,7 +148,13 @@ class Codec:
             return None
         crops = _described(item.crops) if item.HasField("crops") else None
         footprint, ratio = self._footprints(grid), _keep_ratio(item)
-        return Item(modality, grid, _described(item.pixels), footprint, output, ratio, crops, item.content_id)
+        pixels, on_device = _described(item.pixels), bool(region and consumer and consumer.memory is MemoryKind.DEVICE)
+        made = Item(
+            modality, grid, pixels, footprint, output, ratio, crops, item.content_id, region, on_device=on_device
+        )
+        small = wrong_region(region, consumer, made.rows_nbytes(self._card.geometry.width))
+        violations += [Violation(f"{field}.{name}", reason) for name, reason in small]
+        return None if small else made
 
     def _wrong_grid(self, grid: Grid, modality: Modality | None) -> Iterator[Violation]:
         geometry = self._card.geometry

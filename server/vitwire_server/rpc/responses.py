@@ -5,8 +5,9 @@ from typing import NamedTuple, TypeVar
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.delivery import Delivered, NotDelivered
 from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.items import Modality
+from vitwire_server.core.items import Embedding, Modality
 from vitwire_server.core.models import ModelCard, Resizing
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
@@ -35,7 +36,7 @@ class Outgoing(NamedTuple):
 
 
 def messages(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[Outgoing]:
-    """The messages that answer one item: its rows in chunks of about 2 MiB, or its error.
+    """The messages that answer one item: its rows in chunks of about 2 MiB, their placement, or its error.
 
     Each is serialised when it is taken, so that the rows are never held a second time as a whole.
     """
@@ -43,6 +44,10 @@ def messages(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[Outgoi
         yield Outgoing(kind(item=item, error=status_of(outcome)).SerializeToString(), 0, last=True)
         return
     embedding = outcome.embedding
+    if isinstance(outcome.delivery, Delivered):
+        placed = kind(item=item, report=_report(outcome), placement=_placement(embedding, outcome.delivery))
+        yield Outgoing(placed.SerializeToString(), 0, last=True)
+        return
     rows, width = embedding.shape
     row_bytes = width * embedding.dtype.size
     step = max(1, CHUNK_BYTES // row_bytes)
@@ -66,6 +71,16 @@ def _report(outcome: Encoded) -> pb.ItemReport:
         queued=duration(report.queued),
         encoded=duration(report.encoded),
         kept=outcome.embedding.kept,
+        delivery_fallback=outcome.delivery.reason if isinstance(outcome.delivery, NotDelivered) else "",
+    )
+
+
+def _placement(embedding: Embedding, delivered: Delivered) -> pb.EmbeddingPlacement:
+    return pb.EmbeddingPlacement(
+        offset=delivered.region.offset,
+        bytes=embedding.nbytes,
+        data_type=_NUMBERS[embedding.dtype],
+        shape=embedding.shape,
     )
 
 
@@ -95,6 +110,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         channels=geometry.channels,
         raster_patches=geometry.raster,
         channels_last=geometry.channels_last,
+        deliveries=[pb.DELIVERY_WAY_STREAM, *([pb.DELIVERY_WAY_NIXL] if card.nixl else [])],
         image_preprocessor=_preprocessor(card, Modality.IMAGE),
         video_preprocessor=_preprocessor(card, Modality.VIDEO),
         budgets=budgets,

@@ -20,6 +20,7 @@ from vitwire_server.rpc.acknowledgement import Acknowledgement
 from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
 from vitwire_server.rpc.codec import Codec, parsed
+from vitwire_server.rpc.deliveries import consumer_of
 from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancellation
 from vitwire_server.rpc.pending_writes import PendingWrites
 from vitwire_server.rpc.principals import caller_of, principal
@@ -122,7 +123,8 @@ class EncoderService:
     @staticmethod
     async def _submit(codec: Codec, call: Call, request: wire.Request) -> None:
         """Check and submit all items; a frame that outlived this would keep their bytes."""
-        items = codec.items(request)
+        call.consumer = consumer_of(request.message, call.principal, "delivery")
+        items = codec.items(request, call.consumer)
         call.priority = codec.priority(request.message.priority)
         await call.submit(dict(enumerate(items)))
         call.end()

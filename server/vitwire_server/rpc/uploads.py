@@ -9,6 +9,7 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRe
 from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec
+from vitwire_server.rpc.deliveries import consumer_of
 
 _SLOWEST = 64 << 10
 """Bytes a second that an upload must reach: from its header on it holds a permit for all of its bytes."""
@@ -74,6 +75,7 @@ class Uploads:
                 raise _stream_error("options", "must be the first message, and sent once")
             self.output, priority = self.codec.options(message.options)
             self.call.priority = priority
+            self.call.consumer = consumer_of(message.options, self.call.principal, "options.delivery")
         elif kind == "header":
             await self._begin(message.header.item, message.header.header)
         elif kind == "chunk":
@@ -96,7 +98,7 @@ class Uploads:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
         try:
-            header = self.codec.header(f"items[{number}]", item, self.output)
+            header = self.codec.header(f"items[{number}]", item, self.output, self.call.consumer)
             if isinstance(header, CacheLookup):
                 await self.call.submit({number: header})
                 return

@@ -13,6 +13,7 @@ from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors,
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.graphs import GraphSet
+from vitwire_server.runtime.outbox import DeviceRows, Outbox
 from vitwire_server.runtime.pruning import prune
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import TORCH_TYPES, Download, Streams, flat
@@ -30,6 +31,8 @@ class Launch:
     stage_in: float
     dtype: torch.dtype
     """The tower's dtype."""
+    outgoing: Sequence[DeviceRows | None]
+    """The rows of each item in the outbox."""
 
     def collect(self) -> Collected:
         """Wait for the rows to be on the host. Raises DeviceLost."""
@@ -42,8 +45,10 @@ class Launch:
         kept_of_each = torch.split(kept, [item.rows if item.keep_ratio else 0 for item in self.items])
         finite_of_each = torch.split(finite, [item.footprint.rows for item in self.items])
         results = [
-            _embedding(item, own, tokens) if bool(ok.all()) else _non_finite(item, self.dtype)
-            for item, own, tokens, ok in zip(self.items, rows, kept_of_each, finite_of_each, strict=True)
+            _embedding(item, own, tokens, outgoing) if bool(ok.all()) else _non_finite(item, self.dtype)
+            for item, own, tokens, ok, outgoing in zip(
+                self.items, rows, kept_of_each, finite_of_each, self.outgoing, strict=True
+            )
         ]
         return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start))
 
@@ -85,14 +90,16 @@ class Engine:
         stager: Stager,
         streams: Streams,
         forward: Callable[[Tensor, Metadata], Tensor] | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
-        """`forward` replaces the tower's forward in eager batches."""
+        """`forward` replaces the tower's forward in eager batches; rows are delivered to devices from `outbox`."""
         self._forward = forward or tower.forward
         self.depth = streams.depth
         self._tower = tower
         self._graphs = graphs
         self._stager = stager
         self._streams = streams
+        self._outbox = outbox
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
@@ -128,8 +135,13 @@ class Engine:
             )
             forward = self._replay(items, staged, budget) if budget else self._eager(items, staged)
             rows, finite, kept = self._finish(items, forward)
-        download = self._streams.download(rows, [finite, kept])
-        return Launch(items, download, stage_in, self._tower.dtype)
+            outgoing = [self._outgoing(item, own) for item, own in zip(items, rows, strict=True)]
+        download = self._streams.download(rows, [finite, kept], outgoing)
+        return Launch(items, download, stage_in, self._tower.dtype, outgoing)
+
+    def _outgoing(self, item: Item, rows: Tensor) -> DeviceRows | None:
+        """The rows of an item to be delivered to a device; None if they go by the host."""
+        return self._outbox.copied(rows) if self._outbox and item.on_device else None
 
     def _groups(self, items: Sequence[Item]) -> list[list[Item]]:
         """Neighbours whose pixels are staged in the same way, together where the streams join them."""
@@ -213,11 +225,11 @@ def _finite(rows: Tensor) -> Tensor:
     return low.isfinite() & high.isfinite()
 
 
-def _embedding(item: Item, rows: Tensor, kept: Tensor) -> Embedding:
+def _embedding(item: Item, rows: Tensor, kept: Tensor, outgoing: DeviceRows | None) -> Embedding:
     """Rows on the host as bytes, which keep the tensor alive."""
     count, width = rows.shape
     held = rows.view(torch.uint8).numpy().reshape(-1).data
-    return Embedding(held, item.output, (count, width), tuple(kept.tolist()))
+    return Embedding(held, item.output, (count, width), tuple(kept.tolist()), outgoing)
 
 
 def _non_finite(item: Item, dtype: torch.dtype) -> NonFinite | InvalidTensors:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vitwire_server.core.errors import Overloaded
 from vitwire_server.core.items import DType, Pixels
+from vitwire_server.runtime.outbox import DeviceRows
 
 TORCH_TYPES = {
     DType.FLOAT32: torch.float32,
@@ -62,8 +63,13 @@ class Streams(ABC):
         """A context in which work is enqueued for computation."""
 
     @abstractmethod
-    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
-        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
+    def download(
+        self, rows: Sequence[Tensor], checks: Sequence[Tensor], outgoing: Sequence[DeviceRows | None] = ()
+    ) -> Download:
+        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory.
+
+        Nobody waits for those of `rows` that are `outgoing` from the device.
+        """
 
 
 def flat(pixels: Pixels) -> Tensor:
@@ -90,7 +96,10 @@ class HostStreams(Streams):
         self._started = time.perf_counter()
         yield
 
-    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
+    def download(
+        self, rows: Sequence[Tensor], checks: Sequence[Tensor], outgoing: Sequence[DeviceRows | None] = ()
+    ) -> Download:
+        del outgoing  # rows on the host are delivered from there
         seconds = time.perf_counter() - self._started
         if self._memory:
             rows = [_host_tensor(tensor, self._memory).copy_(tensor) for tensor in rows]
@@ -145,18 +154,28 @@ class CudaStreams(Streams):
             self._started.record()
             yield
 
-    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
+    def download(
+        self, rows: Sequence[Tensor], checks: Sequence[Tensor], outgoing: Sequence[DeviceRows | None] = ()
+    ) -> Download:
         tensors = [*rows, *checks]
+        held = [*(outgoing or (None,) * len(rows)), *(None for _ in checks)]
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         done.record(self.compute)
         self._out.wait_event(done)
         with torch.cuda.stream(self._out):
             host = [_host_tensor(tensor, self._memory) for tensor in rows]
             host += [_host_tensor(tensor, None) for tensor in checks]
-            for target, tensor in zip(host, tensors, strict=True):
-                target.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._out)
+            for target, tensor, waiting in zip(host, tensors, held, strict=True):
+                if waiting is None:
+                    target.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(self._out)
             copied.record(self._out)
+            for target, tensor, waiting in zip(host, tensors, held, strict=True):
+                if waiting is not None:
+                    target.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(self._out)
+                    waiting.host_copy = torch.cuda.Event()
+                    waiting.host_copy.record(self._out)
 
         def wait() -> float:
             copied.synchronize()

@@ -28,7 +28,7 @@ class Arena:
         self.size = size
         self._map = mmap.mmap(descriptor, size)
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self._address: int = self._bytes.ctypes.data
+        self.address: int = self._bytes.ctypes.data
 
     @classmethod
     def create(cls, size: int) -> "Arena":
@@ -48,7 +48,7 @@ class Arena:
 
     def offset_of(self, data: memoryview) -> int | None:
         """Where bytes lie in the arena; None if they lie elsewhere."""
-        offset: int = np.frombuffer(data, np.uint8).ctypes.data - self._address
+        offset: int = np.frombuffer(data, np.uint8).ctypes.data - self.address
         return offset if 0 <= offset <= self.size - len(data) else None
 
     def touch(self, nbytes: int) -> None:

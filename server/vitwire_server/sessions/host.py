@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vitwire_server.core.delivery import Delivered
 from vitwire_server.core.errors import EncoderError, Unavailable
 from vitwire_server.core.items import CacheLookup, Embedding, Item
 from vitwire_server.core.reports import Encoded, Outcome
@@ -19,6 +20,7 @@ from vitwire_server.sessions.messages import (
     ItemForm,
     LookupForm,
     Open,
+    Placed,
     Queue,
     Release,
     Reply,
@@ -26,6 +28,7 @@ from vitwire_server.sessions.messages import (
     Rows,
     ToEngine,
     ToRpc,
+    consumer_of,
     item_of,
     lookup_of,
     pickled,
@@ -67,6 +70,7 @@ class SessionHost:
                     message.deadline,
                     Priority(message.priority),
                     message.request_id,
+                    consumer_of(message.consumer, message.principal) if message.consumer else None,
                 )
                 number = message.session
                 session = self._engine.open(
@@ -142,9 +146,13 @@ class SessionHost:
                 outcome = error
         self._link.send(Fault(number, key, pickled(outcome)))
 
-    def _rows(self, number: int, key: int, outcome: Encoded) -> Rows:
+    def _rows(self, number: int, key: int, outcome: Encoded) -> Rows | Placed:
         """Where the rows lie. Cached ones lie elsewhere, and are copied into the arena. Raises Overloaded."""
-        embedding = outcome.embedding
+        embedding, delivery = outcome.embedding, outcome.delivery
+        if isinstance(delivery, Delivered):
+            region = (delivery.region.offset, delivery.region.nbytes)
+            dtype, report = embedding.dtype.label, outcome.report
+            return Placed(number, key, dtype, embedding.shape, embedding.kept, report, region, delivery.seconds)
         data = embedding.data
         offset = self._memory.arena.offset_of(data)
         if offset is None:
@@ -162,6 +170,7 @@ class SessionHost:
             embedding.shape,
             embedding.kept,
             outcome.report,
+            delivery.reason if delivery else "",
         )
 
 

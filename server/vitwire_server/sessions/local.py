@@ -11,6 +11,7 @@ import numpy as np
 
 from vitwire_server.caching.keys import key_of, name_of
 from vitwire_server.caching.single_flight import SingleFlight, Waiter
+from vitwire_server.core.delivery import Region
 from vitwire_server.core.errors import NotCached, Overloaded
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
@@ -19,6 +20,7 @@ from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
+from vitwire_server.sessions.delivering import Courier, deliver, for_others
 from vitwire_server.sessions.mailbox import Mailbox
 from vitwire_server.sessions.session import Fail, Opening, Settle
 
@@ -60,6 +62,7 @@ class LocalSessions:
         *,
         memory: Memory | None = None,
         trace: TraceWriter | None = None,
+        courier: Courier | None = None,
     ) -> None:
         self.card = card
         self.intake = intake
@@ -68,6 +71,7 @@ class LocalSessions:
         self.monitor = monitor
         self.memory = memory or PrivateMemory()
         self.trace = trace
+        self.courier = courier
         self.mailbox = Mailbox()
         self.digest_seed = randbits(64) if single_flight.is_on else None
 
@@ -90,6 +94,7 @@ class _Held:
     waiter: Waiter | None = None
     """Until the outcome is known; None where nothing is cached."""
     submitted: bool = False
+    region: Region | None = None
 
 
 class LocalSession:
@@ -103,7 +108,7 @@ class LocalSession:
         self._found: dict[int, Encoded | NotCached] = {}
         """Answers of items without pixels that are not admitted yet."""
         self._released = asyncio.Event()
-        self.ticket = Ticket(self._deliver, opening.deadline, opening.priority, request_id=opening.request_id)
+        self.ticket = Ticket(self._encoded, opening.deadline, opening.priority, request_id=opening.request_id)
         engine.monitor.session_opened()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
@@ -137,8 +142,8 @@ class LocalSession:
 
     def try_admit(self, items: Mapping[int, Item | CacheLookup]) -> bool:
         """As `admit`; False where this session itself holds what is missing."""
-        for key in items:
-            self._held.setdefault(key, _Held())
+        for key, item in items.items():
+            self._held.setdefault(key, _Held()).region = item.region
         found = self._found
         found |= {k: self._find(item) for k, item in items.items() if isinstance(item, CacheLookup) and k not in found}
         nbytes = {
@@ -155,7 +160,7 @@ class LocalSession:
                 self._held[key].permit = permit
         self._found = {}
         for key, answer in found.items():
-            self._settle(key, answer)
+            self._deliver(key, answer)
         return True
 
     def queue(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
@@ -172,7 +177,8 @@ class LocalSession:
         if due:
             self._engine.intake.check_deadline(self.ticket, sum(due), len(due))
         for key in items:
-            self._held[key].submitted, self._held[key].waiter = True, waiters.get(key)
+            held = self._held[key]
+            held.submitted, held.waiter, held.region = True, waiters.get(key), items[key].region
         self._run({key: item for key, item in items.items() if key not in waiters or single_flight.enter(waiters[key])})
         if self._engine.trace and items:
             self._engine.trace.record(items.values())
@@ -231,7 +237,7 @@ class LocalSession:
         now = intake.now()
         intake.submit(Entry(self.ticket, key, item, now) for key, item in items.items())
 
-    def _deliver(self, key: int, outcome: Outcome) -> None:
+    def _encoded(self, key: int, outcome: Outcome) -> None:
         """Called by the engine's thread."""
         self._engine.mailbox.post(lambda: self._completed(key, outcome))
 
@@ -239,15 +245,31 @@ class LocalSession:
         held = self._held.get(key)
         if held and held.waiter:
             waiter, held.waiter = held.waiter, None
-            self._engine.single_flight.completed(waiter, outcome)
+            self._engine.single_flight.completed(waiter, for_others(outcome))
         if not self.ticket.cancelled:
-            self._settle(key, outcome)
+            self._deliver(key, outcome)
 
     def _answer(self, key: int, outcome: Outcome) -> None:
         """Called by single flight, which knows the waiter no more."""
         if held := self._held.get(key):
             held.waiter = None
-        self._settle(key, outcome)
+        self._deliver(key, outcome)
+
+    def _deliver(self, key: int, outcome: Outcome) -> None:
+        """Settle an item, once its rows are in its region if it has one."""
+        held, consumer = self._held.get(key), self._opening.consumer
+        if not isinstance(outcome, Encoded) or held is None or held.region is None or consumer is None:
+            self._settle(key, outcome)
+            return
+
+        def done(delivered: Encoded) -> None:
+            self._engine.mailbox.post(lambda: self._delivered(key, delivered))
+
+        deliver(self._engine.courier, consumer, held.region, outcome, done)
+
+    def _delivered(self, key: int, outcome: Encoded) -> None:
+        if not self.ticket.cancelled:
+            self._settle(key, outcome)
 
 
 def _discard(key: int, outcome: Outcome) -> None:

@@ -6,6 +6,7 @@ from typing import TypeAlias, TypeVar
 from msgspec import Struct
 from msgspec.msgpack import Decoder
 
+from vitwire_server.core.delivery import Consumer, Delivered, Fallback, MemoryKind, NotDelivered, Region
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
@@ -33,6 +34,8 @@ class ItemForm(Struct, array_like=True, frozen=True, tag="i"):
     output: str
     keep_ratio: float
     content_id: str
+    region: tuple[int, int] | None
+    on_device: bool
 
 
 class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
@@ -43,6 +46,18 @@ class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
     grid: tuple[int, int, int] | None
     output: str
     keep_ratio: float
+    region: tuple[int, int] | None
+
+
+class ConsumerForm(Struct, array_like=True, frozen=True):
+    """A consumer; its principal is that of the session."""
+
+    agent: str
+    metadata: bytes
+    memory: str
+    device: int
+    address: int
+    nbytes: int
 
 
 # -- from RPCs to the engine; `session` and `number` are chosen by the sender ----------------------
@@ -57,6 +72,7 @@ class Open(Struct, array_like=True, frozen=True, tag=0):
     deadline: float | None
     priority: int
     request_id: str
+    consumer: ConsumerForm | None
 
 
 class Reserve(Struct, array_like=True, frozen=True, tag=1):
@@ -121,7 +137,7 @@ class Reply(Struct, array_like=True, frozen=True, tag=0):
 
 
 class Rows(Struct, array_like=True, frozen=True, tag=1):
-    """An item was encoded: its rows lie at an offset of the arena until the item is released."""
+    """An item was encoded: its rows lie at an offset of the arena until the item is released, or were delivered."""
 
     session: int
     key: int
@@ -131,6 +147,21 @@ class Rows(Struct, array_like=True, frozen=True, tag=1):
     shape: tuple[int, int]
     kept: tuple[int, ...]
     report: ItemReport
+    fallback: str = ""
+    """Why the rows of an item with a region were not delivered."""
+
+
+class Placed(Struct, array_like=True, frozen=True, tag=8):
+    """An item was encoded, and its rows were written to its region."""
+
+    session: int
+    key: int
+    dtype: str
+    shape: tuple[int, int]
+    kept: tuple[int, ...]
+    report: ItemReport
+    region: tuple[int, int]
+    seconds: float
 
 
 class Fault(Struct, array_like=True, frozen=True, tag=2):
@@ -162,7 +193,7 @@ class Show(Struct, array_like=True, frozen=True, tag=5):
     reason: str
 
 
-class Beat(Struct, array_like=True, frozen=True, tag=8):
+class Beat(Struct, array_like=True, frozen=True, tag=9):
     """The engine's process is alive."""
 
 
@@ -177,7 +208,7 @@ class Stop(Struct, array_like=True, frozen=True, tag=7):
 
 
 ToEngine: TypeAlias = Open | Reserve | Admit | Queue | Release | Close | Started | Drained
-ToRpc: TypeAlias = Reply | Rows | Fault | Configure | Serve | Show | Drain | Stop | Beat
+ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Show | Drain | Stop | Beat
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
 FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
 
@@ -185,7 +216,8 @@ FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
 def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
     """An item as it is sent."""
     if isinstance(item, CacheLookup):
-        return LookupForm(item.content_id, item.modality, item.grid, item.output.label, item.keep_ratio)
+        region = _pair(item.region)
+        return LookupForm(item.content_id, item.modality, item.grid, item.output.label, item.keep_ratio, region)
     return ItemForm(
         item.modality,
         item.grid,
@@ -195,7 +227,21 @@ def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
         item.output.label,
         item.keep_ratio,
         item.content_id,
+        _pair(item.region),
+        item.on_device,
     )
+
+
+def consumer_form_of(consumer: Consumer) -> ConsumerForm:
+    """A consumer as it is sent."""
+    memory = consumer.memory.value
+    return ConsumerForm(consumer.agent, consumer.metadata, memory, consumer.device, consumer.address, consumer.nbytes)
+
+
+def consumer_of(form: ConsumerForm, principal: str) -> Consumer:
+    """The consumer of a principal."""
+    memory = MemoryKind(form.memory)
+    return Consumer(principal, form.agent, form.metadata, memory, form.device, form.address, form.nbytes)
 
 
 def item_of(form: ItemForm) -> Item:
@@ -209,18 +255,28 @@ def item_of(form: ItemForm) -> Item:
         form.keep_ratio,
         _pixels(form.crops) if form.crops else None,
         form.content_id,
+        Region(*form.region) if form.region else None,
+        on_device=form.on_device,
     )
 
 
 def lookup_of(form: LookupForm) -> CacheLookup:
     """The item without pixels."""
     grid = Grid(*form.grid) if form.grid else None
-    return CacheLookup(form.content_id, form.modality, grid, DType.of(form.output), form.keep_ratio)
+    region = Region(*form.region) if form.region else None
+    return CacheLookup(form.content_id, form.modality, grid, DType.of(form.output), form.keep_ratio, region)
 
 
 def encoded_of(message: Rows, data: memoryview) -> Encoded:
     """The outcome, with its rows."""
-    return Encoded(Embedding(data, DType.of(message.dtype), message.shape, message.kept), message.report)
+    embedding = Embedding(data, DType.of(message.dtype), message.shape, message.kept)
+    return Encoded(embedding, message.report, NotDelivered(Fallback(message.fallback)) if message.fallback else None)
+
+
+def placed_of(message: Placed) -> Encoded:
+    """The outcome of an item whose rows were delivered."""
+    embedding = Embedding(memoryview(b""), DType.of(message.dtype), message.shape, message.kept)
+    return Encoded(embedding, message.report, Delivered(Region(*message.region), message.seconds))
 
 
 def pickled(error: EncoderError) -> bytes:
@@ -233,6 +289,10 @@ def unpickled(raw: bytes, kind: type[T]) -> T:
     value = pickle.loads(raw)  # noqa: S301 - see above
     assert isinstance(value, kind)
     return value
+
+
+def _pair(region: Region | None) -> tuple[int, int] | None:
+    return (region.offset, region.nbytes) if region else None
 
 
 def _form(pixels: Pixels) -> TensorForm:

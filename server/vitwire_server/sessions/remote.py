@@ -16,6 +16,7 @@ from vitwire_server.sessions.messages import (
     Fault,
     ItemForm,
     Open,
+    Placed,
     Queue,
     Release,
     Reply,
@@ -23,8 +24,10 @@ from vitwire_server.sessions.messages import (
     Rows,
     ToEngine,
     ToRpc,
+    consumer_form_of,
     encoded_of,
     form_of,
+    placed_of,
     unpickled,
 )
 from vitwire_server.sessions.session import Fail, Opening, Settle
@@ -56,11 +59,12 @@ class RemoteSessions:
                 opening.deadline,
                 int(opening.priority),
                 opening.request_id,
+                consumer_form_of(opening.consumer) if opening.consumer else None,
             )
         )
         return RemoteSession(self, session)
 
-    def receive(self, message: Reply | Rows | Fault) -> None:
+    def receive(self, message: Reply | Rows | Placed | Fault) -> None:
         """Handle a message of the engine."""
         if isinstance(message, Reply):
             future = self._replies.pop(message.number, None)
@@ -76,6 +80,8 @@ class RemoteSessions:
         settle, _ = self._open[message.session]
         if isinstance(message, Fault):
             settle(message.key, unpickled(message.error, EncoderError))
+        elif isinstance(message, Placed):
+            settle(message.key, placed_of(message))
         else:
             settle(message.key, encoded_of(message, self.arena.view(message.offset, message.nbytes).toreadonly()))
 

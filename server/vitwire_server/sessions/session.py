@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from vitwire_server.core.delivery import Consumer
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Outcome
 from vitwire_server.scheduling.tickets import Priority
@@ -26,6 +27,8 @@ class Opening:
     """On the monotonic clock, which all processes of a machine share."""
     priority: Priority
     request_id: str
+    consumer: Consumer | None = None
+    """Leases the regions of items."""
 
 
 class Session(Protocol):

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from vitwire_server.observe.metrics.admission import AdmissionMetrics
 from vitwire_server.observe.metrics.cache import CacheMetrics
+from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.engine import EngineMetrics
 from vitwire_server.observe.metrics.model import ModelMetrics
 from vitwire_server.observe.metrics.processes import ENGINE, ProcessMetrics
@@ -32,6 +33,7 @@ class Metrics:
         self.admission = AdmissionMetrics(series)
         self.cache = CacheMetrics(series, shared)
         self.engine = EngineMetrics(series, shared)
+        self.delivery = DeliveryMetrics(series, shared)
         self.model = ModelMetrics(series)
         self.processes = ProcessMetrics(self.registry)
         self.processes.started(ENGINE, os.getpid())

@@ -39,6 +39,10 @@ class Shared:
         self.stages = series.histogram(
             "stage_seconds", "Time by stage: queue and send per item, the others per batch", SECONDS, "stage"
         )
+        self.delivered = series.counter("delivered_bytes", "Bytes of rows delivered to clients", "way")
+        self.delivery_seconds = series.histogram(
+            "delivery_seconds", "Time to deliver the rows of an item, by way", SECONDS, "way"
+        )
         self.cancelled = series.counter("cancelled", "Items cancelled, by the stage they were in", "stage")
         for modality in Modality:
             for path in Path:

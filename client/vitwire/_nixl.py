@@ -1,0 +1,191 @@
+"""Delivery of rows through NIXL: whether a request uses it, and what happens when it fails."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal
+from weakref import finalize
+
+import numpy as np
+
+from vitwire._embedding import DTYPES, STORAGE
+from vitwire._errors import EncodeFailed
+from vitwire._expected import Expected
+from vitwire._leases import Lease, Pool
+from vitwire._model import Model
+from vitwire.agents import MISSING, AgentError, is_installed
+from vitwire.regions import rounded
+from vitwire.v1 import encoder_pb2 as pb
+
+_log = logging.getLogger("vitwire")
+Delivery = Literal["auto", "stream", "nixl"]
+DELIVERIES: tuple[Delivery, ...] = ("auto", "stream", "nixl")
+POOL_BYTES = 256 << 20
+_PAUSE_SECONDS = 60.0
+"""After a failed delivery, for which rows come in responses."""
+_ABANDONED_SHARE = 1 / 4
+"""Of a pool without room, from which on it is replaced."""
+
+_inherited: list[Pool | None] = []
+"""Pools of the process that this one was forked from. To close their agents here would disturb that process."""
+
+
+class Nixl:
+    """The pool of a client, made when it is first needed. Thread-safe."""
+
+    def __init__(self, delivery: Delivery, device: str | None, nbytes: int) -> None:
+        """Raises ValueError for an unknown way."""
+        if delivery not in DELIVERIES:
+            raise ValueError(f"delivery must be one of {', '.join(DELIVERIES)}, got {delivery!r}")
+        if device is not None and not device.startswith("cuda"):
+            raise ValueError(f"device must be None or a CUDA device such as 'cuda:0', got {device!r}")
+        if device is not None and delivery == "stream":
+            raise ValueError("device needs delivery='nixl' or 'auto': rows in a stream arrive on the host")
+        if nbytes < 1:
+            raise ValueError(f"delivery_bytes must be positive, got {nbytes}")
+        self.is_required = delivery == "nixl"
+        self._is_wanted = delivery != "stream"
+        self._device = device
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._process = os.getpid()
+        self._paused_until = 0.0
+        self._closed = False
+        self._logged = ""
+
+    def leasing(self, model: Model, output_type: "pb.DataType.ValueType") -> "Leasing | None":
+        """How a request to this server leases memory; None if its rows come in the response. Raises EncodeFailed."""
+        if not self._is_wanted:
+            return None
+        reason = None if "nixl" in model.deliveries else "the server does not offer it (start it with --nixl)"
+        if reason is None and not is_installed():
+            reason = MISSING
+        if reason:
+            self._unavailable(reason)
+            return None
+        dtype = DTYPES.get(output_type, model.dtype)
+        return Leasing(self, np.dtype(STORAGE[dtype]).itemsize) if dtype in STORAGE else None
+
+    def pool(self) -> Pool | None:
+        """The pool to lease from; None if rows come in responses for now. Raises EncodeFailed."""
+        with self._lock:
+            if self._closed or not self._is_wanted or time.monotonic() < self._paused_until:
+                return None
+            if self._process != os.getpid():  # agents do not survive a fork
+                self._process = os.getpid()
+                _inherited.append(self._pool)
+                self._pool = None
+            if self._pool is None:
+                try:
+                    self._pool = Pool(self._nbytes, self._device)
+                except AgentError as error:
+                    self._paused_until = time.monotonic() + _PAUSE_SECONDS
+                    self._unavailable(str(error))
+                else:
+                    finalize(self, self._pool.close)  # a client that was not closed, or the end of the process
+            return self._pool
+
+    def full(self, pool: Pool) -> None:
+        """The pool has no room: replace it if abandoned leases are the reason."""
+        with self._lock:
+            if pool is self._pool and pool.abandoned >= _ABANDONED_SHARE * pool.size:
+                self._retire()
+
+    def failed(self, pool: Pool, reason: str) -> None:
+        """The server delivered rows in the response instead."""
+        with self._lock:
+            if pool is not self._pool:
+                return
+            self._retire()
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+        _log.warning(
+            "NIXL delivery failed (%s): embeddings come in responses for the next %d s", reason, _PAUSE_SECONDS
+        )
+
+    def close(self) -> None:
+        """Lease no more."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool:
+            pool.close()
+
+    def _retire(self) -> None:
+        if self._pool:
+            self._pool.retire()
+        self._pool = None
+
+    def _unavailable(self, reason: str) -> None:
+        """Log why responses are used, once. Raises EncodeFailed where NIXL is required."""
+        if self.is_required:
+            raise EncodeFailed(f"delivery='nixl' is not possible: {reason}", code="FAILED_PRECONDITION")
+        if reason != self._logged:
+            self._logged = reason
+            _log.warning("embeddings come in responses, NIXL is not used: %s", reason)
+
+
+class Leasing:
+    """Leases for the items of one request."""
+
+    def __init__(self, nixl: Nixl, value_bytes: int) -> None:
+        self._nixl = nixl
+        self._value_bytes = value_bytes
+
+    def leases(self, expected: Sequence[Expected]) -> "Leases | None":
+        """Leases of an RPC, without some where there is no room; None if the RPC has to wait for room.
+
+        Raises EncodeFailed where NIXL is required and cannot be used, or the RPC needs more than there is.
+        """
+        pool = self._nixl.pool()
+        if pool is None:
+            return Leases(self._nixl, None, (None,) * len(expected))
+        sizes = [each.rows * each.width * self._value_bytes for each in expected]
+        if self._nixl.is_required and sum(map(rounded, sizes)) > pool.size:
+            raise EncodeFailed(
+                f"delivery='nixl': the rows of one request need {sum(sizes)} bytes, delivery_bytes is {pool.size}",
+                code="RESOURCE_EXHAUSTED",
+            )
+        leases = Leases(self._nixl, pool, tuple(pool.lease(size) if size else None for size in sizes))
+        if all(lease for lease, size in zip(leases.leases, sizes, strict=True) if size):
+            return leases
+        self._nixl.full(pool)
+        if not self._nixl.is_required:
+            return leases
+        leases.release()
+        return None
+
+
+class Leases:
+    """The leases of one attempt, by the number of its item."""
+
+    def __init__(self, nixl: Nixl, pool: Pool | None, leases: tuple[Lease | None, ...]) -> None:
+        self._nixl = nixl
+        self._pool = pool
+        self.leases = leases
+
+    @property
+    def delivery(self) -> pb.Delivery | None:
+        """The memory of the leases; None without any."""
+        return self._pool.delivery if self._pool and any(self.leases) else None
+
+    def returned(self, number: int, reason: str) -> None:
+        """The rows of an item came in the response."""
+        lease = self.leases[number]
+        if lease and self._pool:
+            lease.abandon()
+            self._nixl.failed(self._pool, reason or "the server gave no reason")
+
+    def release(self) -> None:
+        """The server has not begun with the items that are not answered."""
+        for lease in self.leases:
+            if lease:
+                lease.release()
+
+    def abandon(self) -> None:
+        """The server may be at work on the items that are not answered."""
+        for lease in self.leases:
+            if lease:
+                lease.abandon()

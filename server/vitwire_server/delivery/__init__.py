@@ -1,0 +1,1 @@
+"""Delivery of rows into consumers' memory through NIXL."""

@@ -1,0 +1,157 @@
+"""The courier: delivers rows in a thread of its own, so that neither the engine's thread nor an event loop waits."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+
+from vitwire.agents import AgentError, Memory
+from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Placing, Rows
+from vitwire_server.delivery.transfers import Bounds, Job, Transfers
+from vitwire_server.delivery.vetting import Vetter
+from vitwire_server.observe.metrics.delivery import DeliveryMetrics
+
+_log = logging.getLogger(__name__)
+_CLOSE_SECONDS = 10.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
+_IDLE_PAUSE = 1.0
+"""While agents are connected, of which some may have to be removed."""
+Done = Callable[[Delivered | NotDelivered], None]
+Upload = Callable[[memoryview], Rows | None]
+
+
+class Courier:
+    """Writes rows into consumers' memory. `deliver` may be called by any thread."""
+
+    def __init__(
+        self,
+        metrics: DeliveryMetrics,
+        sources: Sequence[Memory] = (),
+        bounds: Bounds = Bounds(),  # noqa: B008 - immutable
+    ) -> None:
+        """Register `sources`, which rows are sent from without a copy. Raises AgentError."""
+        self._metrics = metrics
+        self._bounds = bounds
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._vetter = Vetter()
+        self._transfers = Transfers(sources, bounds, self._vet, self._answer)
+        self._done: dict[Job, Done] = {}
+        """Of deliveries without an outcome; changed under the lock, like `_closed`."""
+        self._closed = False
+        self._upload: Upload | None = None
+        self._lock = Lock()
+        started: Future[None] = Future()
+        self._thread = Thread(target=self._run, args=(started,), name="delivery", daemon=True)
+        self._thread.start()
+        try:
+            started.result()
+        except AgentError:
+            self._vetter.close()
+            raise
+
+    def deliver(self, placing: Placing, rows: Rows, done: Done) -> None:
+        """Write rows to their place, which was checked. `done` is called in the delivery thread or in this call.
+
+        Takes over `rows`: they are released once nothing reads them any more, before or after `done` is called.
+        """
+        job = Job(placing, rows, time.monotonic())
+        with self._lock:
+            accepted = not self._closed and len(self._done) < self._bounds.deliveries
+            if accepted:
+                self._done[job] = done
+        if accepted:
+            self._inbox.put(lambda: self._transfers.accept(job))
+        else:
+            rows.release()
+            self._metrics.fell_back(Fallback.BUSY)
+            done(NotDelivered(Fallback.BUSY))
+
+    def add_device(
+        self, memory: Memory, prepare: Callable[[], None], upload: Callable[[memoryview], Rows | None]
+    ) -> None:
+        """Deliver from device memory as well. `prepare` makes the device current in the delivery thread.
+
+        `upload` copies rows from the host into the memory. Raises AgentError.
+        """
+        added: Future[None] = Future()
+
+        def add() -> None:
+            prepare()
+            try:
+                self._transfers.register(memory)
+            except AgentError as error:
+                added.set_exception(error)
+            else:
+                added.set_result(None)
+
+        self._inbox.put(add)
+        added.result()
+        self._upload = upload
+
+    def upload(self, data: memoryview) -> Rows | None:
+        """Rows of the host on the device; None without a device, or room on it."""
+        return self._upload(data) if self._upload else None
+
+    def close(self) -> None:
+        """End all deliveries and disconnect from all agents."""
+        with self._lock:
+            self._closed = True
+        self._inbox.put(lambda: None)
+        self._thread.join(_CLOSE_SECONDS)
+        self._vetter.close()
+
+    def _run(self, started: "Future[None]") -> None:
+        try:
+            self._transfers.start()
+        except AgentError as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        pause = _SHORTEST_PAUSE
+        try:
+            while not self._closed:
+                moved = self._handle_inbox(pause)
+                moved |= self._transfers.advance()
+                self._metrics.agents.set(self._transfers.agents)
+                pause = _SHORTEST_PAUSE if moved else min(2 * pause, _LONGEST_PAUSE)
+        except Exception:  # noqa: BLE001 - the thread's loop: rows then go out in responses
+            _log.exception("NIXL delivery is off from now on")
+        self._end()
+
+    def _handle_inbox(self, pause: float) -> bool:
+        """Handle what other threads sent; waits for it, shortly while transfers are to be polled."""
+        timeout = pause if self._transfers.is_active else _IDLE_PAUSE if self._transfers.agents else None
+        with suppress(Empty):
+            self._inbox.get(timeout=timeout)()
+            while True:
+                self._inbox.get_nowait()()
+            return True
+        return False
+
+    def _end(self) -> None:
+        """Answer everything that has no outcome."""
+        with self._lock:
+            self._closed = True
+        with suppress(Empty):
+            while True:
+                self._inbox.get_nowait()()
+        self._transfers.close()
+        self._metrics.agents.set(0)
+
+    def _vet(self, metadata: bytes, vetted: Callable[[bool], None]) -> None:
+        self._vetter.ask(metadata, lambda accepted: self._inbox.put(lambda: vetted(accepted)))
+
+    def _answer(self, job: Job, failure: Fallback | None) -> None:
+        """The outcome of a delivery is known; None if its rows are in place."""
+        with self._lock:
+            done = self._done.pop(job)
+        if failure is None:
+            seconds = time.monotonic() - job.started
+            self._metrics.delivered(job.rows.nbytes, seconds)
+            done(Delivered(job.placing.region, seconds))
+        else:
+            self._metrics.fell_back(failure)
+            done(NotDelivered(failure))

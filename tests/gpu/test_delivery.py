@@ -1,0 +1,152 @@
+"""Delivery through NIXL between devices, and from pinned memory to the host. Needs CUDA and NIXL."""
+
+import threading
+import time
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from checkpoints import Checkpoints
+from nixl_consumer import ConsumerProcess, consuming
+from servers import serving
+from vitwire import Client
+from vitwire._leases import DeviceMemory
+from vitwire.agents import Memory, is_installed
+from vitwire.regions import Region as Part
+from vitwire_server.core.delivery import Delivered, MemoryKind, NotDelivered, Placing, Region
+from vitwire_server.delivery.courier import Courier
+from vitwire_server.delivery.transfers import Bounds
+from vitwire_server.observe.metrics.delivery import DeliveryMetrics
+from vitwire_server.observe.metrics.series import Series, Shared
+from vitwire_server.runtime.outbox import DeviceRows, Outbox
+from vitwire_server.runtime.streams import CudaStreams
+
+MIB = 1 << 20
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def needs_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs CUDA")
+    if not is_installed():
+        pytest.skip("NIXL is not installed")
+
+
+@pytest.fixture
+def outbox(device: torch.device) -> Outbox:
+    return Outbox(device, 256 * MIB)
+
+
+def delivering(sources: list[Memory]) -> Courier:
+    series = Series(CollectorRegistry())
+    return Courier(DeliveryMetrics(series, Shared(series)), sources, Bounds(seconds=SECONDS))
+
+
+def deliver(courier: Courier, process: ConsumerProcess, rows: DeviceRows, offset: int) -> Delivered | NotDelivered:
+    outcomes: SimpleQueue[Delivered | NotDelivered] = SimpleQueue()
+    consumer = process.consumer(memory=MemoryKind.DEVICE, device=rows.device)
+    courier.deliver(Placing(consumer, Region(offset, rows.nbytes)), rows, outcomes.put)
+    return outcomes.get(timeout=SECONDS)
+
+
+def test_rows_go_from_device_to_device(device: torch.device, outbox: Outbox) -> None:
+    courier = delivering([])
+    courier.add_device(outbox.memory, outbox.make_current, outbox.uploaded)
+    with consuming(64 * MIB, device.index) as process:
+        taken = []
+        for turn in range(20):
+            rows = outbox.copied(torch.full((1 << 20, 16), turn % 7 + 1, dtype=torch.bfloat16, device=device))
+            assert rows
+            rows.finish_host_copy()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            assert isinstance(deliver(courier, process, rows, 8 * MIB), Delivered)
+            taken.append(time.perf_counter() - start)
+        expected = torch.full((1,), 19 % 7 + 1, dtype=torch.bfloat16).view(torch.uint8).tolist()
+        assert set(process.sums(8 * MIB, 32 * MIB)) == {str(value) for value in expected}
+        assert set(process.sums(0, 8 * MIB)) == {"0"}
+        uploaded = outbox.uploaded(memoryview(bytes([5]) * MIB))
+        assert uploaded
+        assert isinstance(deliver(courier, process, uploaded, 0), Delivered)
+        assert process.sums(0, MIB) == {"5": MIB}
+        print(f"32 MiB to a device: median {sorted(taken)[10] * 1e3:.3f} ms")
+    courier.close()
+
+
+def test_room_is_free_again_once_rows_are_released_or_forgotten(device: torch.device) -> None:
+    outbox = Outbox(device, MIB)
+    source = torch.zeros(MIB, dtype=torch.uint8, device=device)
+    for _ in range(3):
+        rows = outbox.copied(source)
+        assert rows
+        assert outbox.copied(source) is None
+        rows.release()
+        rows.release()
+    forgotten = outbox.copied(source)
+    assert forgotten
+    del forgotten
+    assert outbox.copied(source)
+
+
+def test_nobody_waits_for_the_host_copy_of_rows_that_are_delivered(device: torch.device, outbox: Outbox) -> None:
+    streams = CudaStreams(device)
+    with streams.computing():
+        rows = [torch.randn(64, 128, device=device) for _ in range(2)]
+        held = outbox.copied(rows[1])
+    assert held
+    download = streams.download(rows, [], [None, held])
+    download.wait()
+    assert torch.equal(download.tensors[0], rows[0].cpu())
+    held.finish_host_copy()
+    assert torch.equal(download.tensors[1], rows[1].cpu())
+    offset = held.address - outbox.memory.address
+    sent = outbox._tensor[offset : offset + held.nbytes].view(torch.float32).view(64, 128)
+    assert torch.equal(sent, rows[1])
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_server_delivers_to_the_device_of_a_client(
+    checkpoints: Checkpoints, device: torch.device, processes: str
+) -> None:
+    flags = ("--device", str(device), "--nixl", "--rpc-processes", processes, "--cache-bytes", str(64 * MIB))
+    random = np.random.default_rng(1)
+    with (
+        serving(checkpoints("qwen3_vl"), *flags, "--budgets", "64,256") as server,
+        Client(server.target, delivery="stream") as plain,
+        Client(server.target, delivery="nixl", device=str(device)) as client,
+        Client(server.target, delivery="nixl") as host,
+    ):
+        images = [random.integers(0, 255, (64 * side, 64, 3), dtype=np.uint8) for side in (1, 2, 3, 4)]
+        for _ in range(2):  # the second time from the cache
+            expected = plain.encode_images(images)
+            got = zip(client.encode_images(images), host.encode_images(images), expected, strict=True)
+            for each, same, rows in got:
+                assert each.torch().device == device
+                assert torch.equal(each.torch().cpu(), rows.torch())
+                assert torch.equal(same.torch(), rows.torch())
+                np.testing.assert_array_equal(each.numpy(), rows.numpy())
+        assert server.metric("vitwire_delivery_fallbacks_total") == 0, server.log()[-3000:]
+
+
+def test_leases_on_a_device_are_free_once_work_on_them_is_done(device: torch.device) -> None:
+    memory = DeviceMemory(MIB, str(device))
+    released = threading.Event()
+    rows = memory.rows(Part(4096, 8192), (16, 128), "<u2", released.set)
+    assert rows.dtype is torch.bfloat16
+    assert rows.data_ptr() == memory.memory.address + 4096
+    view = rows[3:].t()
+    del rows
+    memory.collect()
+    assert not released.is_set()
+    torch.cuda._sleep(50_000_000)
+    view.fill_(1)
+    del view
+    memory.collect()
+    assert not released.is_set(), "work on the device is still queued"
+    torch.cuda.synchronize()
+    memory.collect()
+    assert released.is_set()
