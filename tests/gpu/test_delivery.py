@@ -142,7 +142,7 @@ def test_leases_on_a_device_are_free_once_work_on_them_is_done(device: torch.dev
     del rows
     memory.collect()
     assert not released.is_set()
-    torch.cuda._sleep(50_000_000)
+    torch.cuda._sleep(2_000_000_000)
     view.fill_(1)
     del view
     memory.collect()
