@@ -23,8 +23,8 @@ _log = logging.getLogger("vitwire")
 Delivery = Literal["auto", "stream", "nixl"]
 DELIVERIES: tuple[Delivery, ...] = ("auto", "stream", "nixl")
 POOL_BYTES = 256 << 20
-_PAUSE_SECONDS = 60.0
-"""After a failed delivery, for which rows come in responses."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 60.0, 3600.0
+"""After a failed delivery, for which rows come in responses; doubled with each failure until one succeeds."""
 _ABANDONED_SHARE = 1 / 4
 """Of a pool without room, from which on it is replaced."""
 
@@ -53,6 +53,7 @@ class Nixl:
         self._pool: Pool | None = None
         self._process = os.getpid()
         self._paused_until = 0.0
+        self._pause = _SHORTEST_PAUSE
         self._closed = False
         self._logged = ""
 
@@ -82,7 +83,7 @@ class Nixl:
                 try:
                     self._pool = Pool(self._nbytes, self._device)
                 except AgentError as error:
-                    self._paused_until = time.monotonic() + _PAUSE_SECONDS
+                    self._wait()
                     self._unavailable(str(error))
                 else:
                     finalize(self, self._pool.close)  # a client that was not closed, or the end of the process
@@ -100,10 +101,12 @@ class Nixl:
             if pool is not self._pool:
                 return
             self._retire()
-            self._paused_until = time.monotonic() + _PAUSE_SECONDS
-        _log.warning(
-            "NIXL delivery failed (%s): embeddings come in responses for the next %d s", reason, _PAUSE_SECONDS
-        )
+            seconds = self._wait()
+        _log.warning("NIXL delivery failed (%s): embeddings come in responses for the next %d s", reason, seconds)
+
+    def succeeded(self) -> None:
+        """The server delivered rows."""
+        self._pause = _SHORTEST_PAUSE
 
     def close(self) -> None:
         """Lease no more."""
@@ -112,6 +115,12 @@ class Nixl:
             pool, self._pool = self._pool, None
         if pool:
             pool.close()
+
+    def _wait(self) -> float:
+        """Pause; returns the seconds."""
+        seconds, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        self._paused_until = time.monotonic() + seconds
+        return seconds
 
     def _retire(self) -> None:
         if self._pool:
@@ -170,6 +179,11 @@ class Leases:
     def delivery(self) -> pb.Delivery | None:
         """The memory of the leases; None without any."""
         return self._pool.delivery if self._pool and any(self.leases) else None
+
+    def delivered(self, number: int) -> Lease | None:
+        """The lease of an item whose rows the server wrote."""
+        self._nixl.succeeded()
+        return self.leases[number]
 
     def returned(self, number: int, reason: str) -> None:
         """The rows of an item came in the response."""

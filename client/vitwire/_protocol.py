@@ -235,7 +235,8 @@ class Assembler:
 
     def _placement(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Result:
         """The embedding that the server wrote into the lease of its item."""
-        placement, lease, expected = message.placement, self._lease(message.item), self._expected[message.item]
+        lease = self._leases.delivered(message.item) if self._leases else None
+        placement, expected = message.placement, self._expected[message.item]
         report = Report.from_message(message.report)
         try:
             if lease is None:

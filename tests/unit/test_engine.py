@@ -150,7 +150,7 @@ class TestDeviceLost:
         def wait() -> float:
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-        monkeypatch.setattr(rig.engine._streams, "download", lambda rows, checks, outgoing: Download([*rows, *checks], wait))
+        monkeypatch.setattr(rig.engine._streams, "download", lambda rows, checks, *_: Download([*rows, *checks], wait))
         launched = rig.engine.launch(rig.items(GRIDS), None)
         with pytest.raises(DeviceLost, match="device-side assert"):
             launched.collect()
