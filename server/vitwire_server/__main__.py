@@ -25,6 +25,7 @@ _SWITCH_SECONDS = 0.0005
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the entry point of `vitwire-server`. Exits with its code."""
+    _open_closed_streams()
     for number in (signal.SIGTERM, signal.SIGINT):  # PID 1 has no handler of its own, and imports take seconds
         signal.signal(number, lambda *_: os._exit(0))
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -49,6 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         sys.stderr.write(f"vitwire-server: {error.name} is not installed: pip install 'vitwire[server]'\n")
         sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """Streams that were closed before the start write to nowhere: their descriptors must not become those of pipes."""
+    for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
+            setattr(sys, name, open(opened, "w" if descriptor else "r"))  # noqa: PTH123, SIM115 - by descriptor
 
 
 def _serve(words: list[str]) -> int:
@@ -152,8 +161,8 @@ def _leave_threads(code: int) -> None:
     import threading  # noqa: PLC0415 - as above
 
     if any(thread.name in ("loading", "engine", "compiling") for thread in threading.enumerate()):
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before the start
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

@@ -1,12 +1,9 @@
 """What a client sees of servers that freeze, come back, or are still loading."""
 
 import asyncio
-import os
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 
 from checkpoints import Checkpoints
+from processes import frozen
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, Item, Unavailable
 
@@ -28,15 +26,6 @@ Encode = Callable[[Item], Awaitable[Any]]
 def pair(checkpoints: Checkpoints) -> Iterator[list[ServerProcess]]:
     with serving(checkpoints("qwen2_vl")) as one, serving(checkpoints("qwen2_vl")) as other:
         yield [one, other]
-
-
-@contextmanager
-def frozen(server: ServerProcess) -> Iterator[None]:
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
 
 
 def both(pair: list[ServerProcess]) -> str:

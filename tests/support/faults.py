@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
-import psutil
-
 import faulty_server
+from processes import memory_mib
 from servers import ServerProcess
 
 SCALE = float(os.environ.get("VITWIRE_FAULT_SCALE", "1"))
@@ -23,8 +22,8 @@ def scaled(full: int, least: int = 1) -> int:
 
 
 def rss_mib(server: ServerProcess) -> float:
-    """Resident memory of a server."""
-    return float(psutil.Process(server.process.pid).memory_info().rss) / (1 << 20)
+    """Resident memory of a server and its edges."""
+    return memory_mib(server)
 
 
 ON_THE_DEVICE = 64
