@@ -30,6 +30,7 @@ from vitwire_server.sessions.messages import (
     Rows,
     Serve,
     Show,
+    Spare,
     Started,
     Stop,
     ToEngine,
@@ -100,7 +101,7 @@ class _Edge:
         self._silent = 0.0
         if isinstance(message, Beat):
             return
-        if isinstance(message, Reply | Rows | Placed | Fault):
+        if isinstance(message, Reply | Rows | Placed | Fault | Spare):
             if self._sessions:
                 self._sessions.receive(message)
         else:

@@ -1,13 +1,14 @@
 """The engine's end of a link: sessions of the RPCs of another process."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from vitwire_server.core.delivery import Delivered
-from vitwire_server.core.errors import EncoderError, Unavailable
+from vitwire_server.core.errors import EncoderError, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.scheduling.tickets import Priority
@@ -27,6 +28,8 @@ from vitwire_server.sessions.messages import (
     Reply,
     Reserve,
     Rows,
+    Spare,
+    Submit,
     ToEngine,
     ToRpc,
     consumer_of,
@@ -36,7 +39,7 @@ from vitwire_server.sessions.messages import (
 )
 from vitwire_server.sessions.session import Opening
 
-SessionMessage = Open | Reserve | Admit | Queue | Release | Close
+SessionMessage = Open | Reserve | Admit | Queue | Submit | Release | Close
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -45,6 +48,9 @@ class _Copy:
 
     source: memoryview
     data: memoryview
+
+
+_SPARES, _SPARE_BYTES = 4, 1 << 20
 
 
 @dataclass(slots=True)
@@ -68,6 +74,8 @@ class SessionHost:
         self._memory = memory
         self._link = link
         self._sessions: dict[int, _Open] = {}
+        self._spares: dict[int, memoryview] = {}
+        """Blocks that the process may write into, by their offset."""
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
         """Copies that are being read, by the identity of their source."""
 
@@ -88,6 +96,7 @@ class SessionHost:
                     opening, settle=lambda key, outcome: self._settle(number, key, outcome), fail=_cannot_fail
                 )
                 self._sessions[number] = _Open(session)
+                self._grant()
             case Reserve():
                 opened, item = self._sessions[message.session], item_of(message.item)
                 self._reply(opened, message.number, lambda: self._reserve(opened, message.key, item))
@@ -97,6 +106,14 @@ class SessionHost:
             case Queue():
                 opened = self._sessions[message.session]
                 self._reply(opened, message.number, lambda: self._queue(opened, message))
+            case Submit():
+                opened = self._sessions[message.session]
+                submitted = {
+                    key: _in_block(item_of(form), self._spares.pop(offset))
+                    for (key, form), offset in zip(message.items.items(), message.blocks, strict=True)
+                }
+                self._reply(opened, message.number, lambda: _submit(opened, submitted, message.digests))
+                self._grant()
             case Release():
                 opened = self._sessions[message.session]
                 opened.unfilled.pop(message.key, None)
@@ -111,6 +128,7 @@ class SessionHost:
     def close(self) -> None:
         """The process is gone: end its sessions."""
         sessions, self._sessions = self._sessions, {}
+        self._spares.clear()
         for opened in sessions.values():
             opened.session.close()
 
@@ -147,6 +165,16 @@ class SessionHost:
     def _queue(self, opened: _Open, message: Queue) -> list[int]:
         opened.session.queue({key: opened.unfilled.pop(key) for key in message.items}, message.digests)
         return []
+
+    def _grant(self) -> None:
+        """Keep the process supplied with spare blocks while there is memory: they save small requests a round trip."""
+        with suppress(Overloaded):
+            while len(self._spares) < _SPARES and self._memory.free > self._memory.arena.size // 2:
+                block = self._memory.allocate(_SPARE_BYTES)
+                offset = self._memory.arena.offset_of(block)
+                assert offset is not None
+                self._spares[offset] = block
+                self._link.send(Spare(offset, _SPARE_BYTES))
 
     def _settle(self, number: int, key: int, outcome: Outcome) -> None:
         if isinstance(outcome, Encoded):
@@ -192,9 +220,20 @@ class SessionHost:
         return copy
 
 
+def _in_block(item: Item, block: memoryview) -> Item:
+    return item.filled(block[: item.nbytes])
+
+
+def _submit(opened: _Open, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> list[int] | None:
+    if not opened.session.try_admit(items):
+        return None
+    opened.session.queue(items, digests)
+    return []
+
+
 def not_ready(message: SessionMessage) -> ToRpc | None:
     """The reply to a message that came before the model was loaded."""
-    if isinstance(message, Reserve | Admit | Queue):
+    if isinstance(message, Reserve | Admit | Queue | Submit):
         return Reply(message.number, [], pickled(Unavailable("the model is still loading")))
     return None
 

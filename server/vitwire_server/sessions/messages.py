@@ -101,6 +101,16 @@ class Queue(Struct, array_like=True, frozen=True, tag=3):
     digests: dict[int, bytes]
 
 
+class Submit(Struct, array_like=True, frozen=True, tag=8):
+    """Items whose bytes were written into spare blocks, which lie at `blocks`: admit and queue them. Answered."""
+
+    number: int
+    session: int
+    items: dict[int, ItemForm]
+    blocks: list[int]
+    digests: dict[int, bytes]
+
+
 class Release(Struct, array_like=True, frozen=True, tag=4):
     """The item's rows are not read any more."""
 
@@ -193,6 +203,13 @@ class Show(Struct, array_like=True, frozen=True, tag=5):
     reason: str
 
 
+class Spare(Struct, array_like=True, frozen=True, tag=10):
+    """A block that the process may write an item's bytes into before the item is admitted."""
+
+    offset: int
+    nbytes: int
+
+
 class Beat(Struct, array_like=True, frozen=True, tag=9):
     """The engine's process is alive."""
 
@@ -207,8 +224,8 @@ class Stop(Struct, array_like=True, frozen=True, tag=7):
     """Close the ports and exit."""
 
 
-ToEngine: TypeAlias = Open | Reserve | Admit | Queue | Release | Close | Started | Drained
-ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Show | Drain | Stop | Beat
+ToEngine: TypeAlias = Open | Reserve | Admit | Queue | Submit | Release | Close | Started | Drained
+ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Show | Drain | Stop | Beat | Spare
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
 FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
 

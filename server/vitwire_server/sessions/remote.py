@@ -1,7 +1,7 @@
 """Sessions of an engine in another process."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -22,6 +22,8 @@ from vitwire_server.sessions.messages import (
     Reply,
     Reserve,
     Rows,
+    Spare,
+    Submit,
     ToEngine,
     ToRpc,
     consumer_form_of,
@@ -46,6 +48,7 @@ class RemoteSessions:
         self._numbers = count()
         self._open: dict[int, tuple[Settle, Fail]] = {}
         self._replies: dict[int, asyncio.Future[list[int]]] = {}
+        self._spares: list[Spare] = []
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
         """See Sessions."""
@@ -64,8 +67,11 @@ class RemoteSessions:
         )
         return RemoteSession(self, session)
 
-    def receive(self, message: Reply | Rows | Placed | Fault) -> None:
+    def receive(self, message: Reply | Rows | Placed | Fault | Spare) -> None:
         """Handle a message of the engine."""
+        if isinstance(message, Spare):
+            self._spares.append(message)
+            return
         if isinstance(message, Reply):
             future = self._replies.pop(message.number, None)
             if future is None or future.done():  # the RPC was cancelled
@@ -104,12 +110,28 @@ class RemoteSessions:
         if self._open.pop(session, None):
             self.link.send(Close(session))
 
-    async def request(self, message: Reserve | Admit | Queue) -> list[int]:
-        """The engine's reply. Raises EncoderError."""
-        if message.session not in self._open:
+    def take_spares(self, items: Collection[Item | CacheLookup]) -> list[int] | None:
+        """Offsets of a spare block for each item; None unless all items have bytes and fit."""
+        if len(items) > len(self._spares):
+            return None
+        if not all(
+            isinstance(item, Item) and item.nbytes <= spare.nbytes
+            for item, spare in zip(items, self._spares, strict=False)
+        ):
+            return None
+        taken, self._spares = self._spares[: len(items)], self._spares[len(items) :]
+        return [spare.offset for spare in taken]
+
+    def check(self, session: int) -> None:
+        """Raises Unavailable if the session is closed or the engine's process is gone."""
+        if session not in self._open:
             raise Unavailable("the RPC has ended")
         if self.link.lost.is_set():
             raise Unavailable("the engine's process ended")
+
+    async def request(self, message: Reserve | Admit | Queue | Submit) -> list[int]:
+        """The engine's reply. Raises EncoderError."""
+        self.check(message.session)
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._replies[message.number] = future
         self.link.send(message)
@@ -143,13 +165,19 @@ class RemoteSession:
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
         """See Session."""
         engine = self._engine
+        engine.check(self._session)
         new = {key: item for key, item in items.items() if key not in self._reserved}
+        if new and len(new) == len(items) and (blocks := engine.take_spares(new.values())):
+            await self._submit({key: item for key, item in new.items() if isinstance(item, Item)}, blocks, digests)
+            return
         if new:
             forms = {key: form_of(item) for key, item in new.items()}
             offsets = await engine.request(Admit(engine.number(), self._session, forms))
             work = [item for item in new.values() if isinstance(item, Item)]
             for offset, item in zip(offsets, work, strict=True):
-                await self._write(offset, item)
+                for at, part in _parts(offset, item):
+                    engine.arena.array(at, len(part))[:] = part
+                    await asyncio.sleep(0)
         ready = [key for key, item in items.items() if isinstance(item, Item)]
         self._reserved.difference_update(ready)
         if ready:
@@ -163,13 +191,20 @@ class RemoteSession:
         """See Session."""
         self._engine.closed(self._session)
 
-    async def _write(self, offset: int, item: Item) -> None:
-        """Copy an item's bytes into the arena."""
-        for tensor in (item.pixels, item.crops):
-            data = np.frombuffer(tensor.data, np.uint8) if tensor and tensor.nbytes else np.empty(0, np.uint8)
-            for start in range(0, len(data), _COPIED_BYTES):
-                part = data[start : start + _COPIED_BYTES]
-                self._engine.arena.array(offset + start, len(part))[:] = part
-                if len(data) > start + _COPIED_BYTES:
-                    await asyncio.sleep(0)
-            offset += len(data)
+    async def _submit(self, items: Mapping[int, Item], blocks: Sequence[int], digests: Mapping[int, bytes]) -> None:
+        """Items that fit spare blocks; nothing is awaited before the engine is informed of the blocks' use."""
+        engine = self._engine
+        for offset, item in zip(blocks, items.values(), strict=True):
+            for at, part in _parts(offset, item):
+                engine.arena.array(at, len(part))[:] = part
+        forms = {key: form for key, item in items.items() if isinstance(form := form_of(item), ItemForm)}
+        await engine.request(Submit(engine.number(), self._session, forms, list(blocks), dict(digests)))
+
+
+def _parts(offset: int, item: Item) -> Iterator[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]:
+    """An item's bytes in parts that are copied at once, and where each goes in the arena."""
+    for tensor in (item.pixels, item.crops):
+        data = np.frombuffer(tensor.data, np.uint8) if tensor and tensor.nbytes else np.empty(0, np.uint8)
+        for start in range(0, len(data), _COPIED_BYTES):
+            yield offset + start, data[start : start + _COPIED_BYTES]
+        offset += len(data)
