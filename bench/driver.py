@@ -11,6 +11,8 @@ from dataclasses import fields
 
 from bench.calls import Done, Driver, Pace, Row, Work
 
+from vitwire import allocator
+
 
 def _driver(kind: str, settings: Row) -> Driver:
     if kind == "tower":
@@ -32,6 +34,7 @@ def _answered(driver: Driver, command: Row) -> Row:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    allocator.tune()  # as docs/client.md recommends for a process of many calls; for the bare client as well
     driver = _driver(settings.pop("kind"), settings)
     for line in sys.stdin:
         try:

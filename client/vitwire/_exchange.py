@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from vitwire._assembler import Assembler
 from vitwire._connections import C, Connection
 from vitwire._errors import (
     DeadlineExceeded,
@@ -14,7 +15,7 @@ from vitwire._errors import (
     VitwireError,
 )
 from vitwire._model import Model
-from vitwire._protocol import Assembler, Part, Response, Result
+from vitwire._protocol import Part, Response, Result
 from vitwire._retry import Attempts
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Malformed

@@ -133,7 +133,7 @@ class Nixl:
             raise EncodeFailed(f"delivery='nixl' is not possible: {reason}", code="FAILED_PRECONDITION")
         if reason != self._logged:
             self._logged = reason
-            _log.warning("embeddings come in responses, NIXL is not used: %s", reason)
+            _log.info("embeddings come in responses, NIXL is not used: %s", reason)
 
 
 class Leasing:

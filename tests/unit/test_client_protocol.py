@@ -8,10 +8,11 @@ import pytest
 
 from fake_service import bad_request, expected, item, model_message
 from vitwire import EncodeFailed, InvalidItem, Item, NotCached
+from vitwire._assembler import Assembler
 from vitwire._embedding import Embedding
 from vitwire._expected import Expected
 from vitwire._model import Limits, Model
-from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Assembler, Options, Part, split
+from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Options, Part, split
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, write_chunk, write_request
 
