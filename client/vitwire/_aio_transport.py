@@ -41,7 +41,10 @@ class AsyncTransport:
     async def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> AsyncGenerator[Result, None]:
         """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
         metadata = _channel.metadata(self._token)
-        streams = [self._results(Exchange(part, levels, Attempts(self._policy, deadline)), metadata) for part in parts]
+        one = self._connections.common(parts, stream=False)
+        stream = self._threaded.common(parts, stream=True)
+        exchanges = [Exchange(part, levels, Attempts(self._policy, deadline)) for part in parts]
+        streams = [self._results(exchange, metadata, one, stream) for exchange in exchanges]
         async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as results:
             async for result in results:
                 yield result
@@ -78,17 +81,30 @@ class AsyncTransport:
         for channel in channels:
             await channel.close()
 
-    async def _results(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
-        """Results of a part: sent as one message while it is one, and then as a stream."""
-        for send, suits in ((self._in_one_message, True), (self._streamed, False)):
-            if exchange.part.one_message is suits:
-                async with aclosing(send(exchange, metadata)) as results:
-                    async for result in results:
-                        yield result
+    async def _results(
+        self,
+        exchange: Exchange,
+        metadata: Metadata,
+        one: Connection[grpc.aio.Channel] | None,
+        stream: Connection[grpc.Channel] | None,
+    ) -> AsyncGenerator[Result, None]:
+        """Results of a part: sent as one message while it is one, and then as a stream.
 
-    async def _in_one_message(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
+        one, stream: connections of the first attempts.
+        """
+        if exchange.part.one_message:
+            async with aclosing(self._in_one_message(exchange, metadata, one)) as results:
+                async for result in results:
+                    yield result
+        if not exchange.part.one_message:
+            async with aclosing(self._streamed(exchange, metadata, stream)) as results:
+                async for result in results:
+                    yield result
+
+    async def _in_one_message(
+        self, exchange: Exchange, metadata: Metadata, again: Connection[grpc.aio.Channel] | None
+    ) -> AsyncGenerator[Result, None]:
         """Results of a part; what a server refused or never answered is sent again, while it is one message."""
-        again: Connection[grpc.aio.Channel] | None = None
         while exchange.part.one_message:
             await _begun(exchange)
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
@@ -138,7 +154,9 @@ class AsyncTransport:
             return from_rpc(error) if error.code() is grpc.StatusCode.UNAVAILABLE else known
         return None
 
-    async def _streamed(self, exchange: Exchange, metadata: Metadata) -> AsyncGenerator[Result, None]:
+    async def _streamed(
+        self, exchange: Exchange, metadata: Metadata, again: Connection[grpc.Channel] | None
+    ) -> AsyncGenerator[Result, None]:
         """Results of a part that is sent as a stream, by a thread.
 
         grpc.aio 1.85 loses the status of an RPC that the server ends while the client is still sending.
@@ -153,7 +171,7 @@ class AsyncTransport:
 
         def drain() -> None:
             try:
-                for result in self._threaded.results(exchange, metadata, calls):
+                for result in self._threaded.results(exchange, metadata, calls, again):
                     deliver(result)
                 deliver(None)
             except Exception as error:  # noqa: BLE001  # raised again by the caller

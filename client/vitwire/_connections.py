@@ -3,12 +3,13 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from vitwire._channel import BULK_OPTIONS, ChannelOptions
+from vitwire._protocol import Part
 
 C = TypeVar("C")
 
@@ -83,6 +84,17 @@ class Connections(Generic[C]):
         finally:
             with self._lock:
                 connection.load -= nbytes
+
+    def common(self, parts: Collection[Part], *, stream: bool) -> Connection[C] | None:
+        """The connection for the first attempts of a request's parts that are streams, or are not.
+
+        They share it, so that its round robin sends them to different replicas. None for fewer than two parts.
+        """
+        if sum(part.one_message is not stream for part in parts) < 2:
+            return None
+        with self._lock:
+            self._check()
+            return self._choose(self._bulk[stream])
 
     def close(self) -> list[C]:
         """Refuse further calls; returns the channels, for the caller to close."""

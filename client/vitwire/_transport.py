@@ -48,7 +48,8 @@ class Transport:
         metadata = _channel.metadata(self._token)
         calls = calls or Calls()
         exchanges = [Exchange(part, levels, Attempts(self._policy, deadline)) for part in parts]
-        streams = [self.results(exchange, metadata, calls) for exchange in exchanges]
+        common = {stream: self.common(parts, stream=stream) for stream in (True, False)}
+        streams = [self.results(each, metadata, calls, common[not each.part.one_message]) for each in exchanges]
         try:
             yield from streams[0] if len(streams) == 1 else _merged(streams)
         finally:
@@ -91,9 +92,17 @@ class Transport:
         else:
             closing.join(_CLOSE_SECONDS)
 
-    def results(self, exchange: Exchange, metadata: Metadata, calls: "Calls") -> Iterator[Result]:
-        """Results of one part; what a server refused or never answered is sent again."""
-        again: Connection[grpc.Channel] | None = None
+    def common(self, parts: Sequence[Part], *, stream: bool) -> Connection[grpc.Channel] | None:
+        """See Connections."""
+        return self._connections.common(parts, stream=stream)
+
+    def results(
+        self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None = None
+    ) -> Iterator[Result]:
+        """Results of one part; what a server refused or never answered is sent again.
+
+        again: the connection of the first attempt.
+        """
         while True:
             while not exchange.begin():
                 exchange.check_deadline()

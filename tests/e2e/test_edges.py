@@ -221,7 +221,7 @@ def test_a_killed_edge_costs_only_its_own_rpcs_and_returns(server: ServerProcess
     with stubs(server) as (one, other), ThreadPoolExecutor(16) as pool:
         with broken(fault, "hang"):
             calls = [
-                [pool.submit(code, stub, request(image(level=100 + n), image(16, 16, level=n))) for n in range(8)]
+                [pool.submit(code, stub, request(image(level=100 + n), image(16, 16, level=100 + n))) for n in range(8)]
                 for stub in (one, other)
             ]
             until(lambda: in_flight(server, 16))
