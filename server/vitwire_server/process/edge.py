@@ -126,6 +126,8 @@ class _Edge:
                 self._sessions.lost(Unavailable(f"the server cannot encode: {_SILENT}"))
             elif failed and self._health.reason == _SILENT and self._silent < _SILENT_SECONDS:
                 _log.warning("the engine's process responds again")
+                if self._sessions:
+                    self._sessions.regained()
                 self._control.put_nowait(self._shown)
 
     async def _start(self, message: Configure) -> LocalFront | None:

@@ -144,8 +144,9 @@ class LocalSession:
         """As `admit`; False where this session itself holds what is missing."""
         for key, item in items.items():
             self._held.setdefault(key, _Held()).region = item.region
-        found = self._found
-        found |= {k: self._find(item) for k, item in items.items() if isinstance(item, CacheLookup) and k not in found}
+        lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}
+        found = {key: self._found.get(key) or self._find(item) for key, item in lookups.items()}
+        self._found = found  # only those of `items`: an earlier attempt may have failed
         nbytes = {
             key: item.weight(self._engine.width)
             for key, item in items.items()

@@ -46,6 +46,8 @@ class RemoteSessions:
         self._numbers = count()
         self._open: dict[int, tuple[Settle, Fail]] = {}
         self._replies: dict[int, asyncio.Future[list[int]]] = {}
+        self._fault: Exception | None = None
+        """Why requests fail at once; None while the engine's process responds."""
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
         """See Sessions."""
@@ -86,13 +88,18 @@ class RemoteSessions:
             settle(message.key, encoded_of(message, self.arena.view(message.offset, message.nbytes).toreadonly()))
 
     def lost(self, fault: Exception) -> None:
-        """The engine's process is gone: every RPC that works with it ends with `fault`."""
+        """The engine's process is gone or silent: every RPC that works with it, now or later, ends with `fault`."""
+        self._fault = fault
         for _, fail in self._open.values():
             fail(fault)
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(fault)
         self._replies.clear()
+
+    def regained(self) -> None:
+        """The engine's process responds again."""
+        self._fault = None
 
     def closed(self, session: int) -> None:
         """A session is over."""
@@ -101,8 +108,8 @@ class RemoteSessions:
 
     async def request(self, message: Reserve | Admit | Queue) -> list[int]:
         """The engine's reply. Raises EncoderError."""
-        if self.link.lost.is_set():
-            raise Unavailable("the engine's process ended")
+        if self._fault or self.link.lost.is_set():
+            raise Unavailable(str(self._fault or "the engine's process ended"))
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._replies[message.number] = future
         self.link.send(message)
@@ -150,6 +157,7 @@ class RemoteSession:
 
     def release(self, key: int) -> None:
         """See Session."""
+        self._reserved.discard(key)
         self._engine.link.send(Release(self._session, key))
 
     def close(self) -> None:
