@@ -290,6 +290,18 @@ def test_closing_answers_everything() -> None:
         assert deliveries.deliver(process.consumer(), HostRows(1, 1)) == NotDelivered(Fallback.BUSY)
 
 
+def test_an_unexpected_error_answers_everything() -> None:
+    class BrokenRows(HostRows):
+        def is_ready(self) -> bool:
+            raise ValueError("broken")
+
+    with delivering() as deliveries, consuming(MIB) as process:
+        deliveries.post(process.consumer(), BrokenRows(1, 1000))
+        deliveries.post(process.consumer(), BrokenRows(2, 1000), offset=8192)
+        assert [deliveries.next() for _ in range(2)] == [NotDelivered(Fallback.FAILED)] * 2
+        assert deliveries.deliver(process.consumer(), HostRows(3, 1000)) == NotDelivered(Fallback.BUSY)
+
+
 def test_consumers_come_and_go() -> None:
     """Memory and descriptors stay flat; the agent that was unused for longest makes room."""
     own = psutil.Process()
