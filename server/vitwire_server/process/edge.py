@@ -46,7 +46,7 @@ _LAST_SECONDS = 2.0
 
 
 async def serve_edge(inherited: Inherited) -> int:
-    """Speak gRPC until the engine's process says so, or is gone; returns the exit code."""
+    """Speak gRPC until the engine's process sends Stop or ends; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):  # init systems signal all processes; the engine's process drains us
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     raise_limit()

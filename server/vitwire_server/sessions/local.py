@@ -251,7 +251,7 @@ class LocalSession:
             self._deliver(key, outcome)
 
     def _answer(self, key: int, outcome: Outcome) -> None:
-        """Called by single flight, which knows the waiter no more."""
+        """Called by single flight, which has dropped the waiter."""
         if held := self._held.get(key):
             held.waiter = None
         self._deliver(key, outcome)
