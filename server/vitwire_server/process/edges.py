@@ -180,7 +180,7 @@ class EdgeFront:
     fault: str = ""
     """Why an edge could not listen."""
     draining: Drain | None = None
-    """Sent to edges that start from now on as well."""
+    """Sent to edges that are started while others drain, too."""
     _running: list[asyncio.Task[bool]] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _reservation: PortReservation | None = None
