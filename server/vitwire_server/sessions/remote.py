@@ -115,8 +115,10 @@ class RemoteSessions:
         """The engine's reply. Raises EncoderError."""
         if message.session not in self._open:
             raise Unavailable("the RPC has ended")
-        if self._fault or self.link.lost.is_set():
-            raise Unavailable(str(self._fault or "the engine's process ended"))
+        if self.link.lost.is_set():
+            raise Unavailable("the engine's process ended")
+        if self._fault:
+            raise Unavailable(str(self._fault))
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._replies[message.number] = future
         self.link.send(message)
