@@ -171,7 +171,11 @@ def test_rows_are_sent_once_they_are_ready() -> None:
 
 
 def test_a_consumer_that_is_killed_costs_its_own_rows_only() -> None:
-    with delivering(seconds=SECONDS, idle_seconds=5) as deliveries, consuming(64 * MIB) as killed, consuming(MIB) as other:
+    with (
+        delivering(seconds=SECONDS, idle_seconds=5) as deliveries,
+        consuming(64 * MIB) as killed,
+        consuming(MIB) as other,
+    ):
         assert isinstance(deliveries.deliver(killed.consumer(), HostRows(1, MIB)), Delivered)
         many = [HostRows(1, 16 * MIB) for _ in range(20)]
         for rows in many:
@@ -288,6 +292,18 @@ def test_closing_answers_everything() -> None:
         assert deliveries.next() == NotDelivered(Fallback.BUSY)
         assert rows.released.is_set()
         assert deliveries.deliver(process.consumer(), HostRows(1, 1)) == NotDelivered(Fallback.BUSY)
+
+
+def test_an_unexpected_error_answers_everything() -> None:
+    class BrokenRows(HostRows):
+        def is_ready(self) -> bool:
+            raise ValueError("broken")
+
+    with delivering() as deliveries, consuming(MIB) as process:
+        deliveries.post(process.consumer(), BrokenRows(1, 1000))
+        deliveries.post(process.consumer(), BrokenRows(2, 1000), offset=8192)
+        assert [deliveries.next() for _ in range(2)] == [NotDelivered(Fallback.FAILED)] * 2
+        assert deliveries.deliver(process.consumer(), HostRows(3, 1000)) == NotDelivered(Fallback.BUSY)
 
 
 def test_consumers_come_and_go() -> None:

@@ -124,22 +124,31 @@ class Courier:
     def _handle_inbox(self, pause: float) -> bool:
         """Handle what other threads sent; waits for it, shortly while transfers are to be polled."""
         timeout = pause if self._transfers.is_active else _IDLE_PAUSE if self._transfers.agents else None
+        handled = False
         with suppress(Empty):
             self._inbox.get(timeout=timeout)()
+            handled = True
             while True:
                 self._inbox.get_nowait()()
-            return True
-        return False
+        return handled
 
     def _end(self) -> None:
         """Answer everything that has no outcome."""
         with self._lock:
             self._closed = True
-        with suppress(Empty):
-            while True:
-                self._inbox.get_nowait()()
-        self._transfers.close()
+        try:
+            with suppress(Empty):
+                while True:
+                    self._inbox.get_nowait()()
+            self._transfers.close()
+        except Exception:  # noqa: BLE001 - as above; what follows must happen
+            _log.exception("NIXL deliveries cannot be ended")
         self._metrics.agents.set(0)
+        with self._lock:
+            left, self._done = self._done, {}
+        for done in left.values():  # lost to an error, or accepted just before the end; their rows may be in use
+            self._metrics.fell_back(Fallback.FAILED)
+            done(NotDelivered(Fallback.FAILED))
 
     def _vet(self, metadata: bytes, vetted: Callable[[bool], None]) -> None:
         self._vetter.ask(metadata, lambda accepted: self._inbox.put(lambda: vetted(accepted)))

@@ -47,7 +47,7 @@ _LAST_SECONDS = 2.0
 
 
 async def serve_edge(inherited: Inherited) -> int:
-    """Speak gRPC until the engine's process says so, or is gone; returns the exit code."""
+    """Speak gRPC until the engine's process sends Stop or ends; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):  # init systems signal all processes; the engine's process drains us
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     raise_limit()
@@ -127,6 +127,8 @@ class _Edge:
                 self._sessions.lost(Unavailable(f"the server cannot encode: {_SILENT}"))
             elif failed and self._health.reason == _SILENT and self._silent < _SILENT_SECONDS:
                 _log.warning("the engine's process responds again")
+                if self._sessions:
+                    self._sessions.regained()
                 self._control.put_nowait(self._shown)
 
     async def _start(self, message: Configure) -> LocalFront | None:

@@ -8,7 +8,7 @@ class PendingWrites:
     """Cancels a write that has not ended after `seconds`. Event loop only.
 
     All writes may take equally long, so the oldest one is due first, and one timer for it is enough: a timeout
-    object per message costs more than the rest of our code around a write.
+    object per message costs more than everything else around a write.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -3,6 +3,7 @@
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class CudaStreams(Streams):
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._started = torch.cuda.Event(enable_timing=True)
+        self._unwaited: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        """Rows whose copies to the host nobody waits for. Their memory must not be free before the copies are done."""
 
     def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
         ends = [0]
@@ -157,6 +160,8 @@ class CudaStreams(Streams):
     def download(
         self, rows: Sequence[Tensor], checks: Sequence[Tensor], outgoing: Sequence[DeviceRows | None] = ()
     ) -> Download:
+        while self._unwaited and self._unwaited[0][0].query():
+            self._unwaited.popleft()
         tensors = [*rows, *checks]
         held = [*(outgoing or (None,) * len(rows)), *(None for _ in checks)]
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
@@ -176,6 +181,7 @@ class CudaStreams(Streams):
                     tensor.record_stream(self._out)
                     waiting.host_copy = torch.cuda.Event()
                     waiting.host_copy.record(self._out)
+                    self._unwaited.append((waiting.host_copy, target))
 
         def wait() -> float:
             copied.synchronize()

@@ -69,7 +69,8 @@ class Arena:
 class ArenaMemory:
     """Hands out blocks of an arena. Thread-safe; belongs to the process that owns the arena.
 
-    First fit by address, so that the pages in use stay few and those touched first are used most.
+    First fit by address, so that the pages in use stay few and those touched first are used most. No block crosses the
+    end of the kept bytes: CUDA refuses copies of memory that is pinned in part.
     """
 
     def __init__(self, arena: Arena, kept: int) -> None:
@@ -77,8 +78,9 @@ class ArenaMemory:
         self.arena = arena
         self.kept = min(arena.size, kept // _PAGE * _PAGE)
         self._lock = Lock()
-        self._starts, self._ends = [0], [arena.size]
-        """Free ranges, ascending; no two of them touch."""
+        bounds = sorted({0, self.kept, arena.size})
+        self._starts, self._ends = bounds[:-1], bounds[1:]
+        """Free ranges, ascending; two touch only at the end of the kept bytes."""
         self._dropped: deque[tuple[int, int]] = deque()
         """Blocks whose last view is gone: finalisers may run anywhere, so they take no lock."""
 
@@ -118,10 +120,10 @@ class ArenaMemory:
 
     def _give_back(self, start: int, end: int) -> None:
         index = bisect_right(self._starts, start)
-        if index < len(self._starts) and self._starts[index] == end:
+        if index < len(self._starts) and self._starts[index] == end != self.kept:
             end = self._ends[index]
             del self._starts[index], self._ends[index]
-        if index and self._ends[index - 1] == start:
+        if index and self._ends[index - 1] == start != self.kept:
             self._ends[index - 1] = end
         else:
             self._starts.insert(index, start)

@@ -63,7 +63,12 @@ class _Open:
     rows: dict[int, memoryview | _Copy] = field(default_factory=dict)
     """Rows that are being read."""
     waiting: list[Callable[[], None]] = field(default_factory=list)
-    """Requests that wait until the session releases what it holds."""
+    """Requests that wait until the session releases what it holds. They refer to this object."""
+
+    def close(self) -> None:
+        """Close the session. No reference cycle is left, which would keep the memory until a garbage collection."""
+        self.waiting.clear()
+        self.session.close()
 
 
 class SessionHost:
@@ -123,14 +128,14 @@ class SessionHost:
                 for attempt in waiting:
                     attempt()
             case Close():
-                self._sessions.pop(message.session).session.close()
+                self._sessions.pop(message.session).close()
 
     def close(self) -> None:
         """The process is gone: end its sessions."""
         sessions, self._sessions = self._sessions, {}
         self._spares.clear()
         for opened in sessions.values():
-            opened.session.close()
+            opened.close()
 
     def _reply(self, opened: _Open, number: int, attempt: Callable[[], list[int] | None]) -> None:
         """Reply with what `attempt` returns; while that is None, try again after each release of the session."""

@@ -146,8 +146,9 @@ class LocalSession:
         self._raise_if_closed()
         for key, item in items.items():
             self._held.setdefault(key, _Held()).region = item.region
-        found = self._found
-        found |= {k: self._find(item) for k, item in items.items() if isinstance(item, CacheLookup) and k not in found}
+        lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}
+        found = {key: self._found.get(key) or self._find(item) for key, item in lookups.items()}
+        self._found = found  # only those of `items`: an earlier attempt may have failed
         nbytes = {
             key: item.weight(self._engine.width)
             for key, item in items.items()
@@ -258,7 +259,7 @@ class LocalSession:
             self._deliver(key, outcome)
 
     def _answer(self, key: int, outcome: Outcome) -> None:
-        """Called by single flight, which knows the waiter no more."""
+        """Called by single flight, which has dropped the waiter."""
         if held := self._held.get(key):
             held.waiter = None
         self._deliver(key, outcome)

@@ -30,4 +30,4 @@ class Mailbox:
         with self._lock:
             calls, self._calls = self._calls, []
         for call in calls:
-            call()
+            self._loop.call_soon(call)  # one that fails ends no other

@@ -1,4 +1,4 @@
-"""What the engine's process and those of RPCs say to each other. Both are of one release, so nothing is versioned."""
+"""Messages between the engine's process and those of RPCs. Both are of one release, so nothing is versioned."""
 
 import pickle
 from typing import TypeAlias, TypeVar

@@ -49,6 +49,8 @@ class RemoteSessions:
         self._open: dict[int, tuple[Settle, Fail]] = {}
         self._replies: dict[int, asyncio.Future[list[int]]] = {}
         self._spares: list[Spare] = []
+        self._fault: Exception | None = None
+        """Why requests fail at once; None while the engine's process responds."""
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
         """See Sessions."""
@@ -92,13 +94,18 @@ class RemoteSessions:
             settle(message.key, encoded_of(message, self.arena.view(message.offset, message.nbytes).toreadonly()))
 
     def lost(self, fault: Exception) -> None:
-        """The engine's process is gone: every RPC that works with it ends with `fault`."""
+        """The engine's process is gone or silent: every RPC that works with it, now or later, ends with `fault`."""
+        self._fault = fault
         for _, fail in self._open.values():
             fail(fault)
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(fault)
         self._replies.clear()
+
+    def regained(self) -> None:
+        """The engine's process responds again."""
+        self._fault = None
 
     def release(self, session: int, key: int) -> None:
         """An item is not needed any more."""
@@ -128,6 +135,8 @@ class RemoteSessions:
             raise Unavailable("the RPC has ended")
         if self.link.lost.is_set():
             raise Unavailable("the engine's process ended")
+        if self._fault:
+            raise Unavailable(str(self._fault))
 
     async def request(self, message: Reserve | Admit | Queue | Submit) -> list[int]:
         """The engine's reply. Raises EncoderError."""
@@ -185,6 +194,7 @@ class RemoteSession:
 
     def release(self, key: int) -> None:
         """See Session."""
+        self._reserved.discard(key)
         self._engine.release(self._session, key)
 
     def close(self) -> None:
