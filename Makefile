@@ -55,8 +55,12 @@ bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a
 wire-bench: $(READY) ## what the service costs on a CPU, beside bare gRPC and the bare tower; FLAGS="--plot p.png"
 	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
 
-fault-test: $(READY) ## servers under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 runs 5 % of it
-	$(BIN)/python -m pytest tests/fault $(FLAGS)
+# A server of one process, and one of an engine with two edges.
+SHAPES := 1 2
+
+fault-test: $(READY) ## servers of both shapes under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 runs 5 % of it
+	set -e; for shape in $(SHAPES); do \
+		VITWIRE_RPC_PROCESSES=$$shape $(BIN)/python -m pytest tests/fault $(FLAGS); done
 
 # These use an interpreter with torch and transformers, and install nothing.
 GPU_PYTHON ?= python3

@@ -67,7 +67,7 @@ class Item:
     modality: "image" or "video".
     content_id: key of the content in the server's embedding cache.
     keep_ratio: share of a video's tokens to keep, in (0, 1); 0 and 1 disable pruning.
-    crops: second view of two-resolution towers, of the same types as `pixels`.
+    crops: of towers that take crops, of the same types as `pixels`.
 
     Raises InvalidItem, naming the field, for errors that can be found without the model.
     """

@@ -23,7 +23,7 @@ class Budget:
     segment_patches: int
     """Longest segment, in patches."""
     crops: int = 0
-    """Crops, in models with a second view."""
+    """Crops, in models that take them."""
 
 
 @dataclass(frozen=True, slots=True)

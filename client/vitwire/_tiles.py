@@ -40,7 +40,7 @@ class Tiling:
     min_side: int = 0
     max_side: int = 0
     crop: Size | None = None
-    """Height and width of a crop of the second view."""
+    """Height and width of a crop."""
     crop_background: tuple[int, ...] = ()
     crop_resample: int | None = None
 
@@ -67,7 +67,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Pixels `(tiles, 3, H, W)` of one image, its grid, and its second view, if any."""
+    """Pixels `(tiles, 3, H, W)` of one image, its grid, and its crops, if any."""
 
     pixels: Pixels
     grid: Grid
@@ -87,7 +87,7 @@ def _stretch(picture: Picture, tiling: Tiling) -> Tiles:
 
 
 def _square(picture: Picture, tiling: Tiling) -> Tiles:
-    """One tile. With a second view, the crop is made from the image, and the tile from the crop."""
+    """One tile. Where there are crops, the crop is made from the image, and the tile from the crop."""
     if tiling.crop is None:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background, tiling.min_side)]), (1, 1, 1))
     high = _squared(picture, tiling.crop[0], tiling.crop_background, tiling.min_side, tiling.crop_resample)
@@ -124,7 +124,7 @@ def _placed(pixels: Pixels, size: Size, corner: Size, background: tuple[int, ...
 
 
 def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
-    """With a second view, large images are cut into crops, and one tile shows the whole image."""
+    """Where there are crops, large images are cut into them, and one tile shows the whole image."""
     size = tiling.crop or tiling.tile
     if tiling.crop and max(picture.size) <= size[0]:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background)]), (1, 1, 1))

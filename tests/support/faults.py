@@ -30,18 +30,20 @@ ON_THE_DEVICE = 64
 """Items that the device may hold at once unless flags say less: a batch is packed from a window of 64."""
 
 
-def settle(server: ServerProcess, seconds: float = 30, on_the_device: int = ON_THE_DEVICE) -> None:
+def settle(server: ServerProcess, seconds: float = 30, on_the_device: int = ON_THE_DEVICE, lost: int = 0) -> None:
     """Wait until every account is even: nothing is in flight, nothing was lost, nothing was computed in vain.
 
+    `lost` requests were those of edges that were killed, which count no end of theirs.
     Requests of clients that left long ago may still come up one after the other, with moments of nothing in between.
     """
     deadline = time.monotonic() + seconds
-    while (odd := _uneven(server, on_the_device)) and time.monotonic() < deadline:
+    while (odd := _uneven(server, on_the_device, lost)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not odd, f"{odd} after {seconds:g} s: {server.log()[-2000:]}"
+    vain = f"{_undelivered(server):g} forwards in vain, {_given_up(server):g} requests given up"
+    assert not odd, f"{odd} ({vain}) after {seconds:g} s: {server.log()[-2000:]}"
 
 
-def _uneven(server: ServerProcess, on_the_device: int) -> dict[str, float]:
+def _uneven(server: ServerProcess, on_the_device: int, lost: int) -> dict[str, float]:
     """Accounts that are not 0."""
     names = ("inflight_requests", "admitted_items", "admitted_bytes", "queue_items", "queue_bytes")
     accounts = {name: server.metric(f"vitwire_{name}") for name in names}
@@ -49,7 +51,8 @@ def _uneven(server: ServerProcess, on_the_device: int) -> dict[str, float]:
     answered = ("vitwire_graph_hits_total", "vitwire_eager_fallbacks_total", "vitwire_cache_hits_total")
     paths = sum(map(server.metric, answered))
     accounts |= {"tickets": opened - closed, "items": server.metric("vitwire_items_total") - paths}
-    accounts["undelivered forwards"] = max(0.0, _undelivered(server) - _given_up(server) * on_the_device)
+    given_up = _given_up(server) + lost
+    accounts["undelivered forwards"] = max(0.0, _undelivered(server) - given_up * on_the_device)
     return {name: value for name, value in accounts.items() if value}
 
 

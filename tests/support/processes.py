@@ -2,9 +2,11 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import grpc
 import psutil
 
 from servers import ServerProcess
@@ -50,3 +52,27 @@ def frozen(server: ServerProcess) -> Iterator[None]:
     finally:
         for number in numbers:
             os.kill(number, signal.SIGCONT)
+
+
+@contextmanager
+def channel_to(server: ServerProcess, edge: psutil.Process, seconds: float = 60) -> Iterator[grpc.Channel]:
+    """A channel whose connection this edge accepted: the kernel spreads them."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        before = _callers(edge)
+        with grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            grpc.channel_ready_future(channel).result(timeout=20)
+            if _own_ports() & (_callers(edge) - before):
+                yield channel
+                return
+    raise RuntimeError(f"no connection reached process {edge.pid} within {seconds:g} s")
+
+
+def _callers(edge: psutil.Process) -> set[int]:
+    """Ports at the other end of an edge's connections."""
+    return {each.raddr.port for each in edge.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED}
+
+
+def _own_ports() -> set[int]:
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_ESTABLISHED}

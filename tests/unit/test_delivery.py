@@ -171,7 +171,7 @@ def test_rows_are_sent_once_they_are_ready() -> None:
 
 
 def test_a_consumer_that_is_killed_costs_its_own_rows_only() -> None:
-    with delivering(seconds=SECONDS) as deliveries, consuming(64 * MIB) as killed, consuming(MIB) as other:
+    with delivering(seconds=SECONDS, idle_seconds=5) as deliveries, consuming(64 * MIB) as killed, consuming(MIB) as other:
         assert isinstance(deliveries.deliver(killed.consumer(), HostRows(1, MIB)), Delivered)
         many = [HostRows(1, 16 * MIB) for _ in range(20)]
         for rows in many:

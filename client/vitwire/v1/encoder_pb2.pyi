@@ -334,7 +334,7 @@ class Item(google.protobuf.message.Message):
 
     @property
     def crops(self) -> Global___Tensor:
-        """Second view of two-resolution towers, (crops, C, H, W)."""
+        """Crops, in towers that take them: (crops, C, H, W)."""
 
     @property
     def pixels(self) -> Global___Tensor:
@@ -1066,7 +1066,7 @@ class Budget(google.protobuf.message.Message):
     segment_patches: builtins.int
     """Longest segment, in patches."""
     crops: builtins.int
-    """Crops, in towers with a second view."""
+    """Crops, in towers that take them."""
     def __init__(
         self,
         *,

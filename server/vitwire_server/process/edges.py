@@ -126,6 +126,8 @@ class _Edge:
         link.send(Configure(pickle.dumps(settings), front.port))
         link.send(front.state())
         self.serve()
+        if front.draining:
+            link.send(front.draining)
 
     def _ended(self, end: socket.socket) -> None:
         if self._connecting:
@@ -177,6 +179,8 @@ class EdgeFront:
     sessions: LocalSessions | None = None
     fault: str = ""
     """Why an edge could not listen."""
+    draining: Drain | None = None
+    """Sent to edges that are started while others drain, too."""
     _running: list[asyncio.Task[bool]] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _reservation: PortReservation | None = None
@@ -240,9 +244,10 @@ class EdgeFront:
 
     async def drain(self, seconds: float) -> None:
         """See Front."""
+        self.draining = Drain(seconds)
         for edge in self.edges:
             edge.drained.clear()
-            edge.send(Drain(seconds))
+            edge.send(self.draining)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds + _DRAIN_MARGIN):
                 await asyncio.gather(*(edge.drained.wait() for edge in self.edges if edge.child.pid))

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from vitwire_server.core.delivery import Delivered
 from vitwire_server.core.errors import EncoderError, Unavailable
-from vitwire_server.core.items import CacheLookup, Embedding, Item
+from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.arena import ArenaMemory
@@ -38,6 +39,14 @@ from vitwire_server.sessions.session import Opening
 SessionMessage = Open | Reserve | Admit | Queue | Release | Close
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Copy:
+    """Rows of the cache, and their copy in the arena."""
+
+    source: memoryview
+    data: memoryview
+
+
 @dataclass(slots=True)
 class _Open:
     """A session, and the memory that the other process may use: it is free again when nothing here refers to it."""
@@ -45,7 +54,7 @@ class _Open:
     session: LocalSession
     unfilled: dict[int, Item] = field(default_factory=dict)
     """Items whose bytes are being written."""
-    rows: dict[int, Embedding] = field(default_factory=dict)
+    rows: dict[int, memoryview | _Copy] = field(default_factory=dict)
     """Rows that are being read."""
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Requests that wait until the session releases what it holds."""
@@ -59,6 +68,8 @@ class SessionHost:
         self._memory = memory
         self._link = link
         self._sessions: dict[int, _Open] = {}
+        self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
+        """Copies that are being read, by the identity of their source."""
 
     def receive(self, message: SessionMessage) -> None:
         """Handle a message of the process."""
@@ -147,31 +158,38 @@ class SessionHost:
         self._link.send(Fault(number, key, pickled(outcome)))
 
     def _rows(self, number: int, key: int, outcome: Encoded) -> Rows | Placed:
-        """Where the rows lie. Cached ones lie elsewhere, and are copied into the arena. Raises Overloaded."""
+        """Where the rows lie. Cached ones lie elsewhere: all that read them share one copy. Raises Overloaded."""
         embedding, delivery = outcome.embedding, outcome.delivery
         if isinstance(delivery, Delivered):
             region = (delivery.region.offset, delivery.region.nbytes)
             dtype, report = embedding.dtype.label, outcome.report
             return Placed(number, key, dtype, embedding.shape, embedding.kept, report, region, delivery.seconds)
-        data = embedding.data
-        offset = self._memory.arena.offset_of(data)
+        read: memoryview | _Copy = embedding.data
+        offset = self._memory.arena.offset_of(embedding.data)
         if offset is None:
-            data = self._memory.allocate(len(embedding.data))
-            np.frombuffer(data, np.uint8)[:] = np.frombuffer(embedding.data, np.uint8)
-            offset = self._memory.arena.offset_of(data)
+            read = self._copied(embedding.data)
+            offset = self._memory.arena.offset_of(read.data)
             assert offset is not None
-        self._sessions[number].rows[key] = Embedding(data, embedding.dtype, embedding.shape)
+        self._sessions[number].rows[key] = read
         return Rows(
             number,
             key,
             offset,
-            len(data),
+            len(embedding.data),
             embedding.dtype.label,
             embedding.shape,
             embedding.kept,
             outcome.report,
             delivery.reason if delivery else "",
         )
+
+    def _copied(self, source: memoryview) -> _Copy:
+        copy = self._copies.get(id(source))
+        if copy is None:
+            copy = _Copy(source, self._memory.allocate(len(source)))
+            np.frombuffer(copy.data, np.uint8)[:] = np.frombuffer(source, np.uint8)
+            self._copies[id(source)] = copy
+        return copy
 
 
 def not_ready(message: SessionMessage) -> ToRpc | None:

@@ -12,7 +12,7 @@ import numpy as np
 from vitwire_server.caching.keys import key_of, name_of
 from vitwire_server.caching.single_flight import SingleFlight, Waiter
 from vitwire_server.core.delivery import Region
-from vitwire_server.core.errors import NotCached, Overloaded
+from vitwire_server.core.errors import NotCached, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Encoded, Outcome
@@ -129,6 +129,7 @@ class LocalSession:
 
     def try_reserve(self, key: int, item: Item) -> memoryview | None:
         """As `reserve`; None where this session itself holds what is missing."""
+        self._raise_if_closed()
         engine = self._engine
         held = self._held.setdefault(key, _Held())
         if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
@@ -142,6 +143,7 @@ class LocalSession:
 
     def try_admit(self, items: Mapping[int, Item | CacheLookup]) -> bool:
         """As `admit`; False where this session itself holds what is missing."""
+        self._raise_if_closed()
         for key, item in items.items():
             self._held.setdefault(key, _Held()).region = item.region
         found = self._found
@@ -168,6 +170,7 @@ class LocalSession:
 
         Raises DeadlineExceeded for all of them, or Unavailable when the server shuts down.
         """
+        self._raise_if_closed()
         single_flight = self._engine.single_flight
         for key in items:
             if permit := self._held[key].permit:
@@ -202,6 +205,11 @@ class LocalSession:
             if item.permit:
                 item.permit.release()
         self._engine.monitor.session_closed()
+
+    def _raise_if_closed(self) -> None:
+        """What came after `close` would never be given back. Raises Unavailable."""
+        if self.ticket.cancelled:
+            raise Unavailable("the RPC has ended")
 
     def _try_admit(self, admit: Callable[[], Sequence[Permit]]) -> Sequence[Permit] | None:
         """What `admit` returns; None where this session itself holds what is missing. Raises Overloaded."""

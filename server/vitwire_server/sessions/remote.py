@@ -94,6 +94,11 @@ class RemoteSessions:
                 future.set_exception(fault)
         self._replies.clear()
 
+    def release(self, session: int, key: int) -> None:
+        """An item is not needed any more."""
+        if session in self._open:
+            self.link.send(Release(session, key))
+
     def closed(self, session: int) -> None:
         """A session is over."""
         if self._open.pop(session, None):
@@ -101,6 +106,8 @@ class RemoteSessions:
 
     async def request(self, message: Reserve | Admit | Queue) -> list[int]:
         """The engine's reply. Raises EncoderError."""
+        if message.session not in self._open:
+            raise Unavailable("the RPC has ended")
         if self.link.lost.is_set():
             raise Unavailable("the engine's process ended")
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -150,7 +157,7 @@ class RemoteSession:
 
     def release(self, key: int) -> None:
         """See Session."""
-        self._engine.link.send(Release(self._session, key))
+        self._engine.release(self._session, key)
 
     def close(self) -> None:
         """See Session."""

@@ -56,7 +56,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Cancel what still waits, and release all items. Nothing is settled afterwards."""
+        """Cancel what still waits, and release all items. Nothing is settled, reserved or submitted afterwards."""
         ...
 
 
