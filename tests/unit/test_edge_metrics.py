@@ -1,9 +1,12 @@
 """Metrics of several processes on one page."""
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -16,9 +19,13 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from vitwire_server.observe.metrics import Metrics
+from vitwire_server.config.resolving import resolve
+from vitwire_server.observe.metrics import Metrics, edges
 from vitwire_server.observe.metrics.edges import EdgeMetrics, edge_metrics
 from vitwire_server.observe.readings import Readings
+from vitwire_server.process.inheritance import Inherited
+from vitwire_server.process.serve import serve
+from vitwire_server.sessions.arena import Arena
 
 EDGE = """
 import sys
@@ -189,7 +196,9 @@ def test_the_folder_is_private_and_removed(metrics: Metrics) -> None:
     assert Readings(merged.registry).total("vitwire_queue_limit_items") == 0, "still readable"
 
 
-def test_the_folder_of_a_killed_engine_is_removed_by_the_next(metrics: Metrics, merged: EdgeMetrics) -> None:
+@pytest.fixture
+def abandoned() -> Path:
+    """The folder of an engine process that was killed."""
     engine = (
         "import os, signal\nfrom vitwire_server.observe.metrics import Metrics\n"
         "from vitwire_server.observe.metrics.edges import EdgeMetrics\n"
@@ -204,8 +213,32 @@ def test_the_folder_of_a_killed_engine_is_removed_by_the_next(metrics: Metrics, 
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL
-    abandoned = Path(killed.stdout.strip())
+    return Path(killed.stdout.strip())
+
+
+def test_the_folder_of_a_killed_engine_is_removed_by_the_next(
+    metrics: Metrics, merged: EdgeMetrics, abandoned: Path
+) -> None:
     EdgeMetrics(metrics.registry).close()
+    assert not abandoned.exists()
+    assert folder(merged).exists(), "in use"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="edges need Linux")
+def test_the_folder_of_a_killed_engine_is_removed_by_its_edges(merged: EdgeMetrics, abandoned: Path) -> None:
+    engine, link = socket.socketpair()
+    engine.close()
+    arena = Arena.create(1)
+    inherited = Inherited(link.fileno(), arena.descriptor, arena.size, 0, 1)
+    edge = subprocess.run(
+        [sys.executable, "-m", "vitwire_server", "edge"],
+        env={**os.environ, **inherited.environment},
+        pass_fds=inherited[:2],
+        check=False,
+    )
+    link.close()
+    os.close(arena.descriptor)
+    assert edge.returncode == 1
     assert not abandoned.exists()
     assert folder(merged).exists(), "in use"
 
@@ -235,3 +268,37 @@ def test_every_process_shows_its_cpu_time_memory_and_restarts(
     metrics.processes.ended("rpc-0")
     metrics.processes.started("rpc-0", os.getpid())
     assert Readings(merged.registry).by("vitwire_process_restarts_total", "process") == {"rpc-0": 1, "rpc-1": 0}
+
+
+def test_files_have_their_pages_before_they_are_written(merged: EdgeMetrics, start: Callable[[], Edge]) -> None:
+    """A write to a page of a full file system would end the edge with SIGBUS."""
+    start().request(1)
+    files = list(folder(merged).glob("*.db"))
+    assert len(files) == 3
+    assert all(each.stat().st_blocks * 512 >= each.stat().st_size > 0 for each in files)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 62])
+def test_files_lie_where_there_is_room(
+    metrics: Metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    in_memory, elsewhere = tmp_path / "memory", tmp_path / "elsewhere"
+    in_memory.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(edges, "_IN_MEMORY", in_memory)
+    monkeypatch.setattr(edges, "_ROOM", room)
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    with closing(EdgeMetrics(metrics.registry)) as made:
+        assert folder(made).parent == (elsewhere if room else in_memory)
+
+
+@pytest.mark.parametrize("flag", ["--host", "--metrics-host"])
+def test_a_server_that_cannot_listen_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setattr(edges, "_IN_MEMORY", tmp_path)
+    ports = ["--port", "0", "--metrics-port", "0"]
+    settings = resolve(["--model", "m", "--rpc-processes", "2", *ports, flag, "203.0.113.7"])
+    with pytest.raises(OSError, match=r"cannot listen on 203\.0\.113\.7"):
+        asyncio.run(serve(settings))
+    assert not list(tmp_path.iterdir())

@@ -171,7 +171,11 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the port and wait for the thread to end."""
+        """Close the port and wait for the thread to end, if it was started."""
+        if self._thread.ident is None:
+            self._socket.close()
+            self._loop.close()
+            return
         self._history.stop()
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()

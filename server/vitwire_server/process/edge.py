@@ -11,7 +11,7 @@ from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.errors import Unavailable
 from vitwire_server.core.health import Health, State
 from vitwire_server.observe.logs import configure_logs
-from vitwire_server.observe.metrics.edges import edge_metrics
+from vitwire_server.observe.metrics.edges import edge_metrics, remove_abandoned
 from vitwire_server.process.descriptors import raise_limit
 from vitwire_server.process.fronts import LocalFront
 from vitwire_server.process.inheritance import Inherited
@@ -85,8 +85,10 @@ class _Edge:
                         return 1
                 elif front:
                     await self._handle(front, message)
-            if message is None and front:
-                await self._answer_what_is_left(front)
+            if message is None:
+                if front:
+                    await self._answer_what_is_left(front)
+                remove_abandoned()  # an engine's process that was killed leaves its files of metrics
             return int(message is None)
         finally:
             losing.cancel()

@@ -63,19 +63,21 @@ async def serve(settings: ServeSettings) -> int:
     health = Health()
     edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
     memory = _shared_memory(settings) if edges > 1 else None
+    registry = metrics.registry
     if memory:
-        edge_metrics = EdgeMetrics(metrics.registry)
+        edge_metrics = EdgeMetrics(registry)
         front: LocalFront | EdgeFront = EdgeFront(settings, health, memory, edge_metrics, metrics.processes, edges)
-        pages = _pages(settings, edge_metrics.registry, health)
+        registry = edge_metrics.registry
     else:
         front = LocalFront(settings, metrics.rpc, health)
-        pages = _pages(settings, metrics.registry, health)
-    port = await front.start()
-    if pages:
-        pages.start()
-    metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
-    _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
+    pages: MetricsServer | None = None
     try:
+        pages = _pages(settings, registry, health)
+        port = await front.start()
+        if pages:
+            pages.start()
+        metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
+        _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
         return await _until_stopped(settings, metrics, front, Lifecycle(health, front), memory, trace, stopping)
     finally:
         await front.stop()

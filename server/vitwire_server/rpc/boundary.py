@@ -94,12 +94,17 @@ class RpcBoundary:
             return None, (grpc.StatusCode.INTERNAL, "internal error: see the server's log", ())
 
     async def _abort(self, context: Context, ending: Ending) -> None:
-        """End an RPC; a client that does not read its status is cut off."""
+        """End an RPC; a client that does not read its status is cut off. Raises CancelledError if it is gone."""
         code, message, trailers = ending
         try:
             async with asyncio.timeout(self._stall_seconds):
                 await context.abort(code, message, (*trailers, *(context.trailing_metadata() or ())))
+        except grpc.aio.AbortError:  # which ends the RPC
+            raise
         except TimeoutError:
+            raise asyncio.CancelledError from None
+        except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
+            _log.debug("a client left before its status was sent: %r", error)
             raise asyncio.CancelledError from None
 
 

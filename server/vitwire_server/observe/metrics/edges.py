@@ -26,13 +26,24 @@ _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _PREFIX = "vitwire-metrics-"
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it is private
 """Writes to mapped files on a disk may wait for the disk."""
+_ROOM = 4 << 20
+"""Free bytes that the files of all edges, and of their successors, fit into."""
+_FILES = ("counter", "gauge_livesum", "histogram")
+_FILE_BYTES = 1 << 16
+"""The size that prometheus_client gives a new file; the edges' labels are few and need a third of it."""
 _LOCK = "lock"
 
 
 def edge_metrics() -> RpcMetrics:
-    """The metrics of an edge process, which was started with `EdgeMetrics.environment`."""
-    if not os.environ.get(_VARIABLE):
+    """The metrics of an edge process, which was started with `EdgeMetrics.environment`.
+
+    Raises OSError if there is no room for their files.
+    """
+    folder = os.environ.get(_VARIABLE)
+    if not folder:
         raise RuntimeError(f"{_VARIABLE} is not set: the engine process sets it for its edges")
+    for name in _FILES:
+        _reserve(Path(folder) / f"{name}_{os.getpid()}.db")
     series = Series(CollectorRegistry())
     return RpcMetrics(series, Shared(series))
 
@@ -45,9 +56,8 @@ class EdgeMetrics(Collector):
         self._engine = engine
         self._lock = Lock()  # files are removed on the event loop and read on other threads
         self._ended: list[Metric] = []
-        root = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        _remove_abandoned(root)
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        remove_abandoned()
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))
         self._owner = _locked(self._folder)
         self.registry = CollectorRegistry()
         """What the metrics port and the status page show."""
@@ -82,6 +92,40 @@ class EdgeMetrics(Collector):
     def _files(self) -> list[Path]:
         """An edge that is just starting has empty ones."""
         return [each for each in self._folder.glob("*.db") if each.stat().st_size]
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of engine processes that were killed."""
+    for lock in [each for root in _roots() for each in root.glob(f"{_PREFIX}*/{_LOCK}")]:
+        with suppress(OSError):  # another user's, in use, or just removed
+            descriptor = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _roots() -> tuple[Path, Path]:
+    return _IN_MEMORY, Path(tempfile.gettempdir())
+
+
+def _root() -> Path:
+    """Where to make a folder: in memory where that is possible and has room."""
+    in_memory, elsewhere = _roots()
+    usable = os.access(in_memory, os.W_OK) and shutil.disk_usage(in_memory).free >= _ROOM
+    return in_memory if usable else elsewhere
+
+
+def _reserve(file: Path) -> None:
+    """Give a file its pages now: a write to a mapped page for which there is no room ends the process with SIGBUS."""
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+    except OSError as error:
+        raise OSError(error.errno, f"no room for metrics: {error.strerror}", str(file.parent)) from error
+    finally:
+        os.close(descriptor)
 
 
 def merged(families: Iterable[Metric]) -> list[Metric]:
@@ -119,15 +163,3 @@ def _locked(folder: Path) -> int:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     unnamed.rename(folder / _LOCK)
     return descriptor
-
-
-def _remove_abandoned(root: Path) -> None:
-    """Remove the folders of engine processes that were killed."""
-    for lock in root.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # another user's, in use, or just removed
-            descriptor = os.open(lock, os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)

@@ -1,0 +1,35 @@
+"""The boundary of every RPC."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from vitwire_server.core.errors import Unavailable
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.observe.readings import Readings
+from vitwire_server.rpc.boundary import RpcBoundary
+
+
+class _GoneClient:
+    """The context of an RPC whose stream was removed just before its status was sent."""
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+    async def abort(self, *_: Any) -> None:
+        raise RuntimeError("ExecuteBatchError")
+
+
+async def _refuse() -> None:
+    raise Unavailable("the model is still loading")
+
+
+def test_a_client_that_left_before_its_status_was_sent_raises_no_error() -> None:
+    """gRPC would log any other error with a traceback."""
+    metrics = Metrics()
+    boundary = RpcBoundary(metrics.rpc, 1.0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(boundary.run("Encode", cast("Any", _GoneClient()), _refuse()))
+    requests = Readings(metrics.registry).by("vitwire_requests_total", "code", method="Encode")
+    assert requests == {"UNAVAILABLE": 1}
