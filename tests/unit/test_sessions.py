@@ -106,12 +106,16 @@ class Batch:
         return Embedding(data, DType.FLOAT32, (each.rows, WIDTH))
 
 
+SIZES = {"local": 4 << 20, "remote": 4 << 20, "spares": 32 << 20}
+"""Bytes of the arena: spare blocks are granted only where they are few of it."""
+
+
 class Rig:
     """An engine with everything before it, and sessions of it in one shape or the other."""
 
-    def __init__(self, *, cached: bool) -> None:
+    def __init__(self, *, cached: bool, nbytes: int = 4 << 20) -> None:
         self.metrics = Metrics()
-        self.memory = ArenaMemory(Arena.create(4 << 20), kept=1 << 20)
+        self.memory = ArenaMemory(Arena.create(nbytes), kept=1 << 20)
         self.open = Event()
         self.open.set()
         self.runner = Runner(self.memory, self.open)
@@ -127,14 +131,17 @@ class Rig:
         self.host: SessionHost | None = None
         self.thread.start()
 
-    async def over_a_link(self) -> "Rig":
-        """Sessions over a link, with a mapping of the arena of their own."""
+    async def over_a_link(self, *, spares: bool = False) -> "Rig":
+        """Sessions over a link, with a mapping of the arena of their own; with `spares`, blocks are granted before."""
         arena = Arena(os.dup(self.memory.arena.descriptor), self.memory.arena.size)
         own, other = socket.socketpair()
         self.own: Link[ToEngine, ToRpc] = await Link.over(own, FROM_RPC, lambda message: host.receive(message))  # noqa: PLW0108 - it is made below
         self.other: Link[ToRpc, ToEngine] = await Link.over(other, FROM_ENGINE, lambda message: remote.receive(message))  # noqa: PLW0108 - as above
         self.host = host = SessionHost(self.local, self.memory, self.own)
         self.sessions = remote = RemoteSessions(self.other, arena, self.local.digest_seed)
+        if spares:
+            self.session().close()
+            await until(lambda: len(remote._spares) == len(host._spares) > 0)
         return self
 
     def session(self, deadline: float | None = None, principal: str = "", caller: str = "me") -> "Rpc":
@@ -161,7 +168,8 @@ class Rig:
         """Wait until all memory is free as well: the engine's thread lets go of its last batch in its own time."""
         await self.settle()
         gc.collect()
-        await until(lambda: self.memory.free == self.memory.arena.size)
+        spares = sum(map(len, self.host._spares.values())) if self.host else 0
+        await until(lambda: self.memory.free == self.memory.arena.size - spares)
 
     async def close(self) -> None:
         self.open.set()
@@ -244,21 +252,21 @@ CARD = ModelCard(
 )
 
 
-@pytest.fixture(params=["local", "remote"])
+@pytest.fixture(params=["local", "remote", "spares"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    made = Rig(cached=False)
+    made = Rig(cached=False, nbytes=SIZES[request.param])
     try:
-        yield await made.over_a_link() if request.param == "remote" else made
+        yield await made.over_a_link(spares=request.param == "spares") if request.param != "local" else made
         await made.settle_memory()
     finally:
         await made.close()
 
 
-@pytest.fixture(params=["local", "remote"])
+@pytest.fixture(params=["local", "remote", "spares"])
 async def caching(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    made = Rig(cached=True)
+    made = Rig(cached=True, nbytes=SIZES[request.param])
     try:
-        yield await made.over_a_link() if request.param == "remote" else made
+        yield await made.over_a_link(spares=request.param == "spares") if request.param != "local" else made
         await made.settle_memory()
     finally:
         await made.close()
@@ -266,7 +274,7 @@ async def caching(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 async def remote() -> AsyncIterator[Rig]:
-    made = Rig(cached=False)
+    made = Rig(cached=False, nbytes=SIZES[request.param])
     try:
         yield await made.over_a_link()
         await made.settle_memory()
