@@ -52,7 +52,7 @@ def server(checkpoints: Checkpoints, fault: Path, unix_socket: Path) -> Iterator
     flags = ("--cache-bytes", "3000000", "--canary-seconds", "0", "--unix-socket", str(unix_socket))
     with serving(checkpoints("qwen2_vl"), *SHAPE, *flags, program=(FAULTY, str(fault))) as process:
         yield process
-        assert process.stop() == 0
+        assert process.stop() == 0, process.log()[-4000:]
         assert "Traceback" not in process.log()
 
 

@@ -50,7 +50,7 @@ class Peer:
 
 
 def opening(number: int, nbytes: int) -> Open:
-    return Open(number, "", "", None, 0, "x" * nbytes)
+    return Open(number, "", "", None, 0, "x" * nbytes, None)
 
 
 async def test_messages_of_all_sizes_many_at_once_and_in_order() -> None:

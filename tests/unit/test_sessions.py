@@ -164,12 +164,16 @@ class Rig:
         await until(self.is_even)
         assert self.admission._promised == {}
 
+    def used(self) -> int:
+        """Bytes of the arena in use, spare blocks left out."""
+        spares = sum(map(len, self.host._spares.values())) if self.host else 0
+        return self.memory.arena.size - self.memory.free - spares
+
     async def settle_memory(self) -> None:
         """Wait until all memory is free as well: the engine's thread lets go of its last batch in its own time."""
         await self.settle()
         gc.collect()
-        spares = sum(map(len, self.host._spares.values())) if self.host else 0
-        await until(lambda: self.memory.free == self.memory.arena.size - spares)
+        await until(lambda: self.used() == 0)
 
     async def close(self) -> None:
         self.open.set()
@@ -274,7 +278,7 @@ async def caching(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 async def remote() -> AsyncIterator[Rig]:
-    made = Rig(cached=False, nbytes=SIZES[request.param])
+    made = Rig(cached=False)
     try:
         yield await made.over_a_link()
         await made.settle_memory()
@@ -529,7 +533,7 @@ async def test_readers_of_cached_rows_share_one_copy(caching: Rig) -> None:
     for reader in readers:
         await reader.submit({1: CacheLookup("eight", None, None, DType.FLOAT32, 0.0)})
         assert await reader.level(1) == 8
-    await until(lambda: caching.memory.arena.size - caching.memory.free <= 4096)
+    await until(lambda: caching.used() <= 4096)
     for reader in readers[:2]:
         reader.close()
     assert await readers[2].level(1) == 8
