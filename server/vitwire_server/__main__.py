@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from vitwire_server.config.settings import ServeSettings
@@ -132,8 +133,7 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
 
     try:
         code = asyncio.run(with_heartbeat(heartbeat, serve(settings)))
-        _leave_threads(code)
-        return code
+        _leave(code)
     except (CheckpointError, OSError) as error:
         return _fail(error, 1, settings.log_format)
     except UsageError as error:
@@ -156,14 +156,15 @@ def _import_torch(device: str) -> None:
         torch.set_num_threads(cores())
 
 
-def _leave_threads(code: int) -> None:
-    """Exit at once if a thread is still running torch code: the interpreter cannot finalise then."""
-    import threading  # noqa: PLC0415 - as above
+def _leave(code: int) -> NoReturn:
+    """Exit without finalising the interpreter: daemon threads may be in torch, or hold the lock of an output stream."""
+    import logging  # noqa: PLC0415 - as above
 
-    if any(thread.name in ("loading", "engine", "compiling") for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    logging.shutdown()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before the start
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _demo_checkpoint(words: list[str]) -> int:
