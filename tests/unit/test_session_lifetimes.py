@@ -26,11 +26,12 @@ from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.arena import Arena, ArenaMemory
+from vitwire_server.sessions.forms import ItemForm, form_of
 from vitwire_server.sessions.host import SessionHost
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
 from vitwire_server.sessions.mailbox import Mailbox
-from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, ItemForm, Open, Queue, Reserve, form_of
+from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Open, Queue, Reserve
 from vitwire_server.sessions.remote import RemoteSessions
 from vitwire_server.sessions.session import Opening
 

@@ -37,20 +37,11 @@ from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.arena import Arena, ArenaMemory
+from vitwire_server.sessions.forms import form_of
 from vitwire_server.sessions.host import SessionHost, not_ready
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSessions
-from vitwire_server.sessions.messages import (
-    FROM_ENGINE,
-    FROM_RPC,
-    Close,
-    Reply,
-    Reserve,
-    ToEngine,
-    ToRpc,
-    form_of,
-    unpickled,
-)
+from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Reply, Reserve, ToEngine, ToRpc, unpickled
 from vitwire_server.sessions.remote import RemoteSessions
 from vitwire_server.sessions.session import Opening, Session, Sessions
 

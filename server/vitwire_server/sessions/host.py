@@ -13,14 +13,13 @@ from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.arena import ArenaMemory
+from vitwire_server.sessions.forms import ItemForm, LookupForm, consumer_of, item_of, lookup_of
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
 from vitwire_server.sessions.messages import (
     Admit,
     Close,
     Fault,
-    ItemForm,
-    LookupForm,
     Open,
     Placed,
     Queue,
@@ -32,9 +31,6 @@ from vitwire_server.sessions.messages import (
     Submit,
     ToEngine,
     ToRpc,
-    consumer_of,
-    item_of,
-    lookup_of,
     pickled,
 )
 from vitwire_server.sessions.session import Opening

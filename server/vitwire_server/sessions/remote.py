@@ -9,12 +9,12 @@ import numpy as np
 from vitwire_server.core.errors import EncoderError, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.sessions.arena import Arena
+from vitwire_server.sessions.forms import ItemForm, consumer_form_of, form_of
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.messages import (
     Admit,
     Close,
     Fault,
-    ItemForm,
     Open,
     Placed,
     Queue,
@@ -26,9 +26,7 @@ from vitwire_server.sessions.messages import (
     Submit,
     ToEngine,
     ToRpc,
-    consumer_form_of,
     encoded_of,
-    form_of,
     placed_of,
     unpickled,
 )
