@@ -32,6 +32,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+@pytest.mark.matrix
 def test_wire_bench(tmp_path: Path) -> None:
     out = tmp_path / "wire.json"
     flags = ("--quick", "--seconds", "0.2", "--turns", "1", "--rpc-processes", "1")
@@ -53,6 +54,7 @@ def test_wire_bench(tmp_path: Path) -> None:
     assert batches["lowest"] <= batches["in_process_over_service"] <= batches["highest"]
 
 
+@pytest.mark.matrix
 def test_service_bench(tmp_path: Path) -> None:
     out = tmp_path / "service.json"
     flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", "--seconds", "0.4", "--clients", "2")

@@ -241,6 +241,7 @@ def test_a_killed_edge_costs_only_its_own_rpcs_and_returns(server: ServerProcess
     assert "rpc-0 exited unexpectedly (SIGKILL); restarting in" in server.log()
 
 
+@pytest.mark.matrix
 def test_edges_killed_again_and_again_under_load_leave_nothing(server: ServerProcess) -> None:
     """Each time while pixels are written, queued, on the device and sent."""
     outcomes: Counter[str] = Counter()
@@ -348,6 +349,7 @@ def test_draining_answers_what_was_accepted_in_every_edge(checkpoints: Checkpoin
         assert gone(processes)
 
 
+@pytest.mark.matrix
 def test_an_edge_that_returns_while_draining_takes_nothing(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with busy(checkpoints, tmp_path / "fault") as (server, _, calls):
         victim = edges(server)[0]
@@ -375,6 +377,7 @@ def test_a_second_signal_kills_all(checkpoints: Checkpoints, tmp_path: Path) -> 
         assert {call.result(LONG) for call in calls} == {"UNAVAILABLE"}
 
 
+@pytest.mark.matrix
 def test_several_devices_with_edges_each(checkpoints: Checkpoints) -> None:
     with supervising(checkpoints("qwen2_vl"), "cpu,cpu", *SHAPE) as (supervisor, children):
         for label, child in children.items():

@@ -74,7 +74,7 @@ def _table(model: Model) -> Table:
             case dict():
                 text = "\n".join(f"{key} = {each}" for key, each in value.items())
             case tuple():
-                text = ", ".join(str(budget["tokens"]) for budget in value) or "none"
+                text = ", ".join(str(each["tokens"] if isinstance(each, dict) else each) for each in value) or "none"
             case _:
                 text = str(value)
         table.add_row(name, text)
