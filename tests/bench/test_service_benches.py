@@ -57,7 +57,7 @@ def test_wire_bench(tmp_path: Path) -> None:
 @pytest.mark.matrix
 def test_service_bench(tmp_path: Path) -> None:
     out = tmp_path / "service.json"
-    flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", "--seconds", "0.4", "--clients", "2")
+    flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", "--seconds", "2", "--clients", "2")
     tiny = ("--flags", "--graphs simulated --budgets 16,64 --compile off", "--delivery", "stream", "nixl")
     kinds = ("--drivers", "client", "--bare", "1")
     document = last_line("bench/service.py", *flags, *tiny, *kinds, "--out", str(out))
