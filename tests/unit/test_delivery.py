@@ -172,7 +172,7 @@ def test_rows_are_sent_once_they_are_ready() -> None:
 
 def test_a_consumer_that_is_killed_costs_its_own_rows_only() -> None:
     with (
-        delivering(seconds=SECONDS, idle_seconds=5) as deliveries,
+        delivering(seconds=SECONDS / 4, idle_seconds=5) as deliveries,  # UCX does not notice every death
         consuming(64 * MIB) as killed,
         consuming(MIB) as other,
     ):
@@ -184,8 +184,13 @@ def test_a_consumer_that_is_killed_costs_its_own_rows_only() -> None:
         outcomes = [deliveries.next() for _ in many]
         assert isinstance(outcomes[-1], NotDelivered)
         reasons = {each.reason for each in outcomes if isinstance(each, NotDelivered)}
-        assert reasons <= {Fallback.FAILED, Fallback.REFUSED}  # refused is what was posted after the disconnection
-        assert all(rows.released.wait(SECONDS) for rows in many)
+        assert reasons <= {
+            Fallback.FAILED,
+            Fallback.REFUSED,
+            Fallback.TIMEOUT,
+        }  # refused: posted after the disconnection
+        if Fallback.TIMEOUT not in reasons:  # rows whose transfer may still end are kept
+            assert all(rows.released.wait(SECONDS) for rows in many)
         assert isinstance(deliveries.deliver(other.consumer(), HostRows(2, MIB)), Delivered)
         eventually(lambda: deliveries.metric("delivery_agents") <= 1)
 
