@@ -180,7 +180,7 @@ class EdgeFront:
     fault: str = ""
     """Why an edge could not listen."""
     draining: Drain | None = None
-    """Sent to edges that are started while others drain, too."""
+    """Sent to edges that are started during the drain as well."""
     _running: list[asyncio.Task[bool]] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _reservation: PortReservation | None = None
@@ -239,8 +239,8 @@ class EdgeFront:
         """See Front."""
         done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
-            if isinstance(error := task.exception(), StartFailed | OSError):
-                _log.error("%s", error)
+            if error := task.exception():
+                _log.error("%s", error, exc_info=None if isinstance(error, StartFailed | OSError) else error)
 
     async def drain(self, seconds: float) -> None:
         """See Front."""

@@ -35,6 +35,8 @@ from vitwire_server.sessions.messages import (
 )
 from vitwire_server.sessions.session import Opening
 
+_SPARES, _SPARE_BYTES = 4, 1 << 20
+"""Spare blocks of a process, and the size of each."""
 SessionMessage = Open | Reserve | Admit | Queue | Submit | Release | Close
 
 
@@ -44,9 +46,6 @@ class _Copy:
 
     source: memoryview
     data: memoryview
-
-
-_SPARES, _SPARE_BYTES = 4, 1 << 20
 
 
 @dataclass(slots=True)
