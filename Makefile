@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test full-test acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test engine-test full-test acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -80,10 +80,23 @@ gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--siz
 service-bench: ## servers under load, beside bare gRPC; FLAGS="--devices cuda:0,cuda:1 --rpc-processes 1 4 --delivery stream nixl"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/service.py $(FLAGS)
 
+ENGINES := vllm sglang
+
+engine-test: $(READY) $(ENGINES:%=.tools/%/.ready) ## integrations driven by the code of vLLM and SGLang (installs them, 4 GB); ENGINES=vllm
+	set -e; for engine in $(ENGINES); do PYTHONPATH=client:tests/support:. VITWIRE_PYTHON=$(abspath $(BIN)/python) \
+		.tools/$$engine/bin/python -m pytest -c tests/engines/pytest.ini tests/engines/$$engine $(FLAGS); done
+
+# Each engine in its own environment: the CPU build of torch first, then the engine without its CUDA dependencies.
+.tools/%/.ready: tests/engines/%/requirements.txt tests/engines/%/engine.txt
+	$(PYTHON) -m venv .tools/$*
+	.tools/$*/bin/python -m pip install --quiet --requirement tests/engines/$*/requirements.txt
+	.tools/$*/bin/python -m pip install --quiet --no-deps --requirement tests/engines/$*/engine.txt
+	touch $@
+
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test ## every tier in full
+acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test engine-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto

@@ -14,6 +14,8 @@ from typing import IO
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+PYTHON = os.environ.get("VITWIRE_PYTHON", sys.executable)
+"""The interpreter that has the server; tests of engines run in environments of their own."""
 _READY_SECONDS = 120
 _STOP_SECONDS = 60
 
@@ -75,7 +77,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a Python program with its output in a file; `wrapper` is a command that runs it."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    command = [*wrapper, sys.executable, *program, *flags]
+    command = [*wrapper, PYTHON, *program, *flags]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
