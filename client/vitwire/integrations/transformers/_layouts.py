@@ -32,9 +32,7 @@ class Call:
         """Raises ValueError if the argument is missing."""
         value = self.arguments.get(name)
         if value is None:
-            raise ValueError(
-                f"{name} is missing: {type(self.model).__name__} needs it with pixels of a {self.modality}"
-            )
+            raise ValueError(f"{name} is missing; {type(self.model).__name__} needs it for {self.modality}s")
         return value
 
     def pictures(self, name: str) -> Tensor:
