@@ -31,5 +31,5 @@ def test_the_same_tokens_with_the_tower_of_a_server(model_type: str, checkpoints
 
 
 def test_every_model_that_generates_has_a_layout() -> None:
-    assert {tower_type(name) for name in WHOLE} == LAYOUTS.keys()
     assert {name for name in FAMILIES if tower_type(name) not in LAYOUTS} == {"kimi_vl", "siglip2"}
+    assert FAMILIES.keys() >= LAYOUTS.keys()

@@ -110,6 +110,6 @@ class TowerEncoder:
             assert tuple(item.pixels.shape) in geometry.shapes(grid, self._rig.modality(grid))
             assert crops is None or isinstance(crops, Tensor)
             assert (tuple(crops.shape) if crops is not None else None) == geometry.crops(grid)
-            own.append(self._rig.item(grid, item.pixels.detach(), crops))
+            own.append(self._rig.item(grid, item.pixels.detach().cpu(), crops.cpu() if crops is not None else None))
         levels = self._described.deepstack_levels
         return [Embedding(rows, "float32", levels, Report()) for rows in self._rig.run(own)]
