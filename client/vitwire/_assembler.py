@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vitwire._embedding import DTYPES, STORAGE, DType, Embedding, Report
 from vitwire._errors import EncodeFailed, from_status
-from vitwire._expected import Expected, is_finite, report_problem
+from vitwire._expected import Expected, grid_of, is_finite, report_problem
 from vitwire._leases import Lease
 from vitwire._memory import empty
 from vitwire._nixl import Leases
@@ -89,7 +89,7 @@ class Assembler:
         rows = lease.rows(shape, STORAGE[dtype])
         if isinstance(rows, np.ndarray) and not is_finite(rows, dtype):  # on a device, a check would wait for it
             return index, EncodeFailed(f"items[{index}]: the server wrote rows with NaN or infinite values", item=index)
-        return index, Embedding(rows, dtype, self._levels, report, expected.grid)
+        return index, Embedding(rows, dtype, self._levels, report, grid_of(expected, report))
 
     def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Result | None:
         rows, expected = self._open[message.item], self._expected[message.item]
@@ -110,7 +110,7 @@ class Assembler:
             self._leases.returned(message.item, report.delivery_fallback)
         if not rows.finite:
             return index, EncodeFailed(f"items[{index}]: the server sent rows with NaN or infinite values", item=index)
-        return index, Embedding(rows.array, rows.dtype, self._levels, report, expected.grid)
+        return index, Embedding(rows.array, rows.dtype, self._levels, report, grid_of(expected, report))
 
 
 @dataclass(slots=True)

@@ -45,6 +45,10 @@ class Report:
     """Indices of the tokens that pruning kept; empty when pruning was off."""
     delivery_fallback: str = ""
     """Why NIXL was not used for this item; empty if it was, or was not asked for."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Grid that the server chose for an encoded item; zeros for other items."""
+    frame_seconds: tuple[float, ...] = ()
+    """Seconds from the start of an encoded clip to each frame that was used."""
 
     @classmethod
     def from_message(cls, message: pb.ItemReport) -> "Report":
@@ -57,6 +61,8 @@ class Report:
             encoded=message.encoded.seconds + message.encoded.nanos / 1e9,
             kept=tuple(message.kept),
             delivery_fallback=message.delivery_fallback,
+            grid=(message.grid.t, message.grid.h, message.grid.w),
+            frame_seconds=tuple(message.frame_seconds),
         )
 
 
