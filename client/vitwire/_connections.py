@@ -97,9 +97,11 @@ class Connections(Generic[C]):
             return self._choose(self._bulk[stream])
 
     def close(self) -> list[C]:
-        """Refuse further calls; returns the channels, for the caller to close."""
+        """Refuse further calls; returns the channels, for the caller to close. In a forked process, there are none."""
         with self._lock:
             self._closed = True
+            if self._process not in (None, os.getpid()):
+                return []
             return [*self._control.values(), *(each.channel for kind in self._bulk.values() for each in kind)]
 
     def _choose(self, connections: list[Connection[C]]) -> Connection[C]:

@@ -1,10 +1,10 @@
 """The protocol without I/O, shared by both clients: items to messages, response frames to embeddings."""
 
-import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vitwire._deadline import patches_of
 from vitwire._embedding import OUTPUT_TYPES, DType, Embedding
 from vitwire._errors import NotCached, VitwireError
 from vitwire._expected import Expected
@@ -126,7 +126,7 @@ class Part:
         )
         yield Frame(pb.EncodeStreamRequest(options=options))
         for number, (item, message) in enumerate(zip(self.items, self._messages(), strict=True)):
-            header = pb.EncodeStreamHeader(item=number, header=message)
+            header = pb.EncodeStreamHeader(item=number, header=message, encoded_bytes=len(item.tensors.encoded))
             yield Frame(pb.EncodeStreamRequest(header=header))
             for tensor in item.tensors:
                 for start in range(0, len(tensor), CHUNK_BYTES):
@@ -153,7 +153,7 @@ def split(items: Mapping[int, Item], options: Options, count: int, model: Model)
     wire = {index: to_wire(item) for index, item in items.items()}
     shares: list[list[int]] = [[] for _ in range(min(count, len(wire)))]
     loads = [0] * len(shares)
-    patches = {index: math.prod(item.grid) for index, item in items.items()}
+    patches = {index: patches_of(item) for index, item in items.items()}
     for index in sorted(patches, key=lambda index: -patches[index]):
         lightest = loads.index(min(loads))
         shares[lightest].append(index)
@@ -167,7 +167,7 @@ def split(items: Mapping[int, Item], options: Options, count: int, model: Model)
 
 def needs_upload(result: Embedding | VitwireError, item: Item) -> bool:
     """Whether an item that was looked up without its pixels must be sent with them."""
-    return isinstance(result, NotCached) and item.pixels is not None
+    return isinstance(result, NotCached) and (item.pixels is not None or item.encoded is not None)
 
 
 def embeddings(results: Mapping[int, Embedding | VitwireError]) -> list[Embedding]:
