@@ -108,9 +108,12 @@ def _cut_images(config: Any) -> Pictures:
     """Three prompts of one image each, cut in 3, 2 and 5 tiles, the whole image among them, padded to 5."""
     side = _side(config)
     sizes = [[side, 2 * side], [side - 6, side], [2 * side, 2 * side - 9]]
+    pixels = _random(3, 5, 3, side, side)
+    for tiles, count in zip(pixels, (3, 2, 5), strict=True):
+        tiles[count:] = 0
     return Pictures(
         {
-            "pixel_values": _random(3, 5, 3, side, side),
+            "pixel_values": pixels,
             "image_sizes": torch.tensor(sizes),
             "batch_num_images": torch.tensor([1, 1, 1]),
         }

@@ -8,46 +8,40 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from prompts import clip, images
+from checkpoints import Checkpoints
+from client_models import client_model
+from prompts import images
+from vitwire import InvalidItem, Item
 from vitwire.integrations.transformers._layouts import LAYOUTS, Call
 from vitwire_server.demo.checkpoint import DEMO_MODELS
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen2_vl", {"image_grid_thw": None}, "image_grid_thw is missing; SimpleNamespace needs it for images"),
-    ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 8, 8]])}, "pixel_values has 136 rows, .* ask for 64"),
-    ("mistral3", {"image_sizes": torch.tensor([[56, 56]])}, "pixel_values has 3 images, image_sizes has 1"),
-    ("gemma4", {"image_position_ids": torch.zeros(3, 63, 2, dtype=torch.int64)}, "not those of a full grid"),
-    ("step3p7", {"num_local_patches": torch.tensor([2, 0, 2])}, "pixel_values_local has 5 rows, .* ask for 4"),
-    ("deepseek_vl_hybrid", {"high_res_pixel_values": None}, "high_res_pixel_values is missing"),
-    ("deepseek_vl_hybrid", {"high_res_pixel_values": torch.zeros(2, 3, 8, 8)}, "shorter"),
-    ("llava_onevision", {"image_sizes": None}, "image_sizes is missing"),
+    ("qwen2_vl", {"image_grid_thw": None}, "grid_thw: is missing"),
+    ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 8, 8]])}, "pixel_values: has 136 rows, .* adds up to 64"),
+    ("mistral3", {"image_sizes": torch.tensor([[56, 56]])}, "pixel_values: has 3 images, image_sizes has 1"),
+    ("gemma4", {"image_position_ids": torch.zeros(2, 63, 2, dtype=torch.int64)}, "pixel_values: has 3 items"),
+    ("step3p7", {"num_local_patches": torch.tensor([2, 0, 2])}, "pixel_values_local: has 5 rows, .* adds up to 4"),
+    ("deepseek_vl_hybrid", {"high_res_pixel_values": torch.zeros(2, 3, 8, 8)}, "high_res_pixel_values"),
+    ("llava_onevision", {"image_sizes": torch.tensor([[56, 56]]), "batch_num_images": None}, "has 3 items"),
 ]
 
 
-def call_of(model_type: str, changes: dict[str, Any], modality: Any = "image") -> Call:
+def items_of(model_type: str, changes: dict[str, Any], checkpoints: Checkpoints) -> list[Item]:
     config = CONFIG_MAPPING[model_type](**deepcopy(DEMO_MODELS[model_type].config))
-    arguments = (images if modality == "image" else clip)(config).arguments
-    return Call(SimpleNamespace(config=config), modality, arguments | changes, torch.float32)
+    call = Call(SimpleNamespace(config=config), "image", images(config).arguments | changes)
+    return LAYOUTS[model_type].items(call, client_model(checkpoints(model_type)))
 
 
 @pytest.mark.parametrize(("model_type", "changes", "message"), WRONG)
 def test_arguments_that_contradict_each_other_are_refused(
-    model_type: str, changes: dict[str, Any], message: str
+    model_type: str, changes: dict[str, Any], message: str, checkpoints: Checkpoints
 ) -> None:
-    assert LAYOUTS[model_type].items(call_of(model_type, {}))
-    with pytest.raises(ValueError, match=message):
-        LAYOUTS[model_type].items(call_of(model_type, changes))
+    assert items_of(model_type, {}, checkpoints)
+    with pytest.raises(InvalidItem, match=message):
+        items_of(model_type, changes, checkpoints)
 
 
-def test_frames_of_a_video_have_one_size() -> None:
-    whole = call_of("gemma4", {}, "video").arguments["video_position_ids"]
-    other = whole.clone()
-    other[1, 9:] = -1  # a frame of 3 x 3 patches would be 9 in other places
-    other[1, :9] = torch.cartesian_prod(torch.arange(3), torch.arange(3)).flip(1)
-    with pytest.raises(ValueError, match=r"frames of a video differ in size: \[\(3, 3\), \(3, 6\)\]"):
-        LAYOUTS["gemma4"].items(call_of("gemma4", {"video_position_ids": other}, "video"))
-
-
-def test_images_without_crops_need_no_arguments_for_them() -> None:
-    call = call_of("step3p7", {"pixel_values_local": None, "num_local_patches": None})
-    assert [item.grid for item in LAYOUTS["step3p7"].items(call)] == [(1, 1, 1)] * 3
+def test_images_without_crops_need_no_arguments_for_them(checkpoints: Checkpoints) -> None:
+    """DeepSeek-OCR-2's processor leaves out crops if there are none."""
+    changes = {"pixel_values_local": None, "num_local_patches": torch.tensor([0, 0, 0])}
+    assert [item.grid for item in items_of("step3p7", changes, checkpoints)] == [(1, 1, 1)] * 3
