@@ -1,6 +1,7 @@
 """vLLM's own front end, scheduler and worker-side connector calls, around a model that samples a fixed token."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -76,7 +77,9 @@ class Engine:
         self.gathered: dict[str, list[torch.Tensor]] = {}
         self.stats: dict[str, float] = {}
         self.longest_schedule = 0.0
+        self.preemptions = 0
         self._requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
     @property
     def connector(self) -> Any:
@@ -87,10 +90,15 @@ class Engine:
         ec_transfer_state.ensure_ec_transfer_shutdown()
         self.scheduler.ec_connector.shutdown()
 
-    def add(self, parts: list[dict[str, Any]], tokens: int = 2, **extra_args: Any) -> str:
+    def request(self, name: str) -> Request:
+        return self._requests[name]
+
+    def add(
+        self, parts: list[dict[str, Any]], tokens: int = 2, chat: dict[str, Any] | None = None, **extra_args: Any
+    ) -> str:
         """Queue a chat completion with these content parts; returns its id."""
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
-        (_,), (prompt,) = self.frontend.renderer.render_chat([messages], ChatParams())
+        (_,), (prompt,) = self.frontend.renderer.render_chat([messages], ChatParams(**chat or {}))
         name = f"request-{next(self._numbers)}"
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra_args or None)
         core = self.frontend.process_inputs(name, prompt, params, ("generate",))
@@ -102,25 +110,29 @@ class Engine:
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def step(self) -> int:
-        """Returns the number of scheduled tokens."""
+    def step(self, in_flight: int = 1) -> int:
+        """Schedule and execute, and use the output once so many steps are in flight; returns the scheduled tokens."""
         start = time.monotonic()
         scheduled = self.scheduler.schedule()
         self.longest_schedule = max(self.longest_schedule, time.monotonic() - start)
-        self._update(self.scheduler.update_from_output(scheduled, self._execute(scheduled)))
+        self.preemptions += len(scheduled.preempted_req_ids or ())
+        self._in_flight.append((scheduled, self._execute(scheduled)))
+        while len(self._in_flight) >= in_flight:
+            self._update(self.scheduler.update_from_output(*self._in_flight.popleft()))
         return int(scheduled.total_num_scheduled_tokens)
 
-    def run_until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+    def run_until(self, condition: Callable[[], bool], in_flight: int = 1) -> None:
         """Step until it holds. Raises AssertionError if it takes too long."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"errors {self.errors}, tokens {self.tokens}"
-            if not self.step():
+            if not self.step(in_flight):
                 time.sleep(0.001)  # as EngineCore does
 
-    def run(self, *names: str) -> None:
-        """Step until these requests have ended."""
-        self.run_until(lambda: not any(name in self.scheduler.requests for name in names))
+    def run(self, *names: str, in_flight: int = 1) -> None:
+        """Step until these requests have ended, and once more, for their last outputs."""
+        self.run_until(lambda: not any(name in self.scheduler.requests for name in names), in_flight)
+        self.step()
 
     def _execute(self, scheduled: Any) -> ModelRunnerOutput:
         """The parts of the model runner V2 that concern the encoder cache, in its order."""
