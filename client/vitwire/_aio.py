@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, overload
 
 from vitwire._aio_ahead import AsyncAhead, Items
 from vitwire._aio_transport import AsyncTransport
+from vitwire._balancing import Balancing, Share, Spread
 from vitwire._channel import Tls, bearer, credentials
 from vitwire._connections import CONNECTIONS
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
@@ -19,7 +20,7 @@ from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._nixl import POOL_BYTES, Delivery, Nixl
 from vitwire._prepare import clip_items, image_items
-from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
+from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, parts_of
 from vitwire._retry import MAX_RETRIES, Policy
 from vitwire._target import checked_target
 
@@ -40,7 +41,8 @@ class AsyncClient:
         tls: Tls = None,
         token: str | None = None,
         timeout: float | None = None,
-        spread: int = 1,
+        spread: Spread = 1,
+        affinity: bool = False,
         connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
@@ -48,15 +50,13 @@ class AsyncClient:
         device: str | None = None,
         delivery_bytes: int = POOL_BYTES,
     ) -> None:
-        if spread < 1:
-            raise ValueError(f"spread must be at least 1, got {spread}")
+        self._balancing = Balancing(spread, affinity)
         self._policy = Policy(max_retries, wait_for_ready)
         self._timeout = timeout
-        self._spread = spread
         self._model: Model | None = None
         self._nixl = Nixl(delivery, device, delivery_bytes)
         self._transport = AsyncTransport(
-            checked_target(target), credentials(tls), bearer(token), self._policy, connections
+            checked_target(target), credentials(tls), bearer(token), self._policy, connections, affinity=affinity
         )
 
     # -- calls -------------------------------------------------------------------------------------
@@ -129,11 +129,14 @@ class AsyncClient:
     ) -> list[Embedding]:
         """Sends pixels of items with a `content_id` only if needed. As `Client.encode_cached`."""
         deadline, options = self._deadline(timeout), Options.of(output_type, priority)
+        if not items:
+            return []
+        shares = self._shares(dict(enumerate(items)), await self._get_model(deadline))  # also those of the uploads
         lookups = {index: without_pixels(item) for index, item in enumerate(items)}
-        async with aclosing(self._results(lookups, deadline, options)) as found:
+        async with aclosing(self._results(lookups, deadline, options, shares)) as found:
             results = {index: result async for index, result in found}
         uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
-        async with aclosing(self._results(uploads, deadline, options)) as uploaded:
+        async with aclosing(self._results(uploads, deadline, options, shares)) as uploaded:
             return embeddings(results | {index: result async for index, result in uploaded})
 
     async def encode_images(
@@ -192,14 +195,18 @@ class AsyncClient:
         return AsyncAhead(items, lambda group: self._results(group, deadline.for_request(), options)).results()
 
     async def _results(
-        self, items: Mapping[int, Item], deadline: Deadline, options: Options
+        self,
+        items: Mapping[int, Item],
+        deadline: Deadline,
+        options: Options,
+        shares: Sequence[Share] | None = None,
     ) -> AsyncGenerator[Result, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""
         if not items:
             return
         model = await self._get_model(deadline)
         options = replace(options, leasing=self._nixl.leasing(model, options.output_type))
-        parts = split(items, options, self._spread, model)
+        parts = parts_of(items, shares or self._shares(items, model), options, model)
         deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
         try:
             async with aclosing(self._transport.encode(parts, model.deepstack_levels, deadline)) as stream:
@@ -215,6 +222,9 @@ class AsyncClient:
         if self._model is None:
             self._model = await self._transport.model(deadline)
         return self._model
+
+    def _shares(self, items: Mapping[int, Item], model: Model) -> list[Share]:
+        return self._balancing.shares(items, model, self._transport.replicas.count())
 
     def _forget_model_after(self, error: VitwireError) -> None:
         """Forget the model if the error may mean that the server has another one now."""

@@ -30,13 +30,16 @@ class AsyncTransport:
         token: str | None,
         policy: Policy,
         connections: int,
+        *,
+        affinity: bool = False,
     ) -> None:
         self._target = target
         self._credentials = credentials
         self._token = token
         self._policy = policy
-        self._threaded = Transport(target, credentials, token, policy, connections)
-        self._connections: Connections[grpc.aio.Channel] = Connections(self._open, connections)
+        self._threaded = Transport(target, credentials, token, policy, connections, affinity=affinity)
+        self._connections: Connections[grpc.aio.Channel] = Connections(self._open, connections, affinity=affinity)
+        self.replicas = self._threaded.replicas
 
     async def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> AsyncGenerator[Result, None]:
         """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
@@ -108,9 +111,12 @@ class AsyncTransport:
         while exchange.part.one_message:
             await _begun(exchange)
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self._connections.bulk(part.transfer_bytes, stream=False, again=again) as connection:
+            with self._connections.bulk(
+                part.transfer_bytes, stream=False, hint=exchange.hint, again=again
+            ) as connection:
                 encode = connection.channel.unary_stream(*_channel.ENCODE)
-                call = encode(part.request(), timeout=exchange.attempts.left(), metadata=metadata)
+                left = exchange.attempts.left()
+                call = encode(part.request(), timeout=left, metadata=exchange.metadata(metadata))
                 try:
                     if not await _accepted(call, accept_timeout):
                         again = exchange.unanswered(connection)
@@ -118,6 +124,7 @@ class AsyncTransport:
                     async for response in call:
                         if (result := exchange.feed(response)) is not None:
                             yield result
+                    self.replicas.saw(await call.trailing_metadata())
                     delay = exchange.finish()
                 except grpc.RpcError as error:
                     if exchange.is_complete:

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -12,6 +12,7 @@ from uuid import uuid4
 import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
+from vitwire._balancing import CONTENT_HEADER
 from vitwire._protocol import Response
 from vitwire._retry import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire.v1 import encoder_pb2 as pb
@@ -30,10 +31,15 @@ REASON_SECONDS = 1.0
 ACKNOWLEDGE = "x-vitwire-acknowledge"
 """Asks the server for its headers as soon as it accepts a call. Proxies repeat no call whose headers they passed on, so
 only a client that repeats calls by itself asks for it."""
-_BALANCED: dict[str, object] = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "healthCheckConfig": {"serviceName": SERVICE},
-}
+_RING_HASH_HEADER = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
+"""Environment variable that enables gRPC's ring hash on a header (gRFC A76), which 1.85 does not do by default."""
+
+
+def _service_config(policy: str, **settings: object) -> tuple[str, str]:
+    config = {"loadBalancingConfig": [{policy: settings}], "healthCheckConfig": {"serviceName": SERVICE}}
+    return "grpc.service_config", json.dumps(config)
+
+
 _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -55,9 +61,15 @@ _COMMON_OPTIONS: ChannelOptions = (
     # gRPC 1.85 waits a minute for the answer to a ping by default.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
 )
-OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
-BULK_OPTIONS: ChannelOptions = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-"""For channels with connections of their own; else gRPC shares one between all channels with the same options."""
+OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, _service_config("round_robin"))
+_OWN_CONNECTIONS = ("grpc.use_local_subchannel_pool", 1)
+"""Else gRPC shares one connection between all channels with the same options."""
+BULK_OPTIONS: ChannelOptions = (*OPTIONS, _OWN_CONNECTIONS)
+_ROUTED_OPTIONS: ChannelOptions = (
+    *_COMMON_OPTIONS,
+    _service_config("ring_hash_experimental", requestHashHeader=CONTENT_HEADER),
+    _OWN_CONNECTIONS,
+)
 HEALTH_OPTIONS = _COMMON_OPTIONS
 """Without health checking, which would hide the unhealthy servers that are queried."""
 
@@ -68,6 +80,8 @@ class StreamCall(Protocol):
     def __iter__(self) -> Iterator[Response]: ...
 
     def initial_metadata(self) -> object: ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def cancel(self) -> object: ...
 
@@ -123,6 +137,12 @@ def bearer(token: str | None) -> str | None:
     if token and not (token.isascii() and token.isprintable()):
         raise ValueError("the token has characters other than printable ASCII, such as a line break")
     return token
+
+
+def routed_options() -> ChannelOptions:
+    """For bulk channels that choose the replica of a call by the hash of its hint."""
+    os.environ.setdefault(_RING_HASH_HEADER, "true")
+    return _ROUTED_OPTIONS
 
 
 def metadata(token: str | None) -> Metadata:

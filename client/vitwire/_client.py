@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
 from vitwire._ahead import Ahead
+from vitwire._balancing import Balancing, Share, Spread
 from vitwire._channel import Tls, bearer, credentials
 from vitwire._connections import CONNECTIONS
 from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
@@ -16,7 +17,7 @@ from vitwire._items import Item, without_pixels
 from vitwire._model import Model
 from vitwire._nixl import POOL_BYTES, Delivery, Nixl
 from vitwire._prepare import clip_items, image_items
-from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
+from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, parts_of
 from vitwire._retry import MAX_RETRIES, Policy
 from vitwire._target import checked_target
 from vitwire._transport import Calls, Transport
@@ -34,7 +35,10 @@ class Client:
     token: bearer token, sent with every request.
     timeout: default seconds per call. None depends on the work: 60 s plus 25 ms per patch, with 10 minutes instead of
         60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
-    spread: maximum RPCs that a request is split into, to share it between replicas.
+    spread: maximum RPCs that a request is split into, by tokens, to share it between replicas. "auto": one for each
+        budget's worth of tokens, at most one per replica that answered within the last minute.
+    affinity: send items with equal content ids to the same replica, whose cache may have them: RPCs are sent to the
+        target's addresses by the hash of the content id, and each content id of a request is an RPC of its own.
     connections: maximum connections for requests of one message, and for streams; opened when requests overlap.
     max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
         answer, or a full server says when to retry; the count restarts whenever an item is answered.
@@ -54,7 +58,8 @@ class Client:
         tls: Tls = None,
         token: str | None = None,
         timeout: float | None = None,
-        spread: int = 1,
+        spread: Spread = 1,
+        affinity: bool = False,
         connections: int = CONNECTIONS,
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
@@ -62,14 +67,14 @@ class Client:
         device: str | None = None,
         delivery_bytes: int = POOL_BYTES,
     ) -> None:
-        if spread < 1:
-            raise ValueError(f"spread must be at least 1, got {spread}")
+        self._balancing = Balancing(spread, affinity)
         self._policy = Policy(max_retries, wait_for_ready)
         self._timeout = timeout
-        self._spread = spread
         self._model: Model | None = None
         self._nixl = Nixl(delivery, device, delivery_bytes)
-        self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy, connections)
+        self._transport = Transport(
+            checked_target(target), credentials(tls), bearer(token), self._policy, connections, affinity=affinity
+        )
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -153,10 +158,13 @@ class Client:
     ) -> list[Embedding]:
         """As `encode`, but sends the pixels of items with a `content_id` only if the server has not cached them."""
         deadline, options = self._deadline(timeout), Options.of(output_type, priority)
+        if not items:
+            return []
+        shares = self._shares(dict(enumerate(items)), self._get_model(deadline))  # also those of the uploads
         lookups = {index: without_pixels(item) for index, item in enumerate(items)}
-        results = dict(self._results(lookups, deadline, options))
+        results = dict(self._results(lookups, deadline, options, shares=shares))
         uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
-        return embeddings(results | dict(self._results(uploads, deadline, options)))
+        return embeddings(results | dict(self._results(uploads, deadline, options, shares=shares)))
 
     def encode_images(
         self,
@@ -226,14 +234,19 @@ class Client:
         return Ahead(items, lambda group, calls: self._results(group, deadline.for_request(), options, calls)).results()
 
     def _results(
-        self, items: Mapping[int, Item], deadline: Deadline, options: Options, calls: Calls | None = None
+        self,
+        items: Mapping[int, Item],
+        deadline: Deadline,
+        options: Options,
+        calls: Calls | None = None,
+        shares: Sequence[Share] | None = None,
     ) -> Generator[Result, None, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""
         if not items:
             return
         model = self._get_model(deadline)
         options = replace(options, leasing=self._nixl.leasing(model, options.output_type))
-        parts = split(items, options, self._spread, model)
+        parts = parts_of(items, shares or self._shares(items, model), options, model)
         deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
         try:
             for index, result in self._transport.encode(parts, model.deepstack_levels, deadline, calls):
@@ -248,6 +261,9 @@ class Client:
         if self._model is None:
             self._model = self._transport.model(deadline)
         return self._model
+
+    def _shares(self, items: Mapping[int, Item], model: Model) -> list[Share]:
+        return self._balancing.shares(items, model, self._transport.replicas.count())
 
     def _forget_model_after(self, error: VitwireError) -> None:
         """Forget the model if the error may mean that the server has another one now."""

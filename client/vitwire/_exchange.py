@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitwire._assembler import Assembler
+from vitwire._balancing import CONTENT_HEADER
 from vitwire._connections import C, Connection
 from vitwire._errors import (
     DeadlineExceeded,
@@ -31,9 +32,15 @@ class Exchange:
         self.part = part
         """The items that the next attempt sends."""
         self.attempts = attempts
+        self.hint = part.hint
+        """Sent with the first attempt only: the replica that it leads to did not answer, or is full."""
         self._levels = levels
         self._answered: set[int] = set()
         self._overloaded: dict[int, Overloaded] = {}
+
+    def metadata(self, of_request: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Metadata of the next attempt."""
+        return of_request if self.hint is None else (*of_request, (CONTENT_HEADER, self.hint))
 
     def begin(self) -> bool:
         """Start an attempt; False if it has to wait for memory that other requests lease."""
@@ -81,6 +88,7 @@ class Exchange:
 
     def unanswered(self, connection: Connection[C]) -> Connection[C] | None:
         """After an attempt that the server did not accept: the connection for the next one, None for any."""
+        self.hint = None
         if not self.attempts.unanswered():
             return connection
         connection.avoid()
@@ -95,6 +103,7 @@ class Exchange:
             self.part.leases.release()  # the server refused the request as a whole
         if isinstance(failure, Unavailable):
             connection.avoid()
+        self.hint = None
         delay = self.attempts.delay(failure)
         if isinstance(failure, Overloaded):
             self.part = self.part.yielding()
@@ -106,6 +115,7 @@ class Exchange:
         Raises EncodeFailed if items are missing.
         """
         self._assembler.finish()
+        self.hint = None
         if not self._overloaded:
             return None
         try:
