@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from vitwire._deadline import patches_of
 from vitwire._items import Item
 from vitwire._model import Model
 
@@ -30,7 +31,9 @@ class Share(NamedTuple):
     """Positions of the items that one RPC carries, in ascending order, and the hint that it sends."""
 
     indices: tuple[int, ...]
-    hint: str | None
+    hint: str | None = None
+    is_routed: bool = False
+    """Whether the client itself chooses the replica by the hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,11 @@ class Balancing:
         else:
             routed = named if len(named) <= MAX_ROUTED else balanced(named, costs, MAX_ROUTED)
             parted = [*routed, *balanced(unnamed, costs, count)]
-        return [Share(tuple(own), _first_hint(items[index] for index in own)) for own in map(sorted, parted)]
+        hints = [_first_hint(items[index] for index in sorted(own)) for own in parted]
+        return [
+            Share(tuple(sorted(own)), hint, self.affinity and hint is not None)
+            for own, hint in zip(parted, hints, strict=True)
+        ]
 
     def _count(self, tokens: int, model: Model, replicas: int) -> int:
         """How many RPCs to split a request of so many tokens into."""
@@ -90,7 +97,9 @@ class Replicas:
 
 
 def tokens_of(item: Item, model: Model) -> int:
-    """Tokens that the tower computes for an item, before pruning and pooling; of tiles, by their area."""
+    """Tokens that the tower computes for an item, before pruning and pooling: of tiles by area, of files a guess."""
+    if item.encoded is not None:
+        return max(1, patches_of(item) // model.merge_size**2)
     settings = model.video_preprocessor if item.modality == "video" else model.image_preprocessor
     if settings is None or settings.tiling is None:
         return max(1, math.prod(item.grid) // model.merge_size**2)

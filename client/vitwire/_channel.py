@@ -1,13 +1,11 @@
-"""What both clients pass to gRPC: options, credentials, metadata, methods and health messages."""
+"""What both clients pass to gRPC: options, credentials, methods and health messages."""
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
-from uuid import uuid4
 
 import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
@@ -21,16 +19,12 @@ from vitwire.wire import Frame, Malformed, Request, read_chunk, read_plain, writ
 Q = TypeVar("Q")
 R = TypeVar("R")
 Tls = bool | str | os.PathLike[str] | grpc.ChannelCredentials | None
-Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, int | str], ...]
 
 SERVICE = "vitwire.v1.EncoderService"
 
 REASON_SECONDS = 1.0
 """How long to ask why no server is ready."""
-ACKNOWLEDGE = "x-vitwire-acknowledge"
-"""Asks the server for its headers as soon as it accepts a call. Proxies repeat no call whose headers they passed on, so
-only a client that repeats calls by itself asks for it."""
 _RING_HASH_HEADER = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
 """Environment variable that enables gRPC's ring hash on a header (gRFC A76), which 1.85 does not do by default."""
 
@@ -132,33 +126,7 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials() if tls else None
 
 
-def bearer(token: str | None) -> str | None:
-    """The token. Raises ValueError, without the token in its message, if it is not valid in a header."""
-    if token and not (token.isascii() and token.isprintable()):
-        raise ValueError("the token has characters other than printable ASCII, such as a line break")
-    return token
-
-
 def routed_options() -> ChannelOptions:
     """For bulk channels that choose the replica of a call by the hash of its hint."""
     os.environ.setdefault(_RING_HASH_HEADER, "true")
     return _ROUTED_OPTIONS
-
-
-def metadata(token: str | None) -> Metadata:
-    """Metadata of one call; the server logs the request id with what goes wrong on its side."""
-    pairs = [("x-request-id", uuid4().hex), (ACKNOWLEDGE, "1"), *_trace_context()]
-    return (*pairs, ("authorization", f"Bearer {token}")) if token else tuple(pairs)
-
-
-def _trace_context() -> Metadata:
-    """The caller's span in W3C format, if the program has imported OpenTelemetry."""
-    if "opentelemetry.trace" not in sys.modules:
-        return ()
-    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # imported by the program
-        TraceContextTextMapPropagator,
-    )
-
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier)
-    return tuple(carrier.items())

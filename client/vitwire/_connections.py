@@ -49,13 +49,12 @@ class Connections(Generic[C]):
     connections, so that large uploads do not delay small requests. Thread-safe.
     """
 
-    def __init__(self, open_channel: Callable[[ChannelOptions], C], limit: int, *, affinity: bool = False) -> None:
-        """affinity: calls with a hint use connections of their own. Raises ValueError for a limit below 1."""
+    def __init__(self, open_channel: Callable[[ChannelOptions], C], limit: int) -> None:
+        """Raises ValueError for a limit below 1."""
         if limit < 1:
             raise ValueError(f"connections must be at least 1, got {limit}")
         self._open = open_channel
         self._limit = limit
-        self._affinity = affinity
         self._lock = threading.Lock()
         self._closed = False
         self._process: int | None = None
@@ -74,16 +73,15 @@ class Connections(Generic[C]):
 
     @contextmanager
     def bulk(
-        self, nbytes: int, *, stream: bool, hint: str | None = None, again: Connection[C] | None = None
+        self, nbytes: int, *, stream: bool, routed: bool = False, again: Connection[C] | None = None
     ) -> Iterator[Connection[C]]:
         """The connection for a call that transfers `nbytes`, counted as in flight until the end of the block.
 
-        hint: what the call sends as such.
+        routed: the call's hint decides about its replica.
         again: use this connection, if it chooses replicas as the call requires.
         Raises RuntimeError after `close` or in a forked process.
         """
         nbytes += _CALL_BYTES
-        routed = self._affinity and hint is not None
         with self._lock:
             self._check()
             connection = again if again and again.is_routed is routed else self._choose(stream, routed)
@@ -99,16 +97,18 @@ class Connections(Generic[C]):
 
         They share it, so that its round robin sends them to different replicas. None for fewer than two parts.
         """
-        if sum(part.one_message is not stream for part in parts) < 2:
+        if sum(part.one_message is not stream and not part.is_routed for part in parts) < 2:
             return None
         with self._lock:
             self._check()
             return self._choose(stream, routed=False)
 
     def close(self) -> list[C]:
-        """Refuse further calls; returns the channels, for the caller to close."""
+        """Refuse further calls; returns the channels, for the caller to close. In a forked process, there are none."""
         with self._lock:
             self._closed = True
+            if self._process not in (None, os.getpid()):
+                return []
             return [*self._control.values(), *(each.channel for kind in self._bulk.values() for each in kind)]
 
     def _choose(self, stream: bool, routed: bool) -> Connection[C]:

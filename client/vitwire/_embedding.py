@@ -45,9 +45,15 @@ class Report:
     """Indices of the tokens that pruning kept; empty when pruning was off."""
     delivery_fallback: str = ""
     """Why NIXL was not used for this item; empty if it was, or was not asked for."""
+    request_id: str = ""
+    """Id of the request in the server's logs and traces."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Grid that the server chose for an encoded item; zeros for other items."""
+    frame_seconds: tuple[float, ...] = ()
+    """Seconds from the start of an encoded clip to each frame that was used."""
 
     @classmethod
-    def from_message(cls, message: pb.ItemReport) -> "Report":
+    def from_message(cls, message: pb.ItemReport, request_id: str = "") -> "Report":
         return cls(
             path=_PATHS.get(message.path, "unspecified"),
             fallback_reason=message.fallback_reason,
@@ -57,6 +63,9 @@ class Report:
             encoded=message.encoded.seconds + message.encoded.nanos / 1e9,
             kept=tuple(message.kept),
             delivery_fallback=message.delivery_fallback,
+            request_id=request_id,
+            grid=(message.grid.t, message.grid.h, message.grid.w),
+            frame_seconds=tuple(message.frame_seconds),
         )
 
 

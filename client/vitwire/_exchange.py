@@ -6,6 +6,7 @@ from typing import Any
 from vitwire._assembler import Assembler
 from vitwire._balancing import CONTENT_HEADER
 from vitwire._connections import C, Connection
+from vitwire._context import log
 from vitwire._errors import (
     DeadlineExceeded,
     EncodeFailed,
@@ -28,15 +29,21 @@ ROOM_SECONDS = 0.002
 class Exchange:
     """Tracks the items not yet answered, so that a retry sends only those. Encoding twice is harmless."""
 
-    def __init__(self, part: Part, levels: int, attempts: Attempts) -> None:
+    def __init__(self, part: Part, levels: int, attempts: Attempts, request_id: str = "") -> None:
         self.part = part
         """The items that the next attempt sends."""
         self.attempts = attempts
         self.hint = part.hint
         """Sent with the first attempt only: the replica that it leads to did not answer, or is full."""
         self._levels = levels
+        self._request_id = request_id
         self._answered: set[int] = set()
         self._overloaded: dict[int, Overloaded] = {}
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the hint decides about the replica of the next attempt."""
+        return self.part.is_routed and self.hint is not None
 
     def metadata(self, of_request: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         """Metadata of the next attempt."""
@@ -52,7 +59,7 @@ class Exchange:
             return False
         self.part = replace(part, leases=leases)
         self._overloaded.clear()
-        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected, leases)
+        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected, leases, self._request_id)
         return True
 
     def check_deadline(self) -> None:
@@ -89,6 +96,7 @@ class Exchange:
     def unanswered(self, connection: Connection[C]) -> Connection[C] | None:
         """After an attempt that the server did not accept: the connection for the next one, None for any."""
         self.hint = None
+        log.info("request %s: the server did not accept it in time; sending it again", self._request_id)
         if not self.attempts.unanswered():
             return connection
         connection.avoid()
@@ -105,6 +113,7 @@ class Exchange:
             connection.avoid()
         self.hint = None
         delay = self.attempts.delay(failure)
+        log.info("request %s: %s; sending it again in %.1f s", self._request_id, failure, delay)
         if isinstance(failure, Overloaded):
             self.part = self.part.yielding()
         return delay
@@ -119,9 +128,14 @@ class Exchange:
         if not self._overloaded:
             return None
         try:
-            return self.attempts.delay(max(self._overloaded.values(), key=lambda error: error.retry_after or 0.0))
+            delay = self.attempts.delay(max(self._overloaded.values(), key=lambda error: error.retry_after or 0.0))
         except Overloaded:
             return None
+        log.info(
+            "request %s: the server refused %d items; sending them again in %.1f s",
+            self._request_id, len(self._overloaded), delay,
+        )  # fmt: skip
+        return delay
 
     def refused(self) -> list[Result]:
         """After the last attempt: the items that the server refused."""

@@ -76,6 +76,8 @@ class Part:
     limits: Limits
     hint: str | None = None
     """Hint of the replica that may have these items cached; see `_balancing`."""
+    is_routed: bool = False
+    """Whether the client itself chooses the replica by the hint."""
     leases: Leases | None = None
     """Memory for the rows of each item, in this attempt."""
 
@@ -83,7 +85,7 @@ class Part:
         """The part without the items at these positions of the caller's request."""
         rows = [row for row in zip(self.indices, self.items, self.expected, strict=True) if row[0] not in answered]
         indices, items, expected = zip(*rows, strict=True) if rows else ((), (), ())
-        return Part(indices, items, expected, self.options, self.limits, self.hint)
+        return Part(indices, items, expected, self.options, self.limits, self.hint, self.is_routed)
 
     def yielding(self) -> "Part":
         """For a server that is full: as a stream, unless its message is received at once."""
@@ -128,7 +130,7 @@ class Part:
         )
         yield Frame(pb.EncodeStreamRequest(options=options))
         for number, (item, message) in enumerate(zip(self.items, self._messages(), strict=True)):
-            header = pb.EncodeStreamHeader(item=number, header=message)
+            header = pb.EncodeStreamHeader(item=number, header=message, encoded_bytes=len(item.tensors.encoded))
             yield Frame(pb.EncodeStreamRequest(header=header))
             for tensor in item.tensors:
                 for start in range(0, len(tensor), CHUNK_BYTES):
@@ -149,19 +151,19 @@ class Part:
 
 def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Options, model: Model) -> list[Part]:
     """The messages of each share, without those items of a share that are not among `items`; no part is empty."""
-    present = [(tuple(index for index in share.indices if index in items), share.hint) for share in shares]
-    return [_part({index: items[index] for index in own}, hint, options, model) for own, hint in present if own]
+    present = [({index: items[index] for index in share.indices if index in items}, share) for share in shares]
+    return [_part(own, share, options, model) for own, share in present if own]
 
 
-def _part(items: Mapping[int, Item], hint: str | None, options: Options, model: Model) -> Part:
+def _part(items: Mapping[int, Item], share: Share, options: Options, model: Model) -> Part:
     wire = tuple(to_wire(item) for item in items.values())
     expected = tuple(Expected.of(item, model) for item in items.values())
-    return Part(tuple(items), wire, expected, options, model.limits, hint)
+    return Part(tuple(items), wire, expected, options, model.limits, share.hint, share.is_routed)
 
 
 def needs_upload(result: Embedding | VitwireError, item: Item) -> bool:
     """Whether an item that was looked up without its pixels must be sent with them."""
-    return isinstance(result, NotCached) and item.pixels is not None
+    return isinstance(result, NotCached) and (item.pixels is not None or item.encoded is not None)
 
 
 def embeddings(results: Mapping[int, Embedding | VitwireError]) -> list[Embedding]:

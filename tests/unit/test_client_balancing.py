@@ -48,9 +48,12 @@ def lookup(content_id: str, grid: tuple[int, int, int] = (1, 2, 2)) -> Item:
         (MODEL, item(7), 7),
         (MODEL, Item(np.zeros((24, 6), np.uint8), (2, 6, 2), "video", keep_ratio=0.25), 6),
         (MODEL, lookup("a", (4, 2, 2)), 4),
+        (MODEL, Item(encoded=bytes(200_000)), 200_000 // 32 // 4),
+        (MODEL, Item(content_id="a"), 1),
         (tiled(), tiles(5, (5, 2, 2)), 80),
         (tiled(), tiles(5, (5, 1, 1)), 80),
         (tiled(), lookup("a", (5, 2, 2)), 80),
+        (tiled(crop=(16, 16)), Item(content_id="a"), 16),
         (tiled(crop=(16, 16)), tiles(1, (5, 2, 2), crops=np.zeros((4, 3, 16, 16), np.uint8)), 16 + 4 * 4),
         (tiled(crop=(16, 16)), tiles(2, (2, 1, 1), crops=np.zeros((2, 3, 16, 16), np.uint8)), 2 * (16 + 4)),
         (tiled(crop=(16, 16)), lookup("a", (5, 2, 2)), 16 + 4 * 4),
@@ -98,6 +101,7 @@ def test_shares_are_a_partition_that_keeps_content_together(
         assert list(share.indices) == sorted(share.indices)
         named = [content_id for index in share.indices if (content_id := items[index].content_id)]
         assert share.hint == (hint_of(named[0]) if named else None)
+        assert share.is_routed == (affinity and bool(named))
         for content_id in named:
             holders.setdefault(content_id, set()).add(number)
     assert all(len(each) == 1 for each in holders.values())
