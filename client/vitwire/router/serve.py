@@ -22,7 +22,7 @@ _KEEP_ALIVE_SECONDS = 75
 
 
 class _Server(uvicorn.Server):
-    """Announces its port. SIGTERM and SIGINT make it report that it is not ready, then drain; the second one ends it."""
+    """Announces its port. At SIGTERM or SIGINT it reports that it is not ready, then drains; the second ends it."""
 
     def __init__(self, config: uvicorn.Config, app: Starlette, lame_duck_seconds: float) -> None:
         super().__init__(config)

@@ -31,11 +31,22 @@ class Settings:
     engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
     engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
     engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
-    mode: Annotated[Mode, Flag("inline: requests carry embeddings; reference: the engine fetches them by content id")] = "inline"
-    api_keys_file: Annotated[Path | None, Flag("accept only these API keys, one per line; read again when it changes")] = None
-    engine_api_key_file: Annotated[Path | None, Flag("file with the API key for the engine, sent in place of the caller's")] = None
-    allow_image_host: Annotated[tuple[str, ...], Flag("host that image URLs may name: host, host:port or *.domain; repeatable; without it URLs are refused")] = ()
-    allow_image_network: Annotated[tuple[str, ...], Flag("network (CIDR) that image hosts may be in although it is not public; repeatable")] = ()
+    mode: Annotated[
+        Mode, Flag("inline: requests carry embeddings; reference: the engine fetches them by content id")
+    ] = "inline"
+    api_keys_file: Annotated[
+        Path | None, Flag("accept only these API keys, one per line; read again when it changes")
+    ] = None
+    engine_api_key_file: Annotated[
+        Path | None, Flag("file with the API key for the engine, sent in place of the caller's")
+    ] = None
+    allow_image_host: Annotated[
+        tuple[str, ...],
+        Flag("host that image URLs may name: host, host:port or *.domain; repeatable; without it URLs are refused"),
+    ] = ()
+    allow_image_network: Annotated[
+        tuple[str, ...], Flag("network (CIDR) that image hosts may be in although it is not public; repeatable")
+    ] = ()
     max_header_bytes: Annotated[int, Flag("bytes of a request's line and headers", 1024)] = 32768
     max_body_bytes: Annotated[int, Flag("bytes of a request's body", 1024)] = 64 * MIB
     max_buffered_bytes: Annotated[int, Flag("bytes of all bodies held at a time", 1024)] = 2048 * MIB
@@ -50,7 +61,9 @@ class Settings:
     engine_connect_seconds: Annotated[float, Flag("time to connect to the engine", 0.001)] = 5.0
     engine_seconds: Annotated[float, Flag("time without a byte from the engine", 0.001)] = 600.0
     stall_seconds: Annotated[float, Flag("time that a client which does not read its response is kept", 0.001)] = 60.0
-    lame_duck_seconds: Annotated[float, Flag("time from SIGTERM, with /health failing, until connections are refused", 0)] = 0.0
+    lame_duck_seconds: Annotated[
+        float, Flag("time from SIGTERM, with /health failing, until connections are refused", 0)
+    ] = 0.0
     drain_seconds: Annotated[float, Flag("time for requests in flight to end after that", 0)] = 60.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("lowest level that is logged")] = "info"
     log_format: Annotated[Literal["text", "json"], Flag("format of log lines")] = "text"
