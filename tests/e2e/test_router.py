@@ -4,16 +4,13 @@ import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import matplotlib as mpl
-import numpy as np
-import openai
 import pytest
 import skimage
 import torch
 from openai import OpenAI
-from PIL import Image
 
 from checkpoints import Checkpoints
 from engine import WORDS

@@ -1,7 +1,8 @@
 """A stand-in for the HTTP server of an LLM engine, run as a process: it records requests and answers as they ask it to.
 
 The answer to a chat completion is chosen by its model: `slow` sends its first event, and the others once the test posts
-to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends nothing.
+to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
+nothing.
 """
 
 import asyncio

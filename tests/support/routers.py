@@ -29,7 +29,7 @@ class EngineProcess(ServerProcess):
         found: list[dict[str, Any]] = self.test("requests")
         return found
 
-    def test(self, what: str) -> Any:  # noqa: ANN401  # JSON
+    def test(self, what: str) -> Any:  # JSON
         with urlopen(Request(f"{self.url}/test/{what}", method="POST"), timeout=10) as answer:
             return json.loads(answer.read())
 
