@@ -41,10 +41,6 @@ class RouterProcess(ServerProcess):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def metric(self, name: str, **labels: str) -> float:
-        self.metrics_port = self.port
-        return ServerProcess.metric(self, name, **labels)
-
 
 @contextmanager
 def engine(port: int = 0) -> Iterator[EngineProcess]:
@@ -64,7 +60,7 @@ def router(
     command = [str(_VITWIRE), "router", "--port", "0", "--target", target, "--engine-url", engine_url, *flags]
     with _process(command, environment) as (process, log):
         found = RouterProcess(process, log)
-        found.port = int(found.wait_for(r"listening on [\d.]+:(\d+)")[1])
+        found.port = found.metrics_port = int(found.wait_for(r"listening on [\d.]+:(\d+)")[1])
         yield found
 
 

@@ -59,7 +59,7 @@ def dialect_of(settings: Settings) -> Dialect:
     mode = settings.mode or ("reference" if settings.engine == "sglang" else "inline")
     if settings.engine == "sglang":
         if mode == "inline":
-            raise ValueError("mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
+            raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
         return PassOn()
     from vitwire.integrations import vllm  # noqa: PLC0415  # only for this engine
 

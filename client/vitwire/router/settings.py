@@ -74,10 +74,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.engine_url.startswith(("http://", "https://")):
-            raise ValueError(f"engine_url {self.engine_url!r} does not start with http:// or https://")
+            raise ValueError(f"--engine-url {self.engine_url!r} does not start with http:// or https://")
         if self.engine_url.rstrip("/").endswith("/v1"):
-            raise ValueError(f"engine_url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
+            raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
         if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key must be set together")
+            raise ValueError("--cert and --key must be set together")
         if self.max_image_bytes > self.max_body_bytes:
-            raise ValueError("max_image_bytes exceeds max_body_bytes")
+            raise ValueError("--max-image-bytes exceeds --max-body-bytes")
