@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from vitwire._embedding import Embedding
 from vitwire._items import Modality
 
@@ -21,6 +19,8 @@ def precomputed(embeddings: Sequence[Embedding], *, modality: Modality = "image"
     image has one placeholder per row; see `expanded`.
 
     The format is `processor_output`: of SGLang's two formats, only that one skips the vision tower of every model.
+
+    Raises ValueError for no embeddings, and for widths, types or grids that do not fit together.
     """
     if not embeddings:
         raise ValueError("embeddings: expected at least one, got none")
@@ -30,6 +30,8 @@ def precomputed(embeddings: Sequence[Embedding], *, modality: Modality = "image"
     unknown = [index for index, each in enumerate(embeddings) if 0 in each.grid]
     if unknown:
         raise ValueError(f"embeddings[{unknown[0]}].grid is unknown; SGLang computes positions from it")
+    import torch  # noqa: PLC0415  # the encoder adapter runs without it
+
     rows = [each.torch().reshape(-1, each.shape[-1]) for each in embeddings]
     return [
         {
