@@ -15,8 +15,8 @@ from vitwire.integrations.sglang.parts import Refused, part_of_message, registra
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-SERVICE = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
-_SERVICES = ("", SERVICE)
+_SERVICE = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
+_SERVICES = ("", _SERVICE)
 _WATCH_SECONDS = 5.0
 _CODES = {
     HTTPStatus.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
@@ -27,9 +27,10 @@ _CODES = {
 }
 
 
-def grpc_server(adapter: Adapter, *, max_body_bytes: int) -> grpc.aio.Server:
+def grpc_server(adapter: Adapter, *, max_body_bytes: int, max_requests: int) -> grpc.aio.Server:
     """A server without ports yet."""
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", max_body_bytes), ("grpc.so_reuseport", 0)])
+    options = [("grpc.max_receive_message_length", max_body_bytes), ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=max_requests)
     pb_grpc.add_SglangEncoderServicer_to_server(_Encoder(adapter), server)
     health_pb2_grpc.add_HealthServicer_to_server(_Health(adapter), server)
     return server

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -16,14 +18,57 @@ from vitwire.integrations.sglang.parts import Refused, part_of_json, registratio
 
 Work = Callable[[dict[str, Any]], Awaitable[None]]
 
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Bytes of a request's body, bytes of all bodies held at a time, and seconds for a body to arrive."""
+
+    each: int = 64 << 20
+    together: int = 2 << 30
+    seconds: float = 60.0
+
+
 _MOONCAKE = (
     "this encoder sends embeddings over ZMQ only: start SGLang with --encoder-transfer-backend zmq_to_scheduler "
     "or zmq_to_tokenizer"
 )
 
 
-def http_app(adapter: Adapter, *, max_body_bytes: int, body_seconds: float) -> Starlette:
+class _Bodies:
+    """Reads bodies of requests; each is counted as held until its request ends."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._held = 0
+
+    @asynccontextmanager
+    async def json(self, request: Request) -> AsyncGenerator[dict[str, Any], None]:
+        """The JSON object in the body. Raises Refused."""
+        content = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                async for chunk in request.stream():
+                    self._held += len(chunk)
+                    content += chunk
+                    self._check(len(content))
+            yield _object(content)
+        except TimeoutError as error:
+            message = f"the body took longer than {self._limits.seconds:g} s"
+            raise Refused(message, HTTPStatus.REQUEST_TIMEOUT) from error
+        finally:
+            self._held -= len(content)
+
+    def _check(self, length: int) -> None:
+        if length > self._limits.each:
+            message = f"the body exceeds the limit of {self._limits.each} bytes"
+            raise Refused(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        if self._held > self._limits.together:
+            raise Refused("the requests in flight are too large together", HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def http_app(adapter: Adapter, limits: BodyLimits) -> Starlette:
     """The ASGI application."""
+    bodies = _Bodies(limits)
 
     async def encode(body: dict[str, Any]) -> None:
         await adapter.encode(part_of_json(body))
@@ -39,12 +84,13 @@ def http_app(adapter: Adapter, *, max_body_bytes: int, body_seconds: float) -> S
 
     def post(path: str, work: Work) -> Route:
         async def endpoint(request: Request) -> Response:
-            body: dict[str, Any] = {}
+            req_id: object = None
             try:
-                body = await _body(request, max_body_bytes, body_seconds)
-                await work(body)
+                async with bodies.json(request) as body:
+                    req_id = body.get("req_id")
+                    await work(body)
             except Refused as error:
-                return _failure(error, body.get("req_id"))
+                return _failure(error, req_id)
             except ClientDisconnect:
                 return Response(status_code=499)
             return JSONResponse(None)
@@ -63,18 +109,7 @@ def http_app(adapter: Adapter, *, max_body_bytes: int, body_seconds: float) -> S
     )
 
 
-async def _body(request: Request, max_bytes: int, seconds: float) -> dict[str, Any]:
-    """The JSON object in the request's body. Raises Refused."""
-    content = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
-                content += chunk
-                if len(content) > max_bytes:
-                    message = f"the body exceeds the limit of {max_bytes} bytes"
-                    raise Refused(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-    except TimeoutError as error:
-        raise Refused(f"the body took longer than {seconds:g} s", HTTPStatus.REQUEST_TIMEOUT) from error
+def _object(content: bytes | bytearray) -> dict[str, Any]:
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:

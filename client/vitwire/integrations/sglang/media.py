@@ -109,7 +109,7 @@ class Media:
             path = Path(name).resolve(strict=True)
             if not any(path.is_relative_to(folder) for folder in self._folders):
                 raise Refused("the file is not in a folder that images may be read from")
-            with open(path, "rb", opener=_opened) as file:  # noqa: PTH123  # Path.open has no opener
+            with open(path, "rb", opener=_opened) as file:  # Path.open has no opener
                 encoded = file.read(self._limits.max_image_bytes + 1)
         except (OSError, ValueError) as error:
             raise Refused("the file cannot be read") from error

@@ -140,9 +140,9 @@ def _text(body: Mapping[str, Any], key: str) -> str:
 
 def _int(body: Mapping[str, Any], key: str) -> int:
     value = body.get(key)
-    if not _is_int(value):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise Refused(f"{key}: expected an integer, got {type(value).__name__}")
-    return int(value)
+    return value
 
 
 def _is_int(value: object) -> bool:
