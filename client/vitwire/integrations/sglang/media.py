@@ -2,7 +2,6 @@
 
 import asyncio
 import binascii
-import io
 import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,18 +11,14 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from PIL import Image, ImageOps
-
 from vitwire import InvalidItem, Item, Model
 from vitwire._images import MAX_DECODED_PIXELS
-from vitwire._prepare import image_items
 from vitwire.integrations.sglang.parts import Refused
+from vitwire.router.encoding import item_of
 
 Fetch = Callable[[str], Awaitable[bytes]]
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
-_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, RuntimeError, Warning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class Media:
                 encoded = await self._fetched(source)
             else:
                 encoded = await run(self._threads, self._read, source)
-            return await run(self._threads, self._prepared, encoded, model)
+            return await run(self._threads, item_of, encoded, model, self._limits.max_image_pixels)
         except Refused as error:
             raise Refused(f"mm_items[{index}]: {error}", error.status) from error
         except InvalidItem as error:
@@ -120,21 +115,6 @@ class Media:
     def _too_large(self) -> Refused:
         limit = self._limits.max_image_bytes
         return Refused(f"the image exceeds the limit of {limit} bytes", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-
-    def _prepared(self, encoded: bytes, model: Model) -> Item:
-        try:
-            with Image.open(io.BytesIO(encoded), formats=_FORMATS) as image:
-                if image.width * image.height > self._limits.max_image_pixels:
-                    limit = self._limits.max_image_pixels
-                    raise InvalidItem(f"{image.width}x{image.height} exceeds the limit of {limit} pixels")
-                ImageOps.exif_transpose(image, in_place=True)
-                if isinstance(image.info.get("transparency"), bytes):
-                    del image.info["transparency"]  # the conversion drops it too, but with a warning
-                upright = image.convert("RGB")
-        except (*_UNREADABLE, Image.DecompressionBombError) as error:
-            raise InvalidItem(f"it cannot be read as an image: {error}") from error
-        (item,) = image_items([upright], model)
-        return item
 
 
 def _opened(path: str, flags: int) -> int:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import uvicorn
 
@@ -15,9 +16,12 @@ from vitwire.integrations.sglang.adapter import Adapter
 from vitwire.integrations.sglang.grpc_service import grpc_server
 from vitwire.integrations.sglang.http_service import BodyLimits, http_app
 from vitwire.integrations.sglang.media import Fetch, Media, MediaLimits
+from vitwire.integrations.sglang.parts import Refused
 from vitwire.integrations.sglang.pushing import Network, Pusher
 from vitwire.integrations.sglang.receivers import Receivers
 from vitwire.integrations.sglang.registering import registered
+from vitwire.router.errors import ApiError
+from vitwire.router.fetching import Fetcher, FetchLimits
 
 logger = logging.getLogger("vitwire.sglang")
 
@@ -43,6 +47,7 @@ class Settings:
     drain_seconds: float = 30.0
     media: MediaLimits = field(default_factory=MediaLimits)
     bodies: BodyLimits = field(default_factory=BodyLimits)
+    fetching: FetchLimits | None = None
 
 
 class _HttpServer(uvicorn.Server):
@@ -53,12 +58,13 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-async def serve(client: AsyncClient, settings: Settings, fetch: Fetch | None, announce: Callable[[str], None]) -> None:
+async def serve(client: AsyncClient, settings: Settings, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `announce` gets a line with the addresses. Raises OSError for a taken port."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    media = Media(settings.media, fetch)
+    fetcher = Fetcher(settings.fetching) if settings.fetching and settings.fetching.hosts else None
+    media = Media(settings.media, _fetch(fetcher) if fetcher else None)
     pusher = Pusher(settings.send_seconds, settings.receiver_networks)
     adapter = Adapter(
         client,
@@ -70,6 +76,8 @@ async def serve(client: AsyncClient, settings: Settings, fetch: Fetch | None, an
     )
     async with AsyncExitStack() as stack:
         stack.callback(media.close)
+        if fetcher:
+            stack.push_async_callback(fetcher.close)
         stack.callback(pusher.close)
         stack.push_async_callback(adapter.close)
         addresses = []
@@ -83,6 +91,18 @@ async def serve(client: AsyncClient, settings: Settings, fetch: Fetch | None, an
         announce(f"listening on {', '.join(addresses)}")
         await _log_model(client)
         await stop.wait()
+
+
+def _fetch(fetcher: Fetcher) -> Fetch:
+    """The router's fetching, with the errors of this package."""
+
+    async def fetch(url: str) -> bytes:
+        try:
+            return await fetcher.fetch(url, "url")
+        except ApiError as error:
+            raise Refused(error.message, HTTPStatus(error.status)) from error
+
+    return fetch
 
 
 async def _serve_grpc(adapter: Adapter, settings: Settings, stack: AsyncExitStack) -> int:
