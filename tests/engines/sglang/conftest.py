@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ class _AnyType(type):
 
 
 class _StandIn(ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:
@@ -60,6 +60,13 @@ class _StandIns:
 
 
 sys.meta_path.insert(0, _StandIns())  # type: ignore[arg-type]
+
+from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor  # noqa: E402
+from sglang.srt.multimodal.transport import determine_tensor_transport_mode  # noqa: E402
+from sglang.srt.runtime_context import publish  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: E402
 
 from servers import PYTHON, ServerProcess, serving, spawn  # noqa: E402
 
@@ -95,13 +102,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sglang(checkpoint: Path) -> SGLang:
     """SGLang set up as a language-only server would be."""
-    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
-    from sglang.srt.multimodal.transport import determine_tensor_transport_mode
-    from sglang.srt.runtime_context import publish
-    from sglang.srt.server_args import ServerArgs
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast
-
     server_args = ServerArgs(
         model_path=str(checkpoint),
         language_only=True,
@@ -124,9 +124,7 @@ def sglang(checkpoint: Path) -> SGLang:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special.values())})
     parts = SimpleNamespace(tokenizer=tokenizer, image_processor=None)
-    processor = QwenVLImageProcessor(
-        config, server_args, parts, determine_tensor_transport_mode(), skip_mm_pool=True
-    )
+    processor = QwenVLImageProcessor(config, server_args, parts, determine_tensor_transport_mode(), skip_mm_pool=True)
     return SGLang(server_args, config, processor, tokenizer)
 
 

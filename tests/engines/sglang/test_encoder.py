@@ -1,4 +1,4 @@
-"""`vitwire sglang-encoder` driven by SGLang's own receiving code, over its HTTP and gRPC, with a real server behind it."""
+"""`vitwire sglang-encoder` driven by SGLang's own receiving code, over HTTP and gRPC, with a real server behind it."""
 
 import asyncio
 import base64
@@ -13,9 +13,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from sglang.srt.disaggregation.encoder import receiver as receiving
+from sglang.srt.disaggregation.encoder.receiver import MMReceiverGrpc, MMReceiverHTTP, create_mm_receiver
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+from tests.engines.sglang.conftest import AdapterProcess, Adapters, SGLang
 
 from servers import ServerProcess
-from tests.engines.sglang.conftest import Adapters, AdapterProcess, SGLang
 from vitwire import Client, Embedding
 
 _SECONDS = 60.0
@@ -62,9 +66,6 @@ def check(sglang: SGLang, inputs: Any, embeddings: list[Embedding]) -> None:
 
 async def received(sglang: SGLang, mode: str, encoders: list[str], sources: list[str]) -> Any:
     """What SGLang's tokenizer manager gets for a request with these images; None if the encoder failed."""
-    from sglang.srt.disaggregation.encoder.receiver import create_mm_receiver
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
     receiver = create_mm_receiver(sglang.server_args, transport_mode=mode, encode_urls=encoders)
     request = GenerateReqInput(text=sglang.prompt(len(sources)), image_data=sources)
     return await receiver.recv_mm_data(request, sglang.processor, request.text)
@@ -122,8 +123,6 @@ async def test_without_a_server_the_request_fails_at_once(
 
 def test_sglang_cannot_use_zmq_to_scheduler_over_grpc() -> None:
     """Once this fails, `_without_time_stats` and the limit in docs/sglang.md can go."""
-    from sglang.srt.disaggregation.encoder.receiver import MMReceiverGrpc, MMReceiverHTTP
-
     assert "time_stats_json" in inspect.signature(MMReceiverHTTP.encode).parameters
     assert "time_stats_json" not in inspect.signature(MMReceiverGrpc.encode).parameters
 
@@ -153,8 +152,6 @@ def ranks(sglang: SGLang, group: Any, mode: str, encoders: list[str], size: int)
     SGLang 0.5.23 cannot use this backend over gRPC: it calls `MMReceiverGrpc.encode` with an argument that this does
     not take. The argument, of tracing, is dropped here, so that all else of SGLang's gRPC code runs.
     """
-    from sglang.srt.disaggregation.encoder import receiver as module
-
     disagg = SimpleNamespace(encoder_transfer_backend="zmq_to_scheduler", encoder_urls=encoders)
     tp_group = SimpleNamespace(cpu_group=group, all_gather_object=lambda value: [value])
     scheduler = SimpleNamespace(
@@ -165,17 +162,17 @@ def ranks(sglang: SGLang, group: Any, mode: str, encoders: list[str], size: int)
         tokenizer=sglang.tokenizer,
     )
     schedulers = []
-    with patch.object(module, "get_disagg", lambda: disagg):
-        tokenizer = module.create_mm_receiver(sglang.server_args, transport_mode=mode, encode_urls=encoders)
+    with patch.object(receiving, "get_disagg", lambda: disagg):
+        tokenizer = create_mm_receiver(sglang.server_args, transport_mode=mode, encode_urls=encoders)
         if mode == "grpc":
             tokenizer.encode = _without_time_stats(tokenizer.encode)
         for rank in range(size):
             parallel = SimpleNamespace(pp_rank=0, tp_rank=rank, tp_size=size, tp_group=tp_group, nnodes=1)
             with (
-                patch.object(module, "get_parallel", lambda found=parallel: found),
-                patch.object(module, "get_device", lambda: SimpleNamespace(gpu_id=0)),
+                patch.object(receiving, "get_parallel", lambda found=parallel: found),
+                patch.object(receiving, "get_device", lambda: SimpleNamespace(gpu_id=0)),
             ):
-                each = module.create_mm_receiver(
+                each = create_mm_receiver(
                     sglang.server_args, transport_mode=mode, encode_urls=encoders, scheduler=scheduler
                 )
             each.mm_processor = sglang.processor
@@ -193,9 +190,6 @@ def _without_time_stats(encode: Callable[..., Any]) -> Callable[..., Any]:
 
 async def scheduled(sglang: SGLang, found: Ranks, sources: list[str]) -> list[tuple[list[Any], list[Any]]]:
     """For each scheduler, the requests that are ready and those that it aborts."""
-    from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
     text = sglang.prompt(len(sources))
     request = GenerateReqInput(text=text, image_data=sources)
     errors: list[Any] = []
@@ -231,8 +225,8 @@ async def scheduled(sglang: SGLang, found: Ranks, sources: list[str]) -> list[tu
             news, errors[:] = [*new, *errors], []
             new.clear()
             ready_now, aborted_now = scheduler.process_waiting_requests(news)
-            done += ready_now
-            aborted += aborted_now
+            done.extend(ready_now)
+            aborted.extend(aborted_now)
         await asyncio.sleep(0.01)
     return outcomes
 

@@ -9,7 +9,7 @@ from typing import Any
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 
 _ADDRESS = re.compile(
-    r"(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})?)):(?P<port>\d{1,5})"
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})?)):(?P<port>[0-9]{1,5})"
 )
 _MAX_ID = 512
 _MAX_PARTS = 1024
