@@ -7,6 +7,7 @@ from enum import StrEnum
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
+from vitwire_server.core.sampling import Sampling
 from vitwire_server.core.tilings import Tiling
 
 Shape = tuple[int, ...]
@@ -199,6 +200,18 @@ class Preprocessing:
     """How images are cut, for towers that take tiles."""
     drops_transparency: bool = False
     """Transparency is dropped; otherwise images are put on white."""
+    sampling: Sampling | None = None
+    """How frames of encoded clips are chosen; None if clips come as pixels only."""
+
+
+class Encoding(StrEnum):
+    """Format of a file that items may carry instead of pixels."""
+
+    JPEG = "jpeg"
+    PNG = "png"
+    WEBP = "webp"
+    MP4 = "mp4"
+    WEBM = "webm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +223,10 @@ class Limits:
     patches_per_item: int
     queued_items: int
     queued_bytes: int
+    encoded_bytes: int = 0
+    """Of an encoded item; 0 if nothing is decoded."""
+    encoded_pixels: int = 0
+    """Of an encoded image, or of a frame of an encoded clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +249,5 @@ class ModelCard:
     version: str
     nixl: bool = False
     """Whether rows can be written into clients' memory."""
+    encodings: tuple[Encoding, ...] = ()
+    """Files that are decoded."""

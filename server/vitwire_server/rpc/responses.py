@@ -8,8 +8,9 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
-from vitwire_server.core.models import ModelCard, Resizing
+from vitwire_server.core.models import Encoding, ModelCard, Resizing
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
+from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.rpc.codec import DTYPES
 from vitwire_server.rpc.status import duration, status_of
@@ -22,6 +23,8 @@ _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 _RULES = {rule: pb.TilingRule.Value(f"TILING_RULE_{rule.name}") for rule in TilingRule}
 _OVERVIEWS = {place: pb.Overview.Value(f"OVERVIEW_{place.name}") for place in Overview}
 _RESIZINGS = {rule: pb.Resizing.Value(f"RESIZING_{rule.name}") for rule in Resizing if rule is not Resizing.OTHER}
+_SAMPLINGS = {rule: pb.SamplingRule.Value(f"SAMPLING_RULE_{rule.name}") for rule in SamplingRule}
+_ENCODINGS = {kind: pb.Encoding.Value(f"ENCODING_{kind.name}") for kind in Encoding}
 _PATHS = {Path.GRAPH: pb.PATH_GRAPH, Path.EAGER: pb.PATH_EAGER, Path.CACHE: pb.PATH_CACHE}
 
 
@@ -111,6 +114,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         raster_patches=geometry.raster,
         channels_last=geometry.channels_last,
         deliveries=[pb.DELIVERY_WAY_STREAM, *([pb.DELIVERY_WAY_NIXL] if card.nixl else [])],
+        encodings=[_ENCODINGS[kind] for kind in card.encodings],
         image_preprocessor=_preprocessor(card, Modality.IMAGE),
         video_preprocessor=_preprocessor(card, Modality.VIDEO),
         budgets=budgets,
@@ -120,6 +124,8 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
             patches_per_item=limits.patches_per_item,
             queued_items=limits.queued_items,
             queued_bytes=limits.queued_bytes,
+            encoded_bytes=limits.encoded_bytes,
+            encoded_pixels=limits.encoded_pixels,
         ),
         graphs=card.graphs,
         attention_backend=card.attention,
@@ -144,6 +150,18 @@ def _preprocessor(card: ModelCard, modality: Modality) -> pb.Preprocessor | None
         resizing=_RESIZINGS[settings.resizing],
         tiling=_tiling(settings.tiling) if settings.tiling else None,
         drops_transparency=settings.drops_transparency,
+        sampling=_sampling(settings.sampling) if settings.sampling else None,
+    )
+
+
+def _sampling(sampling: Sampling) -> pb.FrameSampling:
+    return pb.FrameSampling(
+        rule=_SAMPLINGS[sampling.rule],
+        fps=sampling.fps,
+        frames=sampling.frames,
+        min_frames=sampling.min_frames,
+        max_frames=sampling.max_frames,
+        max_seconds=sampling.max_seconds,
     )
 
 
