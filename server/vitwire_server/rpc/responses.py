@@ -13,6 +13,7 @@ from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.rpc.codec import DTYPES
+from vitwire_server.rpc.decodes import Prepared
 from vitwire_server.rpc.status import duration, status_of
 
 Answer = TypeVar("Answer", pb.EncodeResponse, pb.EncodeStreamResponse)
@@ -38,17 +39,18 @@ class Outgoing(NamedTuple):
     """Whether it completes the answer to its item."""
 
 
-def messages(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[Outgoing]:
+def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared | None = None) -> Iterator[Outgoing]:
     """The messages that answer one item: its rows in chunks of about 2 MiB, their placement, or its error.
 
-    Each is serialised when it is taken, so that the rows are never held a second time as a whole.
+    `prepared` is what was chosen for an encoded item. Each message is serialised when it is taken, so that the rows are
+    never held a second time as a whole.
     """
     if isinstance(outcome, EncoderError):
         yield Outgoing(kind(item=item, error=status_of(outcome)).SerializeToString(), 0, last=True)
         return
     embedding = outcome.embedding
     if isinstance(outcome.delivery, Delivered):
-        placed = kind(item=item, report=_report(outcome), placement=_placement(embedding, outcome.delivery))
+        placed = kind(item=item, report=_report(outcome, prepared), placement=_placement(embedding, outcome.delivery))
         yield Outgoing(placed.SerializeToString(), 0, last=True)
         return
     rows, width = embedding.shape
@@ -59,12 +61,12 @@ def messages(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[Outgoi
     for row in range(0, rows, step):
         chunk.row, chunk.last = row, row + step >= rows
         if chunk.last:
-            rest = kind(item=item, report=_report(outcome)).SerializeToString()
+            rest = kind(item=item, report=_report(outcome, prepared)).SerializeToString()
         data = embedding.data[row * row_bytes : (row + step) * row_bytes]
         yield Outgoing(wire.join_chunk(rest, chunk.SerializeToString(), data), len(data), chunk.last)
 
 
-def _report(outcome: Encoded) -> pb.ItemReport:
+def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
     report: ItemReport = outcome.report
     return pb.ItemReport(
         path=_PATHS[report.path],
@@ -74,6 +76,8 @@ def _report(outcome: Encoded) -> pb.ItemReport:
         queued=duration(report.queued),
         encoded=duration(report.encoded),
         kept=outcome.embedding.kept,
+        grid=pb.Grid(t=prepared.grid[0], h=prepared.grid[1], w=prepared.grid[2]) if prepared else None,
+        frame_seconds=prepared.frame_seconds if prepared else (),
         delivery_fallback=outcome.delivery.reason if isinstance(outcome.delivery, NotDelivered) else "",
     )
 
