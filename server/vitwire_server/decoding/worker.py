@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import numpy as np
 from msgspec import msgpack
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vitwire.preparation import Form, Model, Preprocessor, Tiles
 from vitwire.v1 import encoder_pb2 as pb
@@ -87,6 +87,8 @@ class _Worker:
             return Refused(error.fault, str(error))
         except MemoryError:
             return Refused(Fault.TOO_LARGE, "needs more memory than a decoder may use")
+        except UnidentifiedImageError:
+            return Refused(Fault.UNSUPPORTED, "is not a JPEG, PNG or WebP image")
         except Image.DecompressionBombError as error:
             return Refused(Fault.TOO_LARGE, str(error))
         except Exception as error:  # noqa: BLE001 - libraries raise anything over broken files
