@@ -42,7 +42,7 @@ def sampled(total: int, fps: float, sampling: Sampling, group: int = 1) -> list[
     if needs_rate and not (fps > 0 and math.isfinite(fps)):
         raise ValueError("the clip has no frame rate, which the model's processor needs to choose frames")
     chosen = _RULES[sampling.rule](total, fps, sampling, group)
-    return sorted({int(index) for index in chosen if 0 <= index < total})
+    return sorted({int(index) for index in chosen if 0 <= index < total}) or [0]
 
 
 def _all(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:

@@ -104,7 +104,7 @@ class DecodePool:
         await self._turns.acquire()
         child: Child | None = None
         try:
-            child = self._next_idle() or await self._start()
+            child = await self._next_idle() or await self._start()
             yield child
         except DecoderGone as error:
             raise NotDecoded(error.fault, str(error)) from error
@@ -116,11 +116,12 @@ class DecodePool:
             else:
                 self._give_back(child)
 
-    def _next_idle(self) -> Child | None:
+    async def _next_idle(self) -> Child | None:
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:
                 return child
+            await child.close()
             self._dropped(child)
         return None
 
