@@ -14,8 +14,11 @@ from typing import IO
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+from zygote import forked
+
 PYTHON = os.environ.get("VITWIRE_PYTHON", sys.executable)
 """The interpreter that has the server; tests of engines run in environments of their own."""
+SERVER = ("-m", "vitwire_server")
 _READY_SECONDS = 120
 _STOP_SECONDS = 60
 
@@ -77,6 +80,8 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a Python program with its output in a file; `wrapper` is a command that runs it."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    if tuple(program) == SERVER and not wrapper and (server := forked(flags, environment, log)):
+        return server
     command = [*wrapper, PYTHON, *program, *flags]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
@@ -86,7 +91,7 @@ def serving(
     model: Path,
     *flags: str,
     wait: bool = True,
-    program: Sequence[str] = ("-m", "vitwire_server"),
+    program: Sequence[str] = SERVER,
     wrapper: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
     """A ready server of `model` on free ports, stopped at the end of the block, by force if necessary."""
