@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
@@ -187,6 +188,10 @@ class AsyncClient(BaseClient[AsyncTransport]):
         return embeddings(await self._collected(dict(enumerate(items)), call))
 
     async def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        if not items:
+            return []
+        model = await self._get_model(call)
+        call = replace(call, shares=self._shares(enumerate(items), model))  # pixels go where rows were looked up
         results = await self._collected({index: without_pixels(item) for index, item in enumerate(items)}, call)
         uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
         return embeddings(results | await self._collected(uploads, call))
@@ -211,7 +216,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
             return
         model, transport, context = await self._get_model(call), self._shared.transport, self._context()
         with self._observed(context, len(items)):
-            parts = self._parts(items, call.options, model)
+            parts = self._parts(items, call, model)
             async with transport.slots.hold(call.deadline.left_to_wait()):
                 deadline = self._covering(items, call)
                 async with aclosing(transport.encode(parts, model.deepstack_levels, deadline, context)) as stream:

@@ -31,6 +31,7 @@ class AsyncTransport:
         """Of requests; the caller of `encode` holds one."""
         self._threaded = Transport(channels, connections)
         self._connections: Connections[grpc.aio.Channel] = Connections(channels.open_async, connections)
+        self.replicas = self._threaded.replicas
 
     async def encode(
         self, parts: Sequence[Part], levels: int, deadline: Deadline, context: Context
@@ -105,9 +106,12 @@ class AsyncTransport:
         while exchange.part.one_message:
             await _begun(exchange)
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self._connections.bulk(part.transfer_bytes, stream=False, again=again) as connection:
+            with self._connections.bulk(
+                part.transfer_bytes, stream=False, routed=exchange.is_routed, again=again
+            ) as connection:
                 encode = connection.channel.unary_stream(*_channel.ENCODE)
-                call = encode(part.request(), timeout=exchange.attempts.left(), metadata=metadata)
+                left = exchange.attempts.left()
+                call = encode(part.request(), timeout=left, metadata=exchange.metadata(metadata))
                 try:
                     if not await _accepted(call, accept_timeout):
                         again = exchange.unanswered(connection)
@@ -115,6 +119,7 @@ class AsyncTransport:
                     async for response in call:
                         if (result := exchange.feed(response)) is not None:
                             yield result
+                    self.replicas.saw(await call.trailing_metadata())
                     delay = exchange.finish()
                 except grpc.RpcError as error:
                     if exchange.is_complete:

@@ -3,14 +3,15 @@
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
 
+from vitwire._balancing import Balancing, Replicas, Share, Spread
 from vitwire._channel import Channels, Tls, credentials
 from vitwire._connections import CONNECTIONS
 from vitwire._context import Context, Metadata, Token, checked_metadata, checked_token, log
@@ -21,11 +22,17 @@ from vitwire._exchange import may_mean_other_model
 from vitwire._items import Item
 from vitwire._model import Model
 from vitwire._nixl import POOL_BYTES, Delivery, Nixl
-from vitwire._protocol import Options, Part, Priority, Result, split
+from vitwire._protocol import Options, Part, Priority, Result, parts_of
 from vitwire._retry import MAX_RETRIES, Policy
 from vitwire._target import checked_target
 
-T = TypeVar("T")
+
+class _Transport(Protocol):
+    @property
+    def replicas(self) -> Replicas: ...
+
+
+T = TypeVar("T", bound=_Transport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +42,11 @@ class Defaults:
     timeout: float | None
     output_type: DType | None
     priority: Priority
-    spread: int
+    balancing: Balancing
     policy: Policy
     metadata: Metadata = field(repr=False)
 
     def __post_init__(self) -> None:
-        if self.spread < 1:
-            raise ValueError(f"spread must be at least 1, got {self.spread}")
         Deadline(self.timeout, 0.0)
         Options.of(self.output_type, self.priority)
 
@@ -52,6 +57,8 @@ class Call:
 
     deadline: Deadline
     options: Options
+    shares: Sequence[Share] | None = None
+    """How the items are split into RPCs, if that is known beforehand."""
 
     def for_request(self) -> "Call":
         """The same for one of many requests."""
@@ -82,7 +89,8 @@ class BaseClient(ABC, Generic[T]):
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
-        spread: int = 1,
+        spread: Spread = 1,
+        affinity: bool = False,
         connections: int = CONNECTIONS,
         max_in_flight: int | None = None,
         max_retries: int = MAX_RETRIES,
@@ -98,7 +106,7 @@ class BaseClient(ABC, Generic[T]):
             timeout,
             output_type,
             priority,
-            spread,
+            Balancing(spread, affinity),
             Policy(max_retries, wait_for_ready),
             checked_metadata(metadata, token),
         )
@@ -132,7 +140,8 @@ class BaseClient(ABC, Generic[T]):
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority | None = None,
-        spread: int | None = None,
+        spread: Spread | None = None,
+        affinity: bool | None = None,
         max_retries: int | None = None,
         wait_for_ready: bool | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -153,7 +162,10 @@ class BaseClient(ABC, Generic[T]):
             old.timeout if timeout is None else timeout,
             output_type or old.output_type,
             priority or old.priority,
-            old.spread if spread is None else spread,
+            Balancing(
+                old.balancing.spread if spread is None else spread,
+                old.balancing.affinity if affinity is None else affinity,
+            ),
             policy,
             tuple((dict(old.metadata) | dict(checked_metadata(metadata, self._token))).items()),
         )
@@ -190,7 +202,8 @@ class BaseClient(ABC, Generic[T]):
             "timeout": defaults.timeout,
             "output_type": defaults.output_type,
             "priority": defaults.priority,
-            "spread": defaults.spread,
+            "spread": defaults.balancing.spread,
+            "affinity": defaults.balancing.affinity,
             "max_retries": defaults.policy.max_retries,
             "wait_for_ready": defaults.policy.wait_for_ready,
             "metadata": dict(defaults.metadata) or None,
@@ -218,10 +231,15 @@ class BaseClient(ABC, Generic[T]):
         """Of a new request."""
         return Context.of(self._token, self._defaults.metadata, self._defaults.policy)
 
-    def _parts(self, items: Mapping[int, Item], options: Options, model: Model) -> list[Part]:
+    def _shares(self, items: Iterable[tuple[int, Item]], model: Model) -> list[Share]:
+        """How a request is split into RPCs."""
+        return self._defaults.balancing.shares(dict(items), model, self._shared.transport.replicas.count())
+
+    def _parts(self, items: Mapping[int, Item], call: Call, model: Model) -> list[Part]:
         """The RPCs of a request."""
-        options = replace(options, leasing=self._shared.nixl.leasing(model, options.output_type))
-        return split(items, options, self._defaults.spread, model)
+        options = replace(call.options, leasing=self._shared.nixl.leasing(model, call.options.output_type))
+        shares = self._shares(items.items(), model) if call.shares is None else call.shares
+        return parts_of(items, shares, options, model)
 
     def _covering(self, items: Mapping[int, Item], call: Call) -> Deadline:
         """The deadline of a request that begins now."""

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
+from vitwire._balancing import CONTENT_HEADER
 from vitwire._protocol import Response
 from vitwire._retry import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire.v1 import encoder_pb2 as pb
@@ -26,10 +27,15 @@ SERVICE = "vitwire.v1.EncoderService"
 
 REASON_SECONDS = 1.0
 """How long to ask why no server is ready."""
-_BALANCED: dict[str, object] = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "healthCheckConfig": {"serviceName": SERVICE},
-}
+_RING_HASH_HEADER = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
+"""Environment variable that enables gRPC's ring hash on a header (gRFC A76), which 1.85 does not do by default."""
+
+
+def _service_config(policy: str, **settings: object) -> tuple[str, str]:
+    config = {"loadBalancingConfig": [{policy: settings}], "healthCheckConfig": {"serviceName": SERVICE}}
+    return "grpc.service_config", json.dumps(config)
+
+
 _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -51,9 +57,15 @@ _COMMON_OPTIONS: ChannelOptions = (
     # gRPC 1.85 waits a minute for the answer to a ping by default.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
 )
-OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
-BULK_OPTIONS: ChannelOptions = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-"""For channels with connections of their own; else gRPC shares one between all channels with the same options."""
+OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, _service_config("round_robin"))
+_OWN_CONNECTIONS = ("grpc.use_local_subchannel_pool", 1)
+"""Else gRPC shares one connection between all channels with the same options."""
+BULK_OPTIONS: ChannelOptions = (*OPTIONS, _OWN_CONNECTIONS)
+_ROUTED_OPTIONS: ChannelOptions = (
+    *_COMMON_OPTIONS,
+    _service_config("ring_hash_experimental", requestHashHeader=CONTENT_HEADER),
+    _OWN_CONNECTIONS,
+)
 HEALTH_OPTIONS = _COMMON_OPTIONS
 """Without health checking, which would hide the unhealthy servers that are queried."""
 
@@ -64,6 +76,8 @@ class StreamCall(Protocol):
     def __iter__(self) -> Iterator[Response]: ...
 
     def initial_metadata(self) -> object: ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def cancel(self) -> object: ...
 
@@ -139,3 +153,9 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
     if isinstance(tls, str | os.PathLike):
         return grpc.ssl_channel_credentials(Path(tls).read_bytes())
     return grpc.ssl_channel_credentials() if tls else None
+
+
+def routed_options() -> ChannelOptions:
+    """For bulk channels that choose the replica of a call by the hash of its hint."""
+    os.environ.setdefault(_RING_HASH_HEADER, "true")
+    return _ROUTED_OPTIONS

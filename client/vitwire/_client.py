@@ -1,6 +1,7 @@
 """The synchronous client. `_aio.py` is the same for asyncio."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
@@ -32,7 +33,10 @@ class Client(BaseClient[Transport]):
         60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
     output_type: default type of the rows: float32, float16 or bfloat16. None is the server's dtype.
     priority: default priority of requests: "interactive", or "batch" for those that may wait behind others.
-    spread: maximum RPCs that a request is split into, to share it between replicas.
+    spread: maximum RPCs that a request is split into, by tokens, to share it between replicas. "auto": one for each
+        budget's worth of tokens, at most one per replica that answered within the last minute.
+    affinity: send items with equal content ids to the same replica, whose cache may have them: each content id of a
+        request is an RPC of its own, sent to one of the target's addresses by the hash of the content id.
     connections: maximum connections for requests of one message, and for streams; opened when requests overlap.
     max_in_flight: maximum requests in flight; further ones wait in the client, within an explicit timeout.
     max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
@@ -248,6 +252,9 @@ class Client(BaseClient[Transport]):
         return embeddings(dict(self._results(dict(enumerate(items)), call)))
 
     def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        if not items:
+            return []
+        call = replace(call, shares=self._shares(enumerate(items), self._get_model(call)))  # pixels go where rows were
         lookups = {index: without_pixels(item) for index, item in enumerate(items)}
         results = dict(self._results(lookups, call))
         uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
@@ -271,7 +278,7 @@ class Client(BaseClient[Transport]):
             return
         model, transport, context = self._get_model(call), self._shared.transport, self._context()
         with self._observed(context, len(items)):
-            parts = self._parts(items, call.options, model)
+            parts = self._parts(items, call, model)
             with transport.slots.hold(call.deadline.left_to_wait()):
                 deadline = self._covering(items, call)
                 for result in transport.encode(parts, model.deepstack_levels, deadline, context, calls):

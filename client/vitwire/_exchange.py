@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitwire._assembler import Assembler
+from vitwire._balancing import CONTENT_HEADER
 from vitwire._connections import C, Connection
 from vitwire._context import log
 from vitwire._errors import (
@@ -32,10 +33,21 @@ class Exchange:
         self.part = part
         """The items that the next attempt sends."""
         self.attempts = attempts
+        self.hint = part.hint
+        """Sent with the first attempt only: the replica that it leads to did not answer, or is full."""
         self._levels = levels
         self._request_id = request_id
         self._answered: set[int] = set()
         self._overloaded: dict[int, Overloaded] = {}
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the hint decides about the replica of the next attempt."""
+        return self.part.is_routed and self.hint is not None
+
+    def metadata(self, of_request: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Metadata of the next attempt."""
+        return of_request if self.hint is None else (*of_request, (CONTENT_HEADER, self.hint))
 
     def begin(self) -> bool:
         """Start an attempt; False if it has to wait for memory that other requests lease."""
@@ -83,6 +95,7 @@ class Exchange:
 
     def unanswered(self, connection: Connection[C]) -> Connection[C] | None:
         """After an attempt that the server did not accept: the connection for the next one, None for any."""
+        self.hint = None
         log.info("request %s: the server did not accept it in time; sending it again", self._request_id)
         if not self.attempts.unanswered():
             return connection
@@ -98,6 +111,7 @@ class Exchange:
             self.part.leases.release()  # the server refused the request as a whole
         if isinstance(failure, Unavailable):
             connection.avoid()
+        self.hint = None
         delay = self.attempts.delay(failure)
         log.info("request %s: %s; sending it again in %.1f s", self._request_id, failure, delay)
         if isinstance(failure, Overloaded):
@@ -110,6 +124,7 @@ class Exchange:
         Raises EncodeFailed if items are missing.
         """
         self._assembler.finish()
+        self.hint = None
         if not self._overloaded:
             return None
         try:

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 import grpc
 
 from vitwire import _channel
+from vitwire._balancing import Replicas
 from vitwire._channel import StreamCall
 from vitwire._connections import Connection, Connections
 from vitwire._context import Context, Metadata
@@ -33,6 +34,7 @@ class Transport:
         """Of requests; the caller of `encode` holds one."""
         self._timers = Timers()
         self._connections: Connections[grpc.Channel] = Connections(channels.open, connections)
+        self.replicas = Replicas()
 
     def encode(
         self,
@@ -105,7 +107,9 @@ class Transport:
                 if not calls.wait(ROOM_SECONDS):
                     return
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self._connections.bulk(part.transfer_bytes, stream=not part.one_message, again=again) as connection:
+            with self._connections.bulk(
+                part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
+            ) as connection:
                 call = calls.add(self._start(connection.channel, exchange, metadata))
                 try:
                     if not self._accepted(call, accept_timeout):
@@ -114,6 +118,7 @@ class Transport:
                     for response in call:
                         if (result := exchange.feed(response)) is not None:
                             yield result
+                    self.replicas.saw(call.trailing_metadata())
                     delay = exchange.finish()
                 except grpc.RpcError as error:
                     if exchange.is_complete:
@@ -149,7 +154,7 @@ class Transport:
         return None
 
     def _start(self, channel: grpc.Channel, exchange: Exchange, metadata: Metadata) -> StreamCall:
-        part, timeout = exchange.part, exchange.attempts.left()
+        part, timeout, metadata = exchange.part, exchange.attempts.left(), exchange.metadata(metadata)
         if part.one_message:
             encode = channel.unary_stream(*_channel.ENCODE)
             return encode(part.request(), timeout=timeout, metadata=metadata)

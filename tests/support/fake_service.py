@@ -194,7 +194,7 @@ class Running:
 
 
 @contextmanager
-def serving(fake: Fake, port: int = 0, *, shared: bool = False) -> Iterator[Running]:
+def serving(fake: Fake, port: int = 0, *, host: str = "127.0.0.1", shared: bool = False) -> Iterator[Running]:
     """The service on a loopback port, healthy; a free port by default. shared: other servers may listen on it too."""
     pool = ThreadPoolExecutor(64)  # each watch of the health takes a thread
     server = grpc.server(
@@ -206,10 +206,10 @@ def serving(fake: Fake, port: int = 0, *, shared: bool = False) -> Iterator[Runn
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     encoder_pb2_grpc.add_EncoderServiceServicer_to_server(fake, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    port = server.add_insecure_port(f"{host}:{port}")
     server.start()
     try:
-        yield Running(fake, f"127.0.0.1:{port}", checks, server)
+        yield Running(fake, f"{host}:{port}", checks, server)
     finally:
         server.stop(0).wait()
         pool.shutdown()

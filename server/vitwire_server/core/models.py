@@ -1,8 +1,9 @@
 """Description of the model that a server holds."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from uuid import uuid4
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
@@ -232,3 +233,5 @@ class ModelCard:
     version: str
     nixl: bool = False
     """Whether rows can be written into clients' memory."""
+    replica: str = field(default_factory=lambda: uuid4().hex)
+    """Random name of this engine, by which clients count replicas."""
