@@ -21,8 +21,8 @@ from tile_reference import TileReference
 from vitwire import AsyncClient, Client, Embedding, InvalidItem, Item
 
 References = Callable[..., Reference | TileReference | RasterReference]
-EVERYDAY = ("qwen3_vl", "llava_onevision")
 OTHERS = (
+    "llava_onevision",
     "qwen2_vl",
     "glm4v",
     "paddleocr_vl",
@@ -35,7 +35,8 @@ OTHERS = (
     "mistral3",
     "siglip2",
 )
-SERVED = [*EVERYDAY, *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)]
+SERVED = ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)]
+"""Tiles and crops are in tests/e2e/test_tiles.py every day."""
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 
 
