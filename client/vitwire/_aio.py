@@ -7,11 +7,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
-import grpc
-
 from vitwire._aio_ahead import AsyncAhead, Items
 from vitwire._aio_transport import AsyncTransport
 from vitwire._base import BaseClient, Call
+from vitwire._channel import Channels
 from vitwire._deadline import HEALTH_SECONDS
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
@@ -32,10 +31,8 @@ class AsyncClient(BaseClient[AsyncTransport]):
     """
 
     @staticmethod
-    def _connected(
-        target: str, credentials: grpc.ChannelCredentials | None, connections: int, max_in_flight: int | None
-    ) -> AsyncTransport:
-        return AsyncTransport(target, credentials, connections, max_in_flight)
+    def _connected(channels: Channels, connections: int, max_in_flight: int | None) -> AsyncTransport:
+        return AsyncTransport(channels, connections, max_in_flight)
 
     # -- calls -------------------------------------------------------------------------------------
 

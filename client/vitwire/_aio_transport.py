@@ -24,21 +24,13 @@ from vitwire.v1 import encoder_pb2 as pb
 class AsyncTransport:
     """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
 
-    def __init__(
-        self,
-        target: str,
-        credentials: grpc.ChannelCredentials | None,
-        connections: int,
-        max_in_flight: int | None = None,
-    ) -> None:
-        self._target = target
-        self._credentials = credentials
+    def __init__(self, channels: _channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop that first used the client; channels belong to it."""
         self.slots = AsyncSlots(max_in_flight)
         """Of requests; the caller of `encode` holds one."""
-        self._threaded = Transport(target, credentials, connections)
-        self._connections: Connections[grpc.aio.Channel] = Connections(self._open, connections)
+        self._threaded = Transport(channels, connections)
+        self._connections: Connections[grpc.aio.Channel] = Connections(channels.open_async, connections)
         self.replicas = self._threaded.replicas
 
     async def encode(
@@ -206,12 +198,6 @@ class AsyncTransport:
             self._loop = loop
         elif self._loop is not loop:
             raise RuntimeError("the client was used in another event loop; make a client in each event loop")
-
-    def _open(self, options: _channel.ChannelOptions) -> grpc.aio.Channel:
-        """A channel, which belongs to the running loop."""
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(self._target, options)
-        return grpc.aio.secure_channel(self._target, self._credentials, options)
 
 
 async def _accepted(call: grpc.aio.Call, timeout: float | None) -> bool:  # noqa: ASYNC109  # shorter than the call's

@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import grpc
 
 from vitwire._balancing import Balancing, Replicas, Share, Spread
-from vitwire._channel import Tls, credentials
+from vitwire._channel import Channels, Tls, credentials
 from vitwire._connections import CONNECTIONS
-from vitwire._context import Context, Metadata, bearer, checked_metadata, log
+from vitwire._context import Context, Metadata, Token, checked_metadata, checked_token, log
 from vitwire._deadline import MODEL_SECONDS, Deadline
 from vitwire._embedding import DType
 from vitwire._errors import VitwireError
@@ -85,7 +85,7 @@ class BaseClient(ABC, Generic[T]):
         target: str,
         *,
         tls: Tls = None,
-        token: str | None = None,
+        token: Token = None,
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority = "interactive",
@@ -96,11 +96,12 @@ class BaseClient(ABC, Generic[T]):
         max_retries: int = MAX_RETRIES,
         wait_for_ready: bool = False,
         metadata: Mapping[str, str] | None = None,
+        channel_options: Mapping[str, int | str] | None = None,
         delivery: Delivery = "auto",
         device: str | None = None,
         delivery_bytes: int = POOL_BYTES,
     ) -> None:
-        self._token = bearer(token)
+        self._token = checked_token(token)
         self._defaults = Defaults(
             timeout,
             output_type,
@@ -110,7 +111,9 @@ class BaseClient(ABC, Generic[T]):
             checked_metadata(metadata, token),
         )
         self._shared = Shared(
-            self._connected(checked_target(target), credentials(tls), connections, max_in_flight),
+            self._connected(
+                Channels(checked_target(target), credentials(tls), channel_options), connections, max_in_flight
+            ),
             Nixl(delivery, device, delivery_bytes),
             {
                 "target": target,
@@ -118,6 +121,7 @@ class BaseClient(ABC, Generic[T]):
                 "token": token,
                 "connections": connections,
                 "max_in_flight": max_in_flight,
+                "channel_options": channel_options,
                 "delivery": delivery,
                 "device": device,
                 "delivery_bytes": delivery_bytes,
@@ -127,9 +131,7 @@ class BaseClient(ABC, Generic[T]):
 
     @staticmethod
     @abstractmethod
-    def _connected(
-        target: str, credentials: grpc.ChannelCredentials | None, connections: int, max_in_flight: int | None
-    ) -> T:
+    def _connected(channels: Channels, connections: int, max_in_flight: int | None) -> T:
         """The transport of a new client."""
 
     def with_options(

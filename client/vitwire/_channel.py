@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import grpc
+import grpc.aio
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from vitwire._balancing import CONTENT_HEADER
@@ -78,6 +80,33 @@ class StreamCall(Protocol):
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def cancel(self) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """What the channels of a client have in common."""
+
+    target: str
+    credentials: grpc.ChannelCredentials | None = field(repr=False)
+    options: Mapping[str, int | str] | None = None
+    """In place of those of the client."""
+
+    def open(self, options: ChannelOptions) -> grpc.Channel:
+        """A channel for threads."""
+        merged = self._merged(options)
+        if self.credentials is None:
+            return grpc.insecure_channel(self.target, merged)
+        return grpc.secure_channel(self.target, self.credentials, merged)
+
+    def open_async(self, options: ChannelOptions) -> grpc.aio.Channel:
+        """A channel of the running event loop."""
+        merged = self._merged(options)
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(self.target, merged)
+        return grpc.aio.secure_channel(self.target, self.credentials, merged)
+
+    def _merged(self, options: ChannelOptions) -> ChannelOptions:
+        return tuple((dict(options) | dict(self.options or {})).items())
 
 
 class Method(NamedTuple, Generic[Q, R]):

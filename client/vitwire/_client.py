@@ -5,10 +5,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
-import grpc
-
 from vitwire._ahead import Ahead
 from vitwire._base import BaseClient, Call
+from vitwire._channel import Channels
 from vitwire._deadline import HEALTH_SECONDS
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
@@ -29,7 +28,7 @@ class Client(BaseClient[Transport]):
     target: `host:port`, `dns:///name:port` (balanced over all addresses of the name) or `unix:path`.
     tls: True for TLS with the system's root certificates, a PEM file of root certificates, or gRPC channel credentials
         (from `grpc.ssl_channel_credentials`, for a client certificate); no TLS by default.
-    token: bearer token, sent with every request.
+    token: bearer token, sent with every request, or a function that returns it, called for each request.
     timeout: default seconds per call. None depends on the work: 60 s plus 25 ms per patch, with 10 minutes instead of
         60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
     output_type: default type of the rows: float32, float16 or bfloat16. None is the server's dtype.
@@ -44,6 +43,7 @@ class Client(BaseClient[Transport]):
         answer, or a full server says when to retry; the count restarts whenever an item is answered.
     wait_for_ready: wait, within the timeout, for a server that is starting or loading its model.
     metadata: sent with every request, in addition to the client's own; keys are not case-sensitive.
+    channel_options: gRPC channel arguments in addition to the client's own, or in place of them.
     delivery: "stream": embeddings come in responses. "nixl": the server writes them into memory of this process
         through NIXL; a call fails where that is not possible. "auto": as "nixl" where possible, else as "stream".
     device: CUDA device, such as "cuda:0", that NIXL delivers to; None for host memory.
@@ -53,10 +53,8 @@ class Client(BaseClient[Transport]):
     """
 
     @staticmethod
-    def _connected(
-        target: str, credentials: grpc.ChannelCredentials | None, connections: int, max_in_flight: int | None
-    ) -> Transport:
-        return Transport(target, credentials, connections, max_in_flight)
+    def _connected(channels: Channels, connections: int, max_in_flight: int | None) -> Transport:
+        return Transport(channels, connections, max_in_flight)
 
     # -- calls -------------------------------------------------------------------------------------
 

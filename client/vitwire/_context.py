@@ -3,7 +3,7 @@
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -15,6 +15,7 @@ log = logging.getLogger("vitwire")
 """The logger of the whole client; docs/client.md has its levels."""
 
 Metadata = tuple[tuple[str, str], ...]
+Token = str | Callable[[], str] | None
 
 ACKNOWLEDGE = "x-vitwire-acknowledge"
 """Asks the server for its headers as soon as it accepts a call. Proxies repeat no call whose headers they passed on, so
@@ -32,13 +33,16 @@ class Context:
     policy: Policy
 
     @classmethod
-    def of(cls, token: str | None, extra: Metadata, policy: Policy) -> "Context":
-        """A new request. `extra` is metadata of the caller, which may have the id of the request."""
+    def of(cls, token: Token, extra: Metadata, policy: Policy) -> "Context":
+        """A new request. `extra` is metadata of the caller, which may have the id of the request.
+
+        Raises ValueError if the token's function returns an invalid one.
+        """
         request_id = dict(extra).get(REQUEST_ID_KEY) or uuid4().hex
         pairs = [(REQUEST_ID_KEY, request_id), (ACKNOWLEDGE, "1"), *_trace_context()]
         pairs += [pair for pair in extra if pair[0] != REQUEST_ID_KEY]
-        if token:
-            pairs.append(("authorization", f"Bearer {token}"))
+        if own := checked_token(token()) if callable(token) else token:
+            pairs.append(("authorization", f"Bearer {own}"))
         return cls(request_id, tuple(pairs), policy)
 
     def name(self, error: VitwireError) -> VitwireError:
@@ -56,14 +60,16 @@ class Context:
             raise
 
 
-def bearer(token: str | None) -> str | None:
+def checked_token(token: Token) -> Token:
     """The token. Raises ValueError, without the token in its message, if it is not valid in a header."""
-    if token and not (token.isascii() and token.isprintable()):
+    if isinstance(token, str) and not (token.isascii() and token.isprintable()):
         raise ValueError("the token has characters other than printable ASCII, such as a line break")
+    if not (token is None or isinstance(token, str) or callable(token)):
+        raise ValueError(f"token must be a string or a function that returns one, got {type(token).__name__}")
     return token
 
 
-def checked_metadata(metadata: Mapping[str, str] | None, token: str | None) -> Metadata:
+def checked_metadata(metadata: Mapping[str, str] | None, token: Token) -> Metadata:
     """The caller's metadata, with keys in lower case. Raises ValueError, without values, if gRPC would refuse it."""
     pairs = []
     for name, value in (metadata or {}).items():

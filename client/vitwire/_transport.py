@@ -29,19 +29,11 @@ _CLOSE_SECONDS = 5.0
 class Transport:
     """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
 
-    def __init__(
-        self,
-        target: str,
-        credentials: grpc.ChannelCredentials | None,
-        connections: int,
-        max_in_flight: int | None = None,
-    ) -> None:
-        self._target = target
-        self._credentials = credentials
+    def __init__(self, channels: _channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
         self.slots = Slots(max_in_flight)
         """Of requests; the caller of `encode` holds one."""
         self._timers = Timers()
-        self._connections: Connections[grpc.Channel] = Connections(self._open, connections)
+        self._connections: Connections[grpc.Channel] = Connections(channels.open, connections)
         self.replicas = Replicas()
 
     def encode(
@@ -180,11 +172,6 @@ class Transport:
         finally:
             accepted = self._timers.cancel(timer)
         return accepted
-
-    def _open(self, options: _channel.ChannelOptions) -> grpc.Channel:
-        if self._credentials is None:
-            return grpc.insecure_channel(self._target, options)
-        return grpc.secure_channel(self._target, self._credentials, options)
 
 
 class Calls:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import AutoImageProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
@@ -162,6 +163,24 @@ def test_the_stock_processor_gives_the_same_rows(served: Served, checkpoints: Ch
         pixels = item.pixels
         assert isinstance(pixels, Tensor)
         assert error(theirs.numpy(), served.reference.item(item.grid, pixels)) <= TOLERANCE
+
+
+BATCHES = {"internvl": {}, "deepseek_vl_hybrid": {}, "mistral3": {"patch_size": {"height": 28, "width": 28}}}
+"""Options of the image processors that need no torchvision, as the processors of text and images set them."""
+
+
+def test_a_batch_of_a_processor_is_encoded_as_it_is(served: Served, checkpoints: Checkpoints) -> None:
+    """tests/e2e/test_batches.py runs over more models, in the matrix."""
+    if served.model_type not in BATCHES:
+        pytest.skip("its processor needs torchvision, or gives no numbers of tiles")
+    processor = AutoImageProcessor.from_pretrained(checkpoints(served.model_type), backend="pil")
+    outputs = processor(images=pictures(), return_tensors="pt", **BATCHES[served.model_type])
+    with Client(served.process.target) as client:
+        embeddings, items = client.encode_batch(outputs), Item.from_processor(outputs, client.model())
+    for embedding, item in zip(embeddings, items, strict=True):
+        assert isinstance(item.pixels, Tensor)
+        crops = None if item.crops is None else torch.as_tensor(item.crops)
+        assert error(embedding.numpy(), served.reference.item(item.grid, item.pixels, crops)) <= TOLERANCE
 
 
 def test_what_does_not_fit_the_model_is_refused(served: Served) -> None:

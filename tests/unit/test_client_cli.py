@@ -87,6 +87,14 @@ def test_encode_writes_npy(vitwire: Callable[..., Result], photos: list[Path], t
     assert names == ["cat-2.png.npy", "cat.png.npy", "dog.png.npy"]
 
 
+def test_type_and_priority_are_those_of_the_options(
+    running: Running, vitwire: Callable[..., Result], photos: list[Path]
+) -> None:
+    assert vitwire("encode", photos[0], "--output-type", "float16", "--priority", "batch").exit_code == 0
+    assert running.fake.options == [(pb.DATA_TYPE_FLOAT16, pb.PRIORITY_BATCH)]
+    assert vitwire("encode", photos[0], "--priority", "urgent").exit_code == 2
+
+
 def test_many_files_go_in_windows(running: Running, vitwire: Callable[..., Result], tmp_path: Path) -> None:
     files = [photo(tmp_path / f"{index}.png", (16, 16)) for index in range(20)]
     done = vitwire("encode", *files, "--json")

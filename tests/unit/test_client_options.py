@@ -143,6 +143,28 @@ async def test_metadata_is_sent_with_every_request(make: Call, running: Running)
 
 
 @both
+async def test_a_token_may_come_from_a_function(make: Call, running: Running) -> None:
+    tokens = iter(["first", "second", "third\n"])
+    async with make(running.target, timeout=20, token=lambda: next(tokens)) as client:
+        await client.model()
+        assert running.fake.metadata["authorization"] == "Bearer first"
+        await client.encode([item()])
+        assert running.fake.metadata["authorization"] == "Bearer second"
+        with pytest.raises(ValueError, match="printable ASCII") as raised:
+            await client.encode([item()])
+    assert "third" not in str(raised.value)
+
+
+@both
+async def test_options_of_grpc_replace_those_of_the_client(make: Call, running: Running) -> None:
+    options = {"grpc.primary_user_agent": "probe/1", "grpc.keepalive_time_ms": 60_000}
+    async with make(running.target, timeout=20, channel_options=options) as client:
+        await client.encode([item()])
+        assert running.fake.metadata["user-agent"].startswith("probe/1 ")
+        await client.encode([item() for _ in range(20)])
+
+
+@both
 async def test_results_and_errors_have_the_id_of_their_request(make: Call, running: Running) -> None:
     async with make(running.target, timeout=20) as client:
         first, second = await client.encode([item(), item()])

@@ -1,5 +1,6 @@
 """What the package shows, and what it does not do behind its users' backs."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vitwire
-from vitwire import allocator
+from vitwire import AsyncClient, Client, allocator
 
 SURFACE = [
     "AsyncClient",
@@ -34,6 +35,44 @@ SURFACE = [
     "Violation",
     "VitwireError",
 ]
+
+
+OF_CALLS = ("timeout", "output_type", "priority")
+"""Arguments that every method which encodes has, with None for the client's own."""
+OF_CONTENT = {
+    "encode_images": {"content_ids"},
+    "encode_clips": {"content_ids", "keep_ratio"},
+    "encode_batch": {"content_ids", "keep_ratio", "crops", "modality"},
+}
+"""Those of methods that make items; elsewhere, items have them. Images are not pruned."""
+
+
+def methods(kind: type) -> dict[str, inspect.Signature]:
+    return {name: inspect.signature(each) for name, each in inspect.getmembers(kind, callable) if name[0] != "_"}
+
+
+def test_both_clients_have_the_same_methods_and_arguments() -> None:
+    own, other = methods(Client), methods(AsyncClient)
+    assert own.keys() == other.keys()
+    assert inspect.signature(Client) == inspect.signature(AsyncClient)
+    for name, signature in own.items():
+        theirs = other[name].parameters
+        assert list(signature.parameters) == list(theirs), name
+        for field, each in signature.parameters.items():
+            assert (each.kind, each.default) == (theirs[field].kind, theirs[field].default), (name, field)
+
+
+def test_methods_that_encode_have_the_same_arguments() -> None:
+    for name, signature in methods(Client).items():
+        if "encode" in name:
+            assert {field: signature.parameters[field].default for field in OF_CALLS} == dict.fromkeys(OF_CALLS), name
+            assert OF_CONTENT.get(name, set()) <= signature.parameters.keys(), name
+
+
+def test_options_of_a_derived_client_are_arguments_of_the_first() -> None:
+    derived = inspect.signature(Client.with_options).parameters.keys() - {"self"}
+    assert derived < inspect.signature(Client).parameters.keys()
+    assert set(OF_CALLS) <= derived
 
 
 def run(code: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import grpc
 import typer
 
-from vitwire import AsyncClient, Client, Model, VitwireError
+from vitwire import AsyncClient, Client, DType, Model, Priority, VitwireError
 from vitwire._connections import CONNECTIONS
 from vitwire._retry import MAX_RETRIES
 
@@ -25,6 +25,10 @@ Cert = Annotated[Path | None, typer.Option(help="Client certificate, PEM, for mu
 Key = Annotated[Path | None, typer.Option(help="Private key of the client certificate, PEM.")]
 Timeout = Annotated[float, typer.Option(min=0.001, help="Timeout of each request, in seconds.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait up to 10 minutes for the server to start and load its model.")]
+OutputType = Annotated[
+    DType | None, typer.Option(help="Type of the embeddings on the network; default: the server's dtype.")
+]
+RequestPriority = Annotated[Priority, typer.Option("--priority", help="batch: wait behind interactive requests.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -48,6 +52,8 @@ class Connection:
     wait: bool = False
     max_retries: int = MAX_RETRIES
     connections: int = CONNECTIONS
+    output_type: DType | None = None
+    priority: Priority = "interactive"
 
     @contextmanager
     def client(self) -> Iterator[Client]:
@@ -62,6 +68,8 @@ class Connection:
                 wait_for_ready=self.wait,
                 max_retries=self.max_retries,
                 connections=self.connections,
+                output_type=self.output_type,
+                priority=self.priority,
             ) as client:
                 yield client
 

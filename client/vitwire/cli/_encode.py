@@ -22,6 +22,8 @@ from vitwire.cli._connection import (
     Connection,
     Json,
     Key,
+    OutputType,
+    RequestPriority,
     Target,
     Timeout,
     Tls,
@@ -52,6 +54,8 @@ def encode(
     cert: Cert = None,
     key: Key = None,
     timeout: Timeout = 120.0,
+    output_type: OutputType = None,
+    priority: RequestPriority = "interactive",
     wait: Wait = False,
     as_json: Json = False,
 ) -> None:
@@ -59,7 +63,9 @@ def encode(
 
     After Ctrl-C or a failure of the service, finished embeddings are still written and the other files are listed.
     """
-    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
+    connection = Connection(
+        target, token, tls, ca, cert, key, timeout, wait, output_type=output_type, priority=priority
+    )
     with connection.client() as client:
         if out is not None:
             check_out(out, len(files))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitwire import Embedding, Model
+from vitwire import Embedding, Model, VitwireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,17 @@ class Failed:
     file: Path
     reason: str
     """The error message, which names the file."""
+    request_id: str | None = None
 
     @classmethod
     def of(cls, position: int, file: Path, error: Exception | str) -> "Failed":
         reason = str(error)
-        return cls(position, file, reason if str(file) in reason else f"{file}: {reason}")
+        request_id = error.request_id if isinstance(error, VitwireError) else None
+        return cls(position, file, reason if str(file) in reason else f"{file}: {reason}", request_id)
 
-    def summary(self) -> dict[str, str]:
+    def summary(self) -> dict[str, str | None]:
         """The file's entry in the output of `--json`."""
-        return {"file": printable(self.file), "error": printable(self.reason)}
+        return {"file": printable(self.file), "error": printable(self.reason), "request_id": self.request_id}
 
 
 def printable(name: Path | str) -> str:
