@@ -15,6 +15,8 @@ _SPECIAL = {
     "<|video_pad|>": 501,
     "<|vision_start|>": 502,
     "<|vision_end|>": 503,
+    "<img>": 504,
+    "</img>": 505,
 }
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -45,5 +47,11 @@ def _write_tokenizer(folder: Path) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "chat_template": _TEMPLATE,
+        "extra_special_tokens": {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+        },
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
