@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
+from tests.engines.vllm.conftest import Cached
+from tests.engines.vllm.engine import SECONDS, Engine, vllm_config
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorLogging, ECConnectorProm
 from vllm.distributed.ec_transfer.ec_connector.utils import ECOutputAggregator
 from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 
-from tests.engines.vllm.conftest import Cached
-from tests.engines.vllm.engine import SECONDS, Engine, vllm_config
 from vitwire import Model
 from vitwire.integrations.vllm import VitwireECConnector, reference_part
 
@@ -132,9 +132,8 @@ def test_statistics_are_logged_and_exported(config: Any) -> None:
     for _ in range(2):
         logging.observe(seen)
     logging.log(lambda text, *values: lines.append(text % values))
-    assert lines == [
-        "EC Transfer metrics: fetched=4, missing=2, failed=0, streamed_bytes=8192, nixl_bytes=0, mean_milliseconds=100.0"
-    ]
+    sums = "fetched=4, missing=2, failed=0, streamed_bytes=8192, nixl_bytes=0, mean_milliseconds=100.0"
+    assert lines == [f"EC Transfer metrics: {sums}"]
     registry = CollectorRegistry()
     prom = type("Prom", (ECConnectorProm,), {"_counter_cls": lambda *_, **named: Counter(**named, registry=registry)})
     metrics = prom(config, ["engine"], {0: ["0"]})

@@ -4,20 +4,19 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.engines.vllm.checkpoints import write_checkpoint
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.renderers import ChatParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from tests.engines.vllm.checkpoints import write_checkpoint
 from vitwire import Embedding, Model, Report
 from vitwire.integrations.vllm import image_embeds, image_part, reference_part, video_part
 
@@ -35,7 +34,7 @@ def frontends(tmp_path_factory: pytest.TempPathFactory) -> Frontends:
 
     @cache
     def frontend(model_type: str) -> InputProcessor:
-        folder: Path = write_checkpoint(model_type, tmp_path_factory.mktemp(model_type))
+        folder = write_checkpoint(model_type, tmp_path_factory.mktemp(model_type))
         limits = {"image": 0} if model_type == "internvl" else {"image": 0, "video": 0}
         arguments = EngineArgs(
             str(folder), max_model_len=512, enforce_eager=True, enable_mm_embeds=True, limit_mm_per_prompt=limits
