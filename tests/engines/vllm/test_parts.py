@@ -4,13 +4,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.engines.vllm.checkpoints import write_checkpoint
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.renderers import ChatParams
@@ -29,15 +29,18 @@ Frontends = Callable[[str], InputProcessor]
 
 
 @pytest.fixture(scope="module")
-def frontends(tmp_path_factory: pytest.TempPathFactory) -> Frontends:
+def frontends(checkpoints: dict[str, Path]) -> Frontends:
     """vLLM's front end for a tiny model of each type, with `--enable-mm-embeds`."""
 
     @cache
     def frontend(model_type: str) -> InputProcessor:
-        folder = write_checkpoint(model_type, tmp_path_factory.mktemp(model_type))
         limits = {"image": 0} if model_type == "internvl" else {"image": 0, "video": 0}
         arguments = EngineArgs(
-            str(folder), max_model_len=512, enforce_eager=True, enable_mm_embeds=True, limit_mm_per_prompt=limits
+            str(checkpoints[model_type]),
+            max_model_len=512,
+            enforce_eager=True,
+            enable_mm_embeds=True,
+            limit_mm_per_prompt=limits,
         )
         return InputProcessor(arguments.create_engine_config())
 
