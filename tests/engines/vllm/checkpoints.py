@@ -8,6 +8,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from servers import PYTHON
 
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl")
+_WRITE = """
+import sys
+from pathlib import Path
+from vitwire_server.demo.checkpoint import write_demo_checkpoint
+for name in sys.argv[2:]:
+    write_demo_checkpoint(name, Path(sys.argv[1]) / name)
+"""
 _SPECIAL = {
     "<|endoftext|>": 0,
     "<|im_start|>": 1,
@@ -16,6 +24,8 @@ _SPECIAL = {
     "<|video_pad|>": 501,
     "<|vision_start|>": 502,
     "<|vision_end|>": 503,
+    "<img>": 504,
+    "</img>": 505,
 }
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -25,13 +35,13 @@ _TEMPLATE = (
 )
 
 
-def write_checkpoint(model_type: str, folder: Path) -> Path:
-    """The server's tiny checkpoint of this type, with a tokenizer of bytes."""
-    command = [PYTHON, "-m", "vitwire_server", "demo-checkpoint", "--model-type", model_type, "--out", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
-    if not (folder / "tokenizer.json").exists():
-        _write_tokenizer(folder)
-    return folder
+def write_checkpoints(folder: Path) -> dict[str, Path]:
+    """The server's tiny checkpoints, each with a tokenizer of bytes; all by one process of its environment."""
+    folders = {name: folder / name for name in MODEL_TYPES}
+    subprocess.run([PYTHON, "-c", _WRITE, str(folder), *MODEL_TYPES], check=True, capture_output=True)
+    for each in folders.values():
+        _write_tokenizer(each)
+    return folders
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -46,5 +56,11 @@ def _write_tokenizer(folder: Path) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "chat_template": _TEMPLATE,
+        "extra_special_tokens": {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+        },
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

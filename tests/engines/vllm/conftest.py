@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tests.engines.vllm.cpu_platform  # noqa: F401  # before the rest of vLLM
-from tests.engines.vllm.checkpoints import write_checkpoint
+from tests.engines.vllm.checkpoints import write_checkpoints
 from tests.engines.vllm.engine import Engine, vllm_config
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -26,8 +26,13 @@ def item(content_id: str, grid: tuple[int, int, int] = (1, 4, 4), **arguments: A
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["qwen3_vl"]
 
 
 @pytest.fixture(scope="session")

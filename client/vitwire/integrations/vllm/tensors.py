@@ -32,7 +32,7 @@ def torch_file(array: npt.NDArray[np.generic], dtype: str) -> bytes:
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("tensor/data.pkl", _pickled(array.shape, _STORAGES[dtype]))
         archive.writestr("tensor/byteorder", "little")
-        archive.writestr("tensor/data/0", np.ascontiguousarray(array).data.cast("B"))
+        archive.writestr("tensor/data/0", np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         archive.writestr("tensor/version", "3\n")
     return file.getvalue()
 

@@ -1,0 +1,112 @@
+"""Inputs of vLLM, without vLLM; tests/engines/vllm has its own parsers read them."""
+
+import io
+from base64 import b64decode
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fake_service import model_message
+from vitwire import Embedding, Model, Report
+from vitwire.integrations.vllm import image_embeds, image_part, reference_part, video_part
+from vitwire.integrations.vllm.tensors import torch_base64
+
+MODEL = Model.from_message(model_message())  # Qwen3-VL, 12 wide with 2 deepstack levels, merge size 2
+INTERNVL = replace(MODEL, model_type="internvl_chat", deepstack_levels=0)
+
+
+def embedding(grid: tuple[int, int, int] = (1, 4, 4), rows: int = 4, width: int = 12, **report: Any) -> Embedding:
+    stored = np.arange(rows * width, dtype="<u2").reshape(rows, width)
+    return Embedding(stored, "bfloat16", 2, Report(**report), grid)
+
+
+def loaded(text: str) -> torch.Tensor:
+    """As vLLM decodes it."""
+    tensor = torch.load(io.BytesIO(b64decode(text, validate=True)), weights_only=True)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("float32", torch.float32), ("float16", torch.float16), ("int64", torch.int64)],
+)
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (0, 4)])
+def test_files_of_torch(dtype: str, kind: torch.dtype, shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    tensor = loaded(torch_base64(array, dtype))
+    assert tensor.dtype == kind
+    assert np.array_equal(tensor.numpy(), array)
+
+
+def test_files_of_bfloat16_and_of_views() -> None:
+    array = np.arange(24, dtype="<u2").reshape(4, 6)[:, ::2]
+    tensor = loaded(torch_base64(array, "bfloat16"))
+    assert tensor.dtype == torch.bfloat16
+    assert np.array_equal(tensor.view(torch.uint16).numpy(), array)
+
+
+def test_image_part() -> None:
+    part = image_part(embedding(), MODEL, uuid="cat")
+    assert (part["type"], part["uuid"]) == ("image_embeds", "cat")
+    assert torch.equal(loaded(part["image_embeds"]["image_embeds"]), embedding().torch())
+    assert loaded(part["image_embeds"]["image_grid_thw"]).tolist() == [1, 4, 4]
+    assert "uuid" not in image_part(embedding(), MODEL)
+    assert torch.equal(loaded(image_part(embedding(), INTERNVL)["image_embeds"]), embedding().torch())
+
+
+def test_reference_part() -> None:
+    assert reference_part((1, 4, 4), MODEL, "cat") == {
+        "type": "image_embeds",
+        "image_embeds": {"image_grid_thw": [1, 4, 4]},
+        "uuid": "cat",
+    }
+    assert reference_part((2, 4, 4), MODEL, "clip", modality="video", timestamps=[0.5, 1.5])["video_embeds"] == {
+        "video_grid_thw": [2, 4, 4],
+        "timestamps": [0.5, 1.5],
+    }
+
+
+def test_offline_data() -> None:
+    data = image_embeds([embedding(), embedding((1, 4, 8), 8)], MODEL)["image"]
+    assert data["image_embeds"].shape == (12, 12)
+    assert data["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 8]]
+    assert [len(each) for each in image_embeds([embedding(), embedding((1, 4, 8), 8)], INTERNVL)["image"]] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (embedding(rows=3), r"embedding: 3 rows, its grid \(1, 4, 4\) has 4"),
+        (embedding(width=8), "embedding: rows are 8 wide, those of tiny are 12"),
+        (embedding(grid=(0, 0, 0)), r"embedding.grid: \(0, 0, 0\) is not"),
+        (embedding(kept=(0, 1)), "embedding: its tokens were pruned"),
+    ],
+)
+def test_embeddings_that_vllm_would_misread(wrong: Embedding, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        image_part(wrong, MODEL)
+
+
+def test_models_that_vllm_has_no_input_for() -> None:
+    gemma = replace(MODEL, model_type="gemma3")
+    with pytest.raises(ValueError, match="vLLM does not take embeddings of images for gemma3; it does for qwen2_vl,"):
+        image_part(embedding(), gemma)
+    with pytest.raises(ValueError, match="a part without its embedding for internvl_chat"):
+        reference_part((1, 4, 4), INTERNVL, "cat")
+    with pytest.raises(ValueError, match="embeddings of videos for internvl_chat"):
+        video_part(embedding(), INTERNVL)
+
+
+def test_invalid_arguments() -> None:
+    with pytest.raises(ValueError, match="uuid must be"):
+        reference_part((1, 4, 4), MODEL, "")
+    with pytest.raises(ValueError, match=r"grid: \(1, 3, 4\) is not"):
+        reference_part((1, 3, 4), MODEL, "cat")
+    with pytest.raises(ValueError, match="timestamps: qwen3_vl needs"):
+        video_part(embedding(), MODEL)
+    with pytest.raises(ValueError, match="timestamps: 2 for a clip of 1"):
+        video_part(embedding(), MODEL, timestamps=[0.0, 1.0])
