@@ -94,7 +94,7 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
     own_keys = bool(prepared.keys or prepared.engine_key)
     router = Router(settings, metrics, engine, images, own_keys, prepared.engine_key)
     admission = Admission(settings.max_requests, settings.max_buffered_bytes, metrics)
-    shared = (admission, prepared.keys, metrics, settings.stall_seconds)
+    shared = (admission, prepared.keys, metrics, settings)
     app.state.readiness = Readiness(client, engine)
     app.state.metrics = metrics
     app.router.routes[:] = [

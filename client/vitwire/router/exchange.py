@@ -40,6 +40,12 @@ class Exchange:
         query: bytes = self.request.scope["query_string"]
         return raw_path + (b"?" + query if query else b"")
 
+    def check_head(self, max_bytes: int) -> None:
+        """Raises ApiError if path and headers are too long; the HTTP parser bounds only what arrives in pieces."""
+        size = len(self.target) + sum(len(name) + len(value) for name, value in self.request.headers.raw)
+        if size > max_bytes:
+            raise ApiError(431, f"path and headers exceed the limit of {max_bytes} bytes", "headers_too_large")
+
     async def body(self, ticket: Ticket, max_bytes: int, seconds: float) -> bytes:
         """The request's body, held by the ticket. Raises ApiError, or ClientDisconnect."""
         declared = self.request.headers.get("content-length", "0")
