@@ -207,7 +207,8 @@ def test_other_routes_pass_as_they_are(llm: OpenAI, proxy: RouterProcess, receiv
 
 
 def test_every_answer_has_a_request_id(llm: OpenAI, received: EngineProcess) -> None:
-    answer = llm.chat.completions.with_raw_response.create(model="tiny", messages=user(text("t")))
+    messages = user(image(data_uri(COFFEE)))
+    answer = llm.chat.completions.with_raw_response.create(model="tiny", messages=messages)
     assert answer.headers["x-engine"] == "stand-in"
     given = answer.headers["x-request-id"]
     assert received.requests()[0]["headers"]["x-request-id"] == given

@@ -1,6 +1,7 @@
 """One request of a caller and the response to it, over ASGI."""
 
 import asyncio
+import re
 import uuid
 from collections.abc import Coroutine, Iterable
 from typing import Literal
@@ -16,6 +17,7 @@ from vitwire.router.upstream import Headers, chunks, from_transport, returned
 Stage = Literal["receive", "images", "engine", "response"]
 
 _MAX_REQUEST_ID = 128
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
 _EVENTS = b"text/event-stream"
 
 
@@ -39,6 +41,12 @@ class Exchange:
         raw_path: bytes = self.request.scope["raw_path"]
         query: bytes = self.request.scope["query_string"]
         return raw_path + (b"?" + query if query else b"")
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """Metadata that joins the encoder's logs and traces to this request."""
+        parent = self.request.headers.get("traceparent", "")
+        return {"x-request-id": self.request_id} | ({"traceparent": parent} if _TRACEPARENT.fullmatch(parent) else {})
 
     def check_head(self, max_bytes: int) -> None:
         """Raises ApiError if path and headers are too long; the HTTP parser bounds only what arrives in pieces."""

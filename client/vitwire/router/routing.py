@@ -69,7 +69,7 @@ class Router:
         exchange.images = len(refs)
         if refs:
             with self._timed("images"):
-                parts = await self.images.parts(refs, files, ticket)
+                parts = await self.images.traced(exchange.trace).parts(refs, files, ticket)
             body = await self.images.encoder.in_thread(lambda: rewritten(request, parts))
             ticket.hold(len(body))
         await self._forward(exchange, body, without=(b"content-type",), extra=[(b"content-type", _JSON.encode())])

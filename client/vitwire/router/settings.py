@@ -58,6 +58,9 @@ class Settings:
     max_image_bytes: Annotated[int, Flag("bytes of one image file", 1)] = 20 * MIB
     max_image_pixels: Annotated[int, Flag("pixels of one image", 1)] = 50_000_000
     max_encoding: Annotated[int, Flag("images being decoded and encoded at a time", 1)] = 32
+    decode: Annotated[Literal["auto", "router"], Flag("where images are decoded; auto: by the encoder if it can")] = (
+        "auto"
+    )
     encoder_retries: Annotated[int, Flag("retries when the encoder is unavailable or overloaded", 0)] = 3
     body_seconds: Annotated[float, Flag("time for a request's body to arrive", 0.001)] = 60.0
     fetch_seconds: Annotated[float, Flag("time to fetch one image URL, with redirects", 0.001)] = 10.0
