@@ -52,8 +52,10 @@ class Settings:
     ] = ()
     max_header_bytes: Annotated[int, Flag("bytes of a request's line and headers", 1024)] = 32768
     max_body_bytes: Annotated[int, Flag("bytes of a request's body", 1024)] = 64 * MIB
-    max_buffered_bytes: Annotated[int, Flag("bytes of all bodies held at a time", 1024)] = 2048 * MIB
-    max_requests: Annotated[int, Flag("requests in flight", 1)] = 256
+    max_buffered_bytes: Annotated[int, Flag("bytes of all requests and images held at a time; more get 429", 1024)] = (
+        2048 * MIB
+    )
+    max_requests: Annotated[int, Flag("requests in flight; more get 429", 1)] = 256
     max_images: Annotated[int, Flag("images per request", 0)] = 64
     max_image_bytes: Annotated[int, Flag("bytes of one image file", 1)] = 20 * MIB
     max_image_pixels: Annotated[int, Flag("pixels of one image", 1)] = 50_000_000
