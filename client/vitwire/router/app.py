@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
+from vitwire._target import checked_target
 from vitwire.router.addresses import AllowedHost, parse_networks
 from vitwire.router.admission import Admission
 from vitwire.router.dialects import Dialect, dialect_of
@@ -44,6 +45,7 @@ class Prepared:
     @classmethod
     def of(cls, settings: Settings) -> "Prepared":
         """Raises ValueError for settings, and OSError for files, that cannot be used."""
+        checked_target(settings.target)
         return cls(
             settings,
             dialect_of(settings),

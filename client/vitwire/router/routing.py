@@ -61,7 +61,8 @@ class Router:
         files: dict[str, bytes] = {}
         is_form = exchange.request.headers.get("content-type", "").lower().startswith("multipart/form-data")
         if is_form:
-            body, files = await parse_form(exchange.request.headers, body, limit)
+            headers, form = exchange.request.headers, body
+            body, files = await self.images.encoder.in_thread(lambda: parse_form(headers, form, limit))
         request = parse(body)
         refs = images_of(request)
         if len(refs) > limit:
