@@ -6,6 +6,7 @@ import io
 import json
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,30 @@ def test_sglang_gets_checked_images(encoder: Running, stand_in: EngineProcess) -
             llm.chat.completions.create(model="tiny", messages=user("data:image/png;base64,QUJD"))
     (request,) = stand_in.requests()
     assert request["body"]["messages"] == user(picture())
+
+
+def test_hostile_bytes(proxy: RouterProcess) -> None:
+    """No bytes make it fail or leave something behind."""
+    post = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode()
+    heads = [
+        post + b"Content-Length: 50\r\n\r\n",
+        post + b"Transfer-Encoding: chunked\r\n\r\n",
+        post + b"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: 50\r\n\r\n",
+        b"GET /v1/\xff%00%0a HTTP/1.1\r\nHost: x\r\nx-request-id: \x01\x80\r\n\r\n",
+        b"GET http://other.example/v1/models HTTP/1.1\r\nHost: other.example\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n",
+        b"",
+    ]
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as sock, suppress(OSError):
+            sock.sendall(heads[number % len(heads)] + rng.bytes(int(rng.integers(0, 200))))
+            if number % 3:
+                sock.shutdown(socket.SHUT_WR)
+                sock.recv(100)
+    until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+    assert proxy.page("/livez")[0] == 200
+    assert proxy.metric("vitwire_router_buffered_bytes") == 0
+    assert proxy.metric("vitwire_router_requests_total", code="500") == 0
+    assert "Traceback" not in proxy.log()
