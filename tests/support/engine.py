@@ -111,10 +111,13 @@ class Engine:
 
 
 class _Broken(Response):
-    """Announces more than it sends, and closes the connection."""
+    """Ends before it is complete, and closes the connection."""
 
     def __init__(self, body: bytes, content_type: str) -> None:
-        super().__init__(body, headers={"content-type": content_type, "content-length": "100000"})
+        length = {} if content_type == "text/event-stream" else {"content-length": "100000"}
+        super().__init__(body, headers={"content-type": content_type} | length)
+        if not length:
+            del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

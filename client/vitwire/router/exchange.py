@@ -18,7 +18,7 @@ Stage = Literal["receive", "images", "engine", "response"]
 
 _MAX_REQUEST_ID = 128
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
-_EVENTS = b"text/event-stream"
+_EVENTS = "text/event-stream"
 
 
 class Exchange:
@@ -106,7 +106,8 @@ class Exchange:
             async for chunk in chunks(response):
                 await self._write(chunk, more=True)
         except httpx2.TransportError as error:
-            if not response.headers.get("content-type", "").encode().startswith(_EVENTS):
+            is_open = "content-length" not in response.headers
+            if not (is_open and response.headers.get("content-type", "").startswith(_EVENTS)):
                 raise from_transport(error) from error
             await self._write(b"\n\ndata: " + from_transport(error).body + b"\n\n", more=True)
         await self._write(b"", more=False)
