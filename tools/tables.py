@@ -5,15 +5,19 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, get_type_hints
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
+from vitwire.router.metrics import Metrics as RouterMetrics
+from vitwire.router.settings import MIB, Flag, Settings
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.towers.family import Accepts, Family
@@ -97,9 +101,33 @@ def _default(name: str, value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def router_flags_table() -> Iterator[str]:
+    """One line for each setting of `vitwire router`."""
+    hints = get_type_hints(Settings, include_extras=True)
+    rows = [_router_flag(field.name, field.default, hints[field.name].__metadata__[0]) for field in fields(Settings)]
+    return _table(("flag", "default", "meaning"), rows)
+
+
+def _router_flag(name: str, default: object, flag: Flag) -> tuple[str, str, str]:
+    text = "none" if default == () else f"{default >> 20} MiB" if _is_mib(default) else _default("", default)
+    return f"`--{name.replace('_', '-')}`", text, flag.help
+
+
+def _is_mib(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= MIB and value % MIB == 0
+
+
 def metrics_table() -> Iterator[str]:
     """One line for each metric of a server, by name."""
-    registry = Metrics().registry
+    return _metrics_of(Metrics().registry)
+
+
+def router_metrics_table() -> Iterator[str]:
+    """One line for each metric of a router, by name."""
+    return _metrics_of(RouterMetrics().registry)
+
+
+def _metrics_of(registry: CollectorRegistry) -> Iterator[str]:
     collectors: dict[str, Any] = registry._names_to_collectors  # noqa: SLF001 - the only place that has the labels
     rows = [
         (f"`{_exposed(metric)}{_labels(collectors[metric.name])}`", metric.type, metric.documentation.rstrip("."))
@@ -123,6 +151,8 @@ TABLES: Mapping[tuple[str, str], Callable[[], Iterator[str]]] = {
     ("docs/models.md", "models"): long_table,
     ("docs/configuration.md", "flags"): flags_table,
     ("docs/metrics.md", "metrics"): metrics_table,
+    ("docs/router.md", "flags"): router_flags_table,
+    ("docs/router.md", "metrics"): router_metrics_table,
 }
 
 

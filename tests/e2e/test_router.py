@@ -3,23 +3,28 @@
 import base64
 import io
 import json
+import signal
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import matplotlib as mpl
+import numpy as np
 import openai
 import pytest
 import skimage
 import torch
 from openai import OpenAI
+from PIL import Image
 
 from checkpoints import Checkpoints
 from engine import WORDS
-from routers import EngineProcess, RouterProcess, engine, router
+from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
 from servers import ServerProcess, serving
-from vitwire import Client
+from vitwire import Client, Item
 
 HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 COFFEE = Path(skimage.__file__).parent / "data" / "coffee.png"
@@ -46,7 +51,7 @@ def proxy(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProc
 
 @pytest.fixture
 def llm(proxy: RouterProcess) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{proxy.url}/v1", api_key="sk-caller", max_retries=0, timeout=60) as client:
+    with client_of(proxy) as client:
         yield client
 
 
@@ -129,7 +134,7 @@ def test_uploads(proxy: RouterProcess, received: EngineProcess, server: ServerPr
         "cat": ("hopper.jpg", HOPPER.read_bytes()),
         "cup": ("c", COFFEE.read_bytes()),
     }
-    answer = httpx2.post(f"{proxy.url}/v1/chat/completions", files=files, timeout=60)
+    answer = httpx2.post(proxy.url + CHAT, files=files, timeout=60)
     assert answer.status_code == 200, answer.text
     (sent,) = received.requests()
     assert sent["headers"]["content-type"] == "application/json"
@@ -138,9 +143,7 @@ def test_uploads(proxy: RouterProcess, received: EngineProcess, server: ServerPr
         expected = client.encode_images([HOPPER, COFFEE])
     for part, embedding in zip((parts[0], parts[2]), expected, strict=True):
         assert torch.equal(decoded(part["image_embeds"]["image_embeds"]), embedding.torch())
-    missing = httpx2.post(
-        f"{proxy.url}/v1/chat/completions", files={"request": (None, json.dumps(request))}, timeout=60
-    )
+    missing = httpx2.post(proxy.url + CHAT, files={"request": (None, json.dumps(request))}, timeout=60)
     assert missing.status_code == 400
     assert "no uploaded file 'cat'" in missing.json()["error"]["message"]
 
@@ -199,12 +202,13 @@ def test_other_routes_pass_as_they_are(llm: OpenAI, proxy: RouterProcess, receiv
         raw = httpx2.URL(proxy.url).copy_with(raw_path=path.encode())
         refused = httpx2.post(raw)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_path")
-    assert httpx2.get(f"{proxy.url}/v1/chat/completions").status_code == 405
+    assert httpx2.get(proxy.url + CHAT).status_code == 405
     assert received.requests() == []
 
 
 def test_every_answer_has_a_request_id(llm: OpenAI, received: EngineProcess) -> None:
-    answer = llm.chat.completions.with_raw_response.create(model="tiny", messages=user(text("t")))
+    messages = user(image(data_uri(COFFEE)))
+    answer = llm.chat.completions.with_raw_response.create(model="tiny", messages=messages)
     assert answer.headers["x-engine"] == "stand-in"
     given = answer.headers["x-request-id"]
     assert received.requests()[0]["headers"]["x-request-id"] == given
@@ -223,3 +227,86 @@ def test_health_and_metrics(proxy: RouterProcess) -> None:
     assert proxy.metric("vitwire_router_images_total", source="data", result="loaded") >= 1
     assert proxy.metric("vitwire_router_inflight_requests") == 0
     assert proxy.metric("vitwire_router_buffered_bytes") == 0
+
+
+def test_a_client_that_leaves_cancels_the_engine(proxy: RouterProcess, stand_in: EngineProcess) -> None:
+    cancelled = stand_in.test("state")["cancelled"]
+    before = proxy.metric("vitwire_router_cancelled_total", stage="response")
+    with leaving(proxy, {"model": "slow", "stream": True, "messages": user(text("t"))}) as sock:
+        assert sock.recv(100).startswith(b"HTTP/1.1 200")
+    until(lambda: stand_in.test("state")["cancelled"] == cancelled + 1)
+    until(lambda: proxy.metric("vitwire_router_cancelled_total", stage="response") == before + 1)
+    until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+
+
+def test_drain(server: ServerProcess, stand_in: EngineProcess) -> None:
+    with router(server.target, stand_in.url, "--lame-duck-seconds=1") as proxy, client_of(proxy) as llm:
+        with llm.chat.completions.create(model="slow", messages=user(image(data_uri(COFFEE))), stream=True) as stream:
+            assert next(stream).choices
+            proxy.process.send_signal(signal.SIGTERM)
+            until(lambda: proxy.page("/health")[0] == 503)
+            assert json.loads(proxy.page("/health")[1])["status"] == "draining"
+            assert llm.chat.completions.create(model="tiny", messages=user(text("t"))).choices, (
+                "a lame duck still serves"
+            )
+            until(lambda: not accepts(proxy))
+            stand_in.test("continue")
+            assert len(list(stream)) == len(WORDS) - 1
+        assert proxy.process.wait(30) == 0
+        assert "Traceback" not in proxy.log()
+
+
+def accepts(proxy: RouterProcess) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", proxy.port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.matrix
+def test_reference(server: ServerProcess, received: EngineProcess) -> None:
+    """The engine gets metadata only, and finds the embedding in the server's cache by its id."""
+    with router(server.target, received.url, "--mode=reference") as proxy, client_of(proxy) as llm:
+        for _ in range(2):
+            llm.chat.completions.create(model="tiny", messages=user(image(data_uri(HOPPER))))
+    first, second = (request["body"]["messages"][1]["content"] for request in received.requests())
+    assert first == second
+    (part,) = first
+    assert part["type"] == "image_embeds"
+    (grid,) = part["image_embeds"].values()
+    with Client(server.target) as client:
+        (expected,) = client.encode_images([HOPPER])
+        (found,) = client.encode([Item(None, tuple(grid), content_id=part["uuid"])])
+    assert found.report.path == "cache"
+    assert torch.equal(found.torch(), expected.torch())
+
+
+@pytest.mark.matrix
+def test_many_at_a_time(proxy: RouterProcess, received: EngineProcess, server: ServerProcess) -> None:
+    """Every request gets its own images, in their order."""
+    rng = np.random.default_rng(0)
+    pictures = [rng.integers(0, 255, (48 + 16 * each, 64, 3), np.uint8) for each in range(6)]
+    urls = [data_uri(png(each)) for each in pictures]
+    with Client(server.target) as client:
+        expected = [each.torch() for each in client.encode_images(pictures)]
+
+    def ask(number: int) -> None:
+        chosen = [image(urls[each % 6]) for each in range(number, number + 4)]
+        with client_of(proxy) as llm:
+            assert llm.chat.completions.create(model="tiny", messages=user(*chosen), seed=number).choices
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(24)))
+    requests = received.requests()
+    assert len(requests) == 24
+    for request in requests:
+        number, parts = request["body"]["seed"], request["body"]["messages"][1]["content"]
+        for position, part in enumerate(parts):
+            assert torch.equal(decoded(part["image_embeds"]["image_embeds"]), expected[(number + position) % 6])
+
+
+def png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

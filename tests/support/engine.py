@@ -2,7 +2,7 @@
 
 The answer to a chat completion is chosen by its model: `slow` sends its first event, and the others once the test posts
 to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
-nothing.
+nothing, `flood` without end.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ class Engine:
             return _Broken(b'{"id": "chatcmpl-1", "choi', "application/json")
         if model == "broken-stream":
             return _Broken(_event({"choices": [], "id": "chatcmpl-1"}), "text/event-stream")
+        if model == "flood":
+            return StreamingResponse(self._flood(), media_type="application/octet-stream")
         if model == "silent":
             await self._until_cancelled()
         if body.get("stream"):
@@ -92,6 +94,14 @@ class Engine:
             yield _event(_completion("chat.completion.chunk", {"index": 0, "delta": {"content": word}}))
         yield b"data: [DONE]\n\n"
 
+    async def _flood(self) -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                yield bytes(1 << 20)
+                await asyncio.sleep(0)  # sending to a client that left does not wait
+        finally:
+            self.cancelled += 1
+
     async def _until_cancelled(self, event: asyncio.Event | None = None) -> None:
         try:
             await (event or asyncio.Event()).wait()
@@ -101,10 +111,13 @@ class Engine:
 
 
 class _Broken(Response):
-    """Announces more than it sends, and closes the connection."""
+    """Ends before it is complete, and closes the connection."""
 
     def __init__(self, body: bytes, content_type: str) -> None:
-        super().__init__(body, headers={"content-type": content_type, "content-length": "100000"})
+        length = {} if content_type == "text/event-stream" else {"content-length": "100000"}
+        super().__init__(body, headers={"content-type": content_type} | length)
+        if not length:
+            del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

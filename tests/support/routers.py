@@ -2,19 +2,24 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from openai import OpenAI
+
 from servers import ServerProcess
 
 _VITWIRE = Path(sys.executable).with_name("vitwire")
 _STOP_SECONDS = 30
+CHAT = "/v1/chat/completions"
 
 
 class EngineProcess(ServerProcess):
@@ -81,3 +86,22 @@ def _process(
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.02)
+
+
+def client_of(proxy: RouterProcess, key: str = "sk-caller") -> OpenAI:
+    return OpenAI(base_url=f"{proxy.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def leaving(proxy: RouterProcess, body: dict[str, Any]) -> socket.socket:
+    """A connection that has sent a request; close it to go away."""
+    sock = socket.create_connection(("127.0.0.1", proxy.port))
+    content = json.dumps(body).encode()
+    sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    return sock

@@ -1,16 +1,22 @@
 """Parts of the router that need no network: rewriting, errors, forms, keys, addresses, settings."""
 
-import asyncio
 import ipaddress
 import json
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.datastructures import Headers
+from typer.testing import CliRunner
 
 from vitwire import EncodeFailed, InvalidItem, NotCached, Overloaded, Unauthenticated, Unavailable, VitwireError
 from vitwire._errors import DeadlineExceeded
+from vitwire.cli._app import app
 from vitwire.router.addresses import AllowedHost, is_permitted, parse_networks
 from vitwire.router.errors import ApiError, from_encoder
 from vitwire.router.keys import ApiKeys
@@ -97,6 +103,31 @@ def test_fields_of_the_image_stay_where_it_passes_on() -> None:
     assert changed["messages"][1]["content"] == [image({"url": "data:x", "detail": "low"})]
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["messages", "content", "type", "image_url", "url", "uuid", "x"]), inner)
+    ),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(JSON, JSON)
+def test_any_json_is_refused_or_kept(content: Any, other: Any) -> None:
+    request = parse(json.dumps({"messages": [other, {"content": content}], "other": other}).encode())
+    try:
+        refs = images_of(request)
+    except ApiError as error:
+        assert (error.status, error.param is not None) == (400, True)
+        return
+    body = rewritten(request, {ref: {"type": "embeds"} for ref in refs})
+    assert images_of(json.loads(body)) == []
+    if not refs:
+        assert json.loads(body) == request
+
+
 def test_numbers_that_json_has_not() -> None:
     request = parse(json.dumps(chat(image("data:x"))).replace('"m"', "1e999").encode())
     (ref,) = images_of(request)
@@ -156,12 +187,12 @@ def form(*fields: tuple[str, str | None, bytes]) -> tuple[Headers, bytes]:
 def test_forms() -> None:
     big = bytes(range(256)) * 8192
     headers, body = form(("request", None, b"{}"), ("cat", "c.jpg", big))
-    request, files = asyncio.run(parse_form(headers, body, 4))
+    request, files = parse_form(headers, body, 4)
     assert (request, files) == (b"{}", {"cat": big})
     assert upload("upload:cat", files, "p") == big
     with pytest.raises(ApiError, match="no uploaded file 'dog'"):
         upload("upload:dog", files, "p")
-    assert asyncio.run(parse_form(*form(("request", "r.json", b"{}")), 0)) == (b"{}", {})
+    assert parse_form(*form(("request", "r.json", b"{}")), 0) == (b"{}", {})
 
 
 @pytest.mark.parametrize(
@@ -177,7 +208,7 @@ def test_forms() -> None:
 )
 def test_bad_forms(fields: list[tuple[str, str | None, bytes]], reason: str) -> None:
     with pytest.raises(ApiError, match=reason) as caught:
-        asyncio.run(parse_form(*form(*fields), 4))
+        parse_form(*form(*fields), 4)
     assert caught.value.status == 400
 
 
@@ -187,7 +218,7 @@ def test_bad_forms(fields: list[tuple[str, str | None, bytes]], reason: str) -> 
 @pytest.mark.parametrize("kind", ["multipart/form-data; boundary=B", "multipart/form-data"])
 def test_broken_forms(body: bytes, kind: str) -> None:
     with pytest.raises(ApiError) as caught:
-        asyncio.run(parse_form(Headers({"content-type": kind}), body, 4))
+        parse_form(Headers({"content-type": kind}), body, 4)
     assert caught.value.status == 400
 
 
@@ -283,3 +314,34 @@ def test_headers_of_one_connection_stay_there() -> None:
 def test_bad_settings(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Settings(**values)
+
+
+def test_every_flag_is_an_environment_variable() -> None:
+    flags = CliRunner().invoke(app, ["router", "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).output
+    for setting in fields(Settings):
+        assert f"--{setting.name.replace('_', '-')}" in flags
+        assert f"VITWIRE_ROUTER_{setting.name.upper()}" in flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--engine=sglang", "--mode=inline"], "--mode inline: SGLang"),
+        (["--engine-url=vllm"], "--engine-url"),
+        (["--allow-image-host=http://x"], "--allow-image-host"),
+        (["--allow-image-network=x"], "--allow-image-network"),
+        (["--api-keys-file=/nowhere"], "/nowhere"),
+        (["--target=http://x"], "is a URL"),
+        (["--ca=/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:
+    done = CliRunner().invoke(app, ["router", "--port=0", *flags])
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+    assert reason in done.stderr
+
+
+def test_the_extra_is_named() -> None:
+    main = "import sys; sys.modules['starlette'] = None; from vitwire.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", main, "router"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "vitwire: starlette is not installed: pip install 'vitwire[router]'\n")

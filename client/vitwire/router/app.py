@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
+from vitwire._target import checked_target
 from vitwire.router.addresses import AllowedHost, parse_networks
 from vitwire.router.admission import Admission
 from vitwire.router.dialects import Dialect, dialect_of
@@ -44,6 +45,7 @@ class Prepared:
     @classmethod
     def of(cls, settings: Settings) -> "Prepared":
         """Raises ValueError for settings, and OSError for files, that cannot be used."""
+        checked_target(settings.target)
         return cls(
             settings,
             dialect_of(settings),
@@ -83,18 +85,13 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
     stack.push_async_callback(engine.close)
     fetcher = Fetcher(prepared.fetching)
     stack.push_async_callback(fetcher.close)
-    encoder = Encoder(
-        client,
-        max_pixels=settings.max_image_pixels,
-        max_encoding=settings.max_encoding,
-        seconds=settings.encode_seconds,
-    )
+    encoder = Encoder.of(client, settings)
     stack.callback(encoder.close)
     images = Images(encoder, fetcher, prepared.dialect, metrics, settings.max_image_bytes, settings.encode_seconds)
     own_keys = bool(prepared.keys or prepared.engine_key)
     router = Router(settings, metrics, engine, images, own_keys, prepared.engine_key)
     admission = Admission(settings.max_requests, settings.max_buffered_bytes, metrics)
-    shared = (admission, prepared.keys, metrics, settings.stall_seconds)
+    shared = (admission, prepared.keys, metrics, settings)
     app.state.readiness = Readiness(client, engine)
     app.state.metrics = metrics
     app.router.routes[:] = [

@@ -4,15 +4,16 @@ import asyncio
 import hashlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 
 from vitwire import AsyncClient, Embedding, InvalidItem, Item, Model
 from vitwire._prepare import image_items
+from vitwire.router.settings import Settings
 
 T = TypeVar("T")
 
@@ -33,6 +34,14 @@ class ImageFile:
         return cls(content, hashlib.sha256(content).digest())
 
 
+class Header(NamedTuple):
+    """What the first bytes of an image file say."""
+
+    kind: str
+    """Pillow's name of the format."""
+    pixels: int
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """An image's embedding, and the id of its content in the caches of encoder and engine."""
@@ -40,60 +49,98 @@ class Encoded:
     content_id: str
     embedding: Embedding
     model: Model
+    grid: tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
 class Encoder:
     """Encodes images with Vitwire."""
 
-    def __init__(self, client: AsyncClient, *, max_pixels: int, max_encoding: int, seconds: float) -> None:
-        self.max_pixels = max_pixels
-        self._seconds = seconds
-        self._client = client
-        self._slots = asyncio.Semaphore(max_encoding)
-        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images")
+    client: AsyncClient
+    max_pixels: int
+    seconds: float
+    at_encoder: bool
+    """Whether the server decodes files, where it can."""
+    slots: asyncio.Semaphore
+    threads: ThreadPoolExecutor
+
+    @classmethod
+    def of(cls, client: AsyncClient, settings: Settings) -> "Encoder":
+        """An encoder with threads and limits of its own."""
+        return cls(
+            client,
+            settings.max_image_pixels,
+            settings.encode_seconds,
+            settings.decode == "auto",
+            asyncio.Semaphore(settings.max_encoding),
+            ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images"),
+        )
+
+    def with_metadata(self, metadata: Mapping[str, str]) -> "Encoder":
+        """The same encoder, whose calls carry this metadata."""
+        return replace(self, client=self.client.with_options(metadata=metadata))
 
     async def encode(self, image: ImageFile, *, cached: bool = False) -> Encoded:
         """The embedding of an image file; `cached` leaves it in the server's cache under its content id.
 
         Raises VitwireError.
         """
-        async with self._slots:
-            model = await self._client.model(self._seconds)
+        async with self.slots:
+            model = await self.client.model(self.seconds)
             content_id = content_id_of(image.digest, model)
-            item = await self.in_thread(lambda: item_of(image.content, model, self.max_pixels))
+            item = await self.in_thread(
+                lambda: item_of(image.content, model, self.max_pixels, at_encoder=self.at_encoder)
+            )
             if cached:
                 item = replace(item, content_id=content_id)
-            (embedding,) = await self._client.encode_cached([item], timeout=self._seconds)
-        return Encoded(content_id, embedding, model)
+            (embedding,) = await self.client.encode_cached([item], timeout=self.seconds)
+            grid = embedding.grid
+            if not any(grid):  # the server does not know it for a file whose embedding was in its cache
+                grid = (await self.in_thread(lambda: item_of(image.content, model, self.max_pixels))).grid
+        return Encoded(content_id, embedding, model, grid)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """The result of work that would block the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     def close(self) -> None:
         """Drop the threads; work that has begun runs to its end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
 
-def item_of(image: bytes, model: Model, max_pixels: int) -> Item:
-    """The only place where an image file becomes an item. Raises InvalidItem."""
-    open_image(image, max_pixels)
+def item_of(image: bytes, model: Model, max_pixels: int, *, at_encoder: bool = False) -> Item:
+    """The only place where an image file becomes an item. Raises InvalidItem.
+
+    at_encoder: leave decoding to the server if it decodes this kind of file, and of this size.
+    """
+    header = open_image(image, max_pixels)
+    if at_encoder and _is_decoded(header, len(image), model):
+        return Item(encoded=image)
     (item,) = image_items([image], model)
     return item
 
 
-def open_image(image: bytes, max_pixels: int) -> str:
-    """The format of an image file, by its header. Raises InvalidItem for other files and for too many pixels."""
+def _is_decoded(header: Header, size: int, model: Model) -> bool:
+    limits = model.limits
+    return (
+        header.kind.lower() in model.encodings
+        and size <= limits.encoded_bytes
+        and header.pixels <= limits.encoded_pixels
+    )
+
+
+def open_image(image: bytes, max_pixels: int) -> Header:
+    """The header of an image file. Raises InvalidItem for other files and for too many pixels."""
     try:
         with Image.open(io.BytesIO(image), formats=_FORMATS) as opened:
-            (width, height), kind = opened.size, opened.format
+            (width, height), kind = opened.size, opened.format or ""
     except UnidentifiedImageError as error:
         raise InvalidItem("not a JPEG, PNG, WebP, GIF or BMP image", item=0) from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Warning) as error:
         raise InvalidItem(f"cannot be read as an image: {error}", item=0) from error
     if width * height > max_pixels:
         raise InvalidItem(f"{width}x{height} exceeds the limit of {max_pixels} pixels", item=0)
-    return kind or ""
+    return Header(kind, width * height)
 
 
 def content_id_of(digest: bytes, model: Model) -> str:

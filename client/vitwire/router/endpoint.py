@@ -15,10 +15,12 @@ from vitwire.router.errors import ApiError
 from vitwire.router.exchange import Exchange
 from vitwire.router.keys import ApiKeys
 from vitwire.router.metrics import Metrics
+from vitwire.router.settings import Settings
 
 logger = logging.getLogger("vitwire.router")
 
-_UPSTREAMS = {"encoder": "encoder", "engine": "engine"}
+_UPSTREAMS = ("encoder", "engine")
+"""What the codes of their errors begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,10 @@ class Endpoint:
     admission: Admission
     keys: ApiKeys | None
     metrics: Metrics
-    stall_seconds: float
+    settings: Settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self.stall_seconds)
+        exchange = Exchange(scope, receive, send, self.settings.stall_seconds)
         began = time.perf_counter()
         outcome = "done"
         try:
@@ -57,6 +59,7 @@ class Endpoint:
 
     async def _answered(self, exchange: Exchange) -> None:
         with self.admission.request() as ticket:
+            exchange.check_head(self.settings.max_header_bytes)
             if self.keys:
                 self.keys.check(exchange.request.headers.get("authorization"))
             await self.answer(exchange, ticket)
@@ -64,7 +67,7 @@ class Endpoint:
     def _failed(self, error: ApiError) -> None:
         upstream = error.code.partition("_")[0]
         if upstream in _UPSTREAMS:
-            self.metrics.failures.labels(upstream).inc()
+            self.metrics.failures.labels(upstream, error.code).inc()
 
     def _log(self, exchange: Exchange, outcome: str, seconds: float) -> None:
         request = exchange.request

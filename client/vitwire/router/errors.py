@@ -52,7 +52,8 @@ def from_encoder(error: VitwireError, param: str) -> ApiError:
     """The error of the encoder for the image at `param`."""
     match error:
         case InvalidItem():
-            return invalid(str(error), param, "invalid_image")
+            reasons = "; ".join(each.description for each in error.violations)
+            return invalid(reasons or str(error), param, "invalid_image")
         case Overloaded():
             return overloaded(f"the encoder is overloaded: {error}", "encoder_overloaded", error.retry_after)
         case DeadlineExceeded():

@@ -1,6 +1,7 @@
 """One request of a caller and the response to it, over ASGI."""
 
 import asyncio
+import re
 import uuid
 from collections.abc import Coroutine, Iterable
 from typing import Literal
@@ -16,7 +17,8 @@ from vitwire.router.upstream import Headers, chunks, from_transport, returned
 Stage = Literal["receive", "images", "engine", "response"]
 
 _MAX_REQUEST_ID = 128
-_EVENTS = b"text/event-stream"
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
+_EVENTS = "text/event-stream"
 
 
 class Exchange:
@@ -39,6 +41,18 @@ class Exchange:
         raw_path: bytes = self.request.scope["raw_path"]
         query: bytes = self.request.scope["query_string"]
         return raw_path + (b"?" + query if query else b"")
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """Metadata that joins the encoder's logs and traces to this request."""
+        parent = self.request.headers.get("traceparent", "")
+        return {"x-request-id": self.request_id} | ({"traceparent": parent} if _TRACEPARENT.fullmatch(parent) else {})
+
+    def check_head(self, max_bytes: int) -> None:
+        """Raises ApiError if path and headers are too long; the HTTP parser bounds only what arrives in pieces."""
+        size = len(self.target) + sum(len(name) + len(value) for name, value in self.request.headers.raw)
+        if size > max_bytes:
+            raise ApiError(431, f"path and headers exceed the limit of {max_bytes} bytes", "headers_too_large")
 
     async def body(self, ticket: Ticket, max_bytes: int, seconds: float) -> bytes:
         """The request's body, held by the ticket. Raises ApiError, or ClientDisconnect."""
@@ -92,7 +106,8 @@ class Exchange:
             async for chunk in chunks(response):
                 await self._write(chunk, more=True)
         except httpx2.TransportError as error:
-            if not response.headers.get("content-type", "").encode().startswith(_EVENTS):
+            is_open = "content-length" not in response.headers
+            if not (is_open and response.headers.get("content-type", "").startswith(_EVENTS)):
                 raise from_transport(error) from error
             await self._write(b"\n\ndata: " + from_transport(error).body + b"\n\n", more=True)
         await self._write(b"", more=False)

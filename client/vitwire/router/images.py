@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from vitwire import VitwireError
@@ -32,6 +32,10 @@ class Images:
     metrics: Metrics
     max_bytes: int
     seconds: float
+
+    def traced(self, metadata: Mapping[str, str]) -> "Images":
+        """The same, with metadata for the encoder's logs and traces."""
+        return replace(self, encoder=self.encoder.with_metadata(metadata))
 
     async def parts(self, refs: Iterable[ImageRef], files: Mapping[str, bytes], ticket: Ticket) -> dict[ImageRef, Part]:
         """The engine's content part for each image; equal images are encoded once. Raises ApiError."""

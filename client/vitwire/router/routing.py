@@ -61,7 +61,8 @@ class Router:
         files: dict[str, bytes] = {}
         is_form = exchange.request.headers.get("content-type", "").lower().startswith("multipart/form-data")
         if is_form:
-            body, files = await parse_form(exchange.request.headers, body, limit)
+            headers, form = exchange.request.headers, body
+            body, files = await self.images.encoder.in_thread(lambda: parse_form(headers, form, limit))
         request = parse(body)
         refs = images_of(request)
         if len(refs) > limit:
@@ -69,7 +70,7 @@ class Router:
         exchange.images = len(refs)
         if refs:
             with self._timed("images"):
-                parts = await self.images.parts(refs, files, ticket)
+                parts = await self.images.traced(exchange.trace).parts(refs, files, ticket)
             body = await self.images.encoder.in_thread(lambda: rewritten(request, parts))
             ticket.hold(len(body))
         await self._forward(exchange, body, without=(b"content-type",), extra=[(b"content-type", _JSON.encode())])

@@ -50,25 +50,32 @@ class Settings:
     allow_image_network: Annotated[
         tuple[str, ...], Flag("network (CIDR) that image hosts may be in although it is not public; repeatable")
     ] = ()
-    max_header_bytes: Annotated[int, Flag("bytes of a request's line and headers", 1024)] = 32768
-    max_body_bytes: Annotated[int, Flag("bytes of a request's body", 1024)] = 64 * MIB
-    max_buffered_bytes: Annotated[int, Flag("bytes of all bodies held at a time", 1024)] = 2048 * MIB
-    max_requests: Annotated[int, Flag("requests in flight", 1)] = 256
-    max_images: Annotated[int, Flag("images per request", 0)] = 64
-    max_image_bytes: Annotated[int, Flag("bytes of one image file", 1)] = 20 * MIB
-    max_image_pixels: Annotated[int, Flag("pixels of one image", 1)] = 50_000_000
-    max_encoding: Annotated[int, Flag("images being decoded and encoded at a time", 1)] = 32
-    encoder_retries: Annotated[int, Flag("retries when the encoder is unavailable or overloaded", 0)] = 3
-    body_seconds: Annotated[float, Flag("time for a request's body to arrive", 0.001)] = 60.0
-    fetch_seconds: Annotated[float, Flag("time to fetch one image URL, with redirects", 0.001)] = 10.0
-    encode_seconds: Annotated[float, Flag("time to fetch, decode and encode the images of a request", 0.001)] = 60.0
-    engine_connect_seconds: Annotated[float, Flag("time to connect to the engine", 0.001)] = 5.0
-    engine_seconds: Annotated[float, Flag("time without a byte from the engine", 0.001)] = 600.0
-    stall_seconds: Annotated[float, Flag("time that a client which does not read its response is kept", 0.001)] = 60.0
+    max_header_bytes: Annotated[int, Flag("maximum bytes of a request's path and headers", 1024)] = 32768
+    max_body_bytes: Annotated[int, Flag("maximum bytes of a request's body", 1024)] = 64 * MIB
+    max_buffered_bytes: Annotated[
+        int, Flag("maximum bytes of all requests and images held at a time; more get 429", 1024)
+    ] = 2048 * MIB
+    max_requests: Annotated[int, Flag("maximum number of requests in flight; more get 429", 1)] = 256
+    max_images: Annotated[int, Flag("maximum number of images per request", 0)] = 64
+    max_image_bytes: Annotated[int, Flag("maximum bytes of one image file", 1)] = 20 * MIB
+    max_image_pixels: Annotated[int, Flag("maximum pixels of one image", 1)] = 50_000_000
+    max_encoding: Annotated[int, Flag("maximum number of images being decoded and encoded at a time", 1)] = 32
+    decode: Annotated[Literal["auto", "router"], Flag("where images are decoded; auto: by the encoder if it can")] = (
+        "auto"
+    )
+    encoder_retries: Annotated[int, Flag("number of retries when the encoder is unavailable or overloaded", 0)] = 3
+    body_seconds: Annotated[float, Flag("seconds for a request's body to arrive", 0.001)] = 60.0
+    fetch_seconds: Annotated[float, Flag("seconds to fetch one image URL, with redirects", 0.001)] = 10.0
+    encode_seconds: Annotated[float, Flag("seconds to fetch, decode and encode the images of a request", 0.001)] = 60.0
+    engine_connect_seconds: Annotated[float, Flag("seconds to connect to the engine", 0.001)] = 5.0
+    engine_seconds: Annotated[float, Flag("seconds without a byte from the engine", 0.001)] = 600.0
+    stall_seconds: Annotated[float, Flag("seconds that a client which does not read its response is kept", 0.001)] = (
+        60.0
+    )
     lame_duck_seconds: Annotated[
-        float, Flag("time from SIGTERM, with /health failing, until connections are refused", 0)
+        float, Flag("seconds from SIGTERM, with /health failing, until connections are refused", 0)
     ] = 0.0
-    drain_seconds: Annotated[float, Flag("time for requests in flight to end after that", 0)] = 60.0
+    drain_seconds: Annotated[float, Flag("seconds for requests in flight to end after that", 0)] = 60.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("lowest level that is logged")] = "info"
     log_format: Annotated[Literal["text", "json"], Flag("format of log lines")] = "text"
 

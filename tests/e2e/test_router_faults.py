@@ -1,0 +1,303 @@
+"""`vitwire router` at its limits, and when clients, engine or encoder fail. The encoder is a fake one."""
+
+import base64
+import http.client
+import io
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import numpy as np
+import openai
+import pytest
+from grpc_health.v1 import health_pb2
+from openai import OpenAI
+from PIL import Image
+
+from fake_service import Fake, Running, abort, retry_info, serving
+from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
+
+pytestmark = pytest.mark.matrix
+
+LIMITS = (
+    "--max-body-bytes=400000", "--max-images=2", "--max-image-bytes=200000", "--max-image-pixels=10000",
+    "--max-requests=3", "--max-header-bytes=4096", "--body-seconds=1", "--engine-seconds=2", "--stall-seconds=1",
+    "--encoder-retries=0",
+)  # fmt: skip
+DEAD = "127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Iterator[Running]:
+    with serving(Fake()) as running:
+        yield running
+
+
+@pytest.fixture
+def fake(encoder: Running) -> Iterator[Fake]:
+    """The encoder's service, for tests to change."""
+    yield encoder.fake
+    encoder.fake.before = lambda context: None
+    encoder.fake.cancelled.clear()
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[EngineProcess]:
+    with engine() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def proxy(encoder: Running, stand_in: EngineProcess) -> Iterator[RouterProcess]:
+    with router(encoder.target, stand_in.url, *LIMITS) as process:
+        yield process
+
+
+@pytest.fixture
+def llm(proxy: RouterProcess) -> Iterator[OpenAI]:
+    with client_of(proxy) as client:
+        yield client
+
+
+def picture(width: int = 32, height: int = 32, seed: int = 0) -> str:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def user(*urls: str) -> list[Any]:
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [{"type": "text", "text": "Describe"}, *parts]}]
+
+
+def request_body(model: str, *urls: str, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": user(*urls), **fields}
+
+
+def failing(code: grpc.StatusCode, *details: Any) -> Callable[[grpc.ServicerContext], None]:
+    return lambda context: abort(context, code, *details)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "name"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "encoder_overloaded"),
+        (grpc.StatusCode.UNAVAILABLE, 503, "encoder_unavailable"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 504, "encoder_timeout"),
+        (grpc.StatusCode.UNAUTHENTICATED, 502, "encoder_refused"),
+        (grpc.StatusCode.INTERNAL, 502, "encoder_failed"),
+    ],
+)
+def test_errors_of_the_encoder(llm: OpenAI, fake: Fake, code: grpc.StatusCode, status: int, name: str) -> None:
+    fake.before = failing(code, retry_info(3, 0)) if status == 429 else failing(code)
+    with pytest.raises(openai.APIStatusError) as caught:
+        llm.chat.completions.create(model="tiny", messages=user(picture()))
+    assert (caught.value.status_code, caught.value.code) == (status, name)
+    assert caught.value.response.headers.get("retry-after") == ("3" if status == 429 else None)
+    assert llm.chat.completions.create(model="tiny", messages=user()).choices, "text needs no encoder"
+
+
+@pytest.mark.parametrize(
+    ("urls", "code"),
+    [
+        ([picture()] * 3, "too_many_images"),
+        ([picture(101, 100)], "invalid_image"),
+        (["data:image/png;base64," + "QUJD" * 70_000], "image_too_large"),
+    ],
+)
+def test_limits_of_images(llm: OpenAI, urls: list[str], code: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="limit") as caught:
+        llm.chat.completions.create(model="tiny", messages=user(*urls))
+    assert caught.value.code == code
+
+
+def test_limits_of_requests(proxy: RouterProcess, stand_in: EngineProcess) -> None:
+    answer = httpx2.post(proxy.url + CHAT, content=b"x" * 500_000)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    chunks = (b"x" * 1000 for _ in range(500))
+    assert httpx2.post(proxy.url + CHAT, content=chunks).status_code == 413
+    assert httpx2.get(proxy.url + "/v1/models", headers={"x": "y" * 5000}).status_code == 431
+    assert httpx2.post(proxy.url + CHAT, content=b"{}", headers={"content-encoding": "gzip"}).status_code == 415
+    stand_in.requests()
+
+
+def test_a_body_that_does_not_arrive(proxy: RouterProcess) -> None:
+    with socket.create_connection(("127.0.0.1", proxy.port)) as sock:
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        answer = http.client.HTTPResponse(sock)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (408, "request_timeout")
+
+
+def test_an_engine_that_does_not_answer(llm: OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError) as caught:
+        llm.chat.completions.create(model="silent", messages=user(picture()))
+    assert (caught.value.status_code, caught.value.code) == (504, "engine_timeout")
+
+
+def test_an_engine_that_breaks_off(llm: OpenAI) -> None:
+    with pytest.raises(openai.APIConnectionError):
+        llm.chat.completions.create(model="broken", messages=user())
+    with (
+        llm.chat.completions.create(model="broken-stream", messages=user(), stream=True) as stream,
+        pytest.raises(openai.APIError, match="the engine closed the connection") as caught,
+    ):
+        list(stream)
+    assert caught.value.code == "engine_failed"
+
+
+def test_a_client_that_leaves_cancels_the_encoder(proxy: RouterProcess, fake: Fake, stand_in: EngineProcess) -> None:
+    stand_in.requests()
+    seen: list[grpc.ServicerContext] = []
+
+    def wait(context: grpc.ServicerContext) -> None:
+        seen.append(context)
+        until(lambda: not context.is_active())
+
+    fake.before = wait
+    with leaving(proxy, request_body("tiny", picture(seed=5))):
+        until(lambda: bool(seen))
+    until(lambda: not seen[-1].is_active(), seconds=1.5)
+    until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+    assert stand_in.requests() == []
+
+
+def test_a_client_that_does_not_read(proxy: RouterProcess, stand_in: EngineProcess) -> None:
+    cancelled = stand_in.test("state")["cancelled"]
+    with leaving(proxy, request_body("flood")):
+        until(lambda: stand_in.test("state")["cancelled"] > cancelled)
+        until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+
+
+def test_requests_in_flight_are_bounded(proxy: RouterProcess, llm: OpenAI, stand_in: EngineProcess) -> None:
+    streams = [llm.chat.completions.create(model="slow", messages=user(), stream=True) for _ in range(3)]
+    first = [next(stream) for stream in streams]
+    assert len(first) == 3
+    with pytest.raises(openai.RateLimitError) as caught:
+        llm.chat.completions.create(model="tiny", messages=user())
+    assert (caught.value.code, caught.value.response.headers["retry-after"]) == ("router_overloaded", "1")
+    assert proxy.page("/livez")[0] == 200
+    for stream in streams:
+        stream.close()
+    until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+    assert llm.chat.completions.create(model="tiny", messages=user()).choices
+    assert proxy.metric("vitwire_router_rejected_total", reason="requests") == 1
+
+
+def test_health_follows_encoder_and_engine(proxy: RouterProcess, encoder: Running, stand_in: EngineProcess) -> None:
+    encoder.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    until(lambda: proxy.page("/health")[0] == 503)
+    assert json.loads(proxy.page("/health")[1]) == {"status": "not ready", "encoder": "NOT_SERVING", "engine": "ok"}
+    encoder.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    until(lambda: proxy.page("/health")[0] == 200)
+    stand_in.test("sick")
+    until(lambda: proxy.page("/health")[0] == 503)
+    stand_in.test("well")
+    until(lambda: proxy.page("/health")[0] == 200)
+    assert proxy.page("/livez")[0] == 200
+
+
+def test_drain_is_bounded(encoder: Running, stand_in: EngineProcess) -> None:
+    with router(encoder.target, stand_in.url, "--drain-seconds=1") as proxy, client_of(proxy) as llm:
+        with llm.chat.completions.create(model="slow", messages=user(), stream=True) as stream:
+            next(stream)
+            proxy.process.terminate()
+            assert proxy.process.wait(30) == 0
+            with pytest.raises(openai.APIConnectionError):
+                list(stream)
+        assert "Traceback" not in proxy.log()
+
+
+def test_nothing_behind_it(tmp_path: Path) -> None:
+    with router(DEAD, f"http://{DEAD}", "--encoder-retries=0") as proxy, client_of(proxy) as llm:
+        for messages, code in ((user(), "engine_unavailable"), (user(picture()), "encoder_unavailable")):
+            with pytest.raises(openai.InternalServerError) as caught:
+                llm.chat.completions.create(model="tiny", messages=messages)
+            assert (caught.value.status_code, caught.value.code) == (503, code)
+        assert proxy.page("/health")[0] == 503
+        assert proxy.page("/livez")[0] == 200
+        assert proxy.metric("vitwire_router_failures_total", upstream="engine") == 1
+        assert proxy.metric("vitwire_router_failures_total", upstream="encoder") == 1
+
+
+def test_keys(encoder: Running, stand_in: EngineProcess, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("sk-one\nsk-two\n")
+    (tmp_path / "engine").write_text("sk-engine\n")
+    flags = (
+        f"--api-keys-file={tmp_path / 'keys'}",
+        f"--engine-api-key-file={tmp_path / 'engine'}",
+        "--log-format=json",
+    )
+    stand_in.requests()
+    with router(encoder.target, stand_in.url, *flags) as proxy:
+        for key in ("sk-one", "sk-two"):
+            with client_of(proxy, key) as llm:
+                assert llm.chat.completions.create(model="tiny", messages=user(picture())).choices
+        with client_of(proxy, "sk-three") as llm, pytest.raises(openai.AuthenticationError) as caught:
+            llm.chat.completions.create(model="tiny", messages=user(picture()))
+        assert caught.value.code == "invalid_api_key"
+        assert proxy.page("/v1/models")[0] == 401
+        assert proxy.page("/health")[0] == 200
+        lines = [json.loads(line) for line in proxy.log().splitlines()]
+        assert {"time", "level", "logger", "message"} <= set(lines[-1])
+        assert "sk-" not in proxy.log()
+    assert {each["headers"]["authorization"] for each in stand_in.requests()} == {"Bearer sk-engine"}
+
+
+def test_urls_of_an_allowed_host(encoder: Running, stand_in: EngineProcess, tmp_path: Path) -> None:
+    """The engine's echo route serves as the site."""
+    flags = (f"--allow-image-host=127.0.0.1:{stand_in.port}", "--allow-image-network=127.0.0.1/32")
+    with router(encoder.target, stand_in.url, *flags) as proxy, client_of(proxy) as llm:
+        with pytest.raises(openai.BadRequestError) as caught:
+            llm.chat.completions.create(model="tiny", messages=user(f"{stand_in.url}/not-an-image"))
+        assert caught.value.code == "invalid_image"
+        (fetched,) = stand_in.requests()
+        assert fetched["path"] == "/not-an-image"
+        assert "authorization" not in fetched["headers"]
+        with pytest.raises(openai.BadRequestError) as caught:
+            llm.chat.completions.create(model="tiny", messages=user("http://localhost/cat.jpg"))
+        assert caught.value.code == "image_url_refused"
+
+
+def test_sglang_gets_checked_images(encoder: Running, stand_in: EngineProcess) -> None:
+    stand_in.requests()
+    environment = {"VITWIRE_ROUTER_ENGINE": "sglang"}
+    with router(encoder.target, stand_in.url, environment=environment) as proxy, client_of(proxy) as llm:
+        llm.chat.completions.create(model="tiny", messages=user(picture()))
+        with pytest.raises(openai.BadRequestError):
+            llm.chat.completions.create(model="tiny", messages=user("data:image/png;base64,QUJD"))
+    (request,) = stand_in.requests()
+    assert request["body"]["messages"] == user(picture())
+
+
+def test_hostile_bytes(proxy: RouterProcess) -> None:
+    """No bytes make it fail or leave something behind."""
+    post = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode()
+    heads = [
+        post + b"Content-Length: 50\r\n\r\n",
+        post + b"Transfer-Encoding: chunked\r\n\r\n",
+        post + b"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: 50\r\n\r\n",
+        b"GET /v1/\xff%00%0a HTTP/1.1\r\nHost: x\r\nx-request-id: \x01\x80\r\n\r\n",
+        b"GET http://other.example/v1/models HTTP/1.1\r\nHost: other.example\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n",
+        b"",
+    ]
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as sock, suppress(OSError):
+            sock.sendall(heads[number % len(heads)] + rng.bytes(int(rng.integers(0, 200))))
+            if number % 3:
+                sock.shutdown(socket.SHUT_WR)
+                sock.recv(100)
+    until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+    assert proxy.page("/livez")[0] == 200
+    assert proxy.metric("vitwire_router_buffered_bytes") == 0
+    assert proxy.metric("vitwire_router_requests_total", code="500") == 0
+    assert "Traceback" not in proxy.log()
