@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-_STAND_INS = frozenset({"sgl_kernel", "torchvision", "tvm_ffi"})
+_STAND_INS = frozenset({"sgl_kernel"})
 os.environ["SGLANG_HOST_IP"] = "127.0.0.1"
 
 
