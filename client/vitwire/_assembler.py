@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vitwire._embedding import DTYPES, STORAGE, DType, Embedding, Report
 from vitwire._errors import EncodeFailed, from_status
-from vitwire._expected import Expected, is_finite, report_problem
+from vitwire._expected import Expected, grid_of, is_finite, report_problem
 from vitwire._leases import Lease
 from vitwire._memory import empty
 from vitwire._nixl import Leases
@@ -30,11 +30,17 @@ class Assembler:
     """
 
     def __init__(
-        self, indices: Sequence[int], levels: int, expected: Sequence[Expected] = (), leases: Leases | None = None
+        self,
+        indices: Sequence[int],
+        levels: int,
+        expected: Sequence[Expected] = (),
+        leases: Leases | None = None,
+        request_id: str = "",
     ) -> None:
         self._indices = indices
         self._levels = levels
         self._leases = leases
+        self._request_id = request_id
         self._expected = expected or [Expected()] * len(indices)
         self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
 
@@ -72,7 +78,7 @@ class Assembler:
         """The embedding that the server wrote into the lease of its item."""
         lease = self._leases.delivered(message.item) if self._leases else None
         placement, expected = message.placement, self._expected[message.item]
-        report = Report.from_message(message.report)
+        report = Report.from_message(message.report, self._request_id)
         try:
             if lease is None:
                 raise ValueError("the server delivered rows of an item without a region")
@@ -89,7 +95,7 @@ class Assembler:
         rows = lease.rows(shape, STORAGE[dtype])
         if isinstance(rows, np.ndarray) and not is_finite(rows, dtype):  # on a device, a check would wait for it
             return index, EncodeFailed(f"items[{index}]: the server wrote rows with NaN or infinite values", item=index)
-        return index, Embedding(rows, dtype, self._levels, report, expected.grid)
+        return index, Embedding(rows, dtype, self._levels, report, grid_of(expected, report))
 
     def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Result | None:
         rows, expected = self._open[message.item], self._expected[message.item]
@@ -100,7 +106,7 @@ class Assembler:
             rows.add(chunk, data)
             if not chunk.last:
                 return None
-            report = Report.from_message(message.report)
+            report = Report.from_message(message.report, self._request_id)
             if problem := report_problem(report, len(rows.array)):
                 raise ValueError(f"the server sent {problem}")
         except ValueError as error:
@@ -110,7 +116,7 @@ class Assembler:
             self._leases.returned(message.item, report.delivery_fallback)
         if not rows.finite:
             return index, EncodeFailed(f"items[{index}]: the server sent rows with NaN or infinite values", item=index)
-        return index, Embedding(rows.array, rows.dtype, self._levels, report, expected.grid)
+        return index, Embedding(rows.array, rows.dtype, self._levels, report, grid_of(expected, report))
 
 
 @dataclass(slots=True)

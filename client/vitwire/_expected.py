@@ -35,7 +35,7 @@ class Expected:
     def of(cls, item: Item, model: Model) -> "Expected":
         video = item.modality == "video"
         settings = model.video_preprocessor if video else model.image_preprocessor
-        if settings is None or settings.tiling is not None:
+        if settings is None or settings.tiling is not None or item.encoded is not None:
             return cls(item.grid, model.embedding_width)
         t, h, w = item.grid
         rows = t * h * w // model.merge_size**2
@@ -51,6 +51,11 @@ class Expected:
         if self.rows and (shape[0] != self.rows if self.exact else not 0 < shape[0] <= self.rows):
             return f"{shape[0]} rows, expected {'' if self.exact else 'at most '}{self.rows} from the grid"
         return None
+
+
+def grid_of(expected: Expected, report: Report) -> tuple[int, int, int]:
+    """The grid of an embedding: the item's, or for encoded items the one that the server chose."""
+    return expected.grid if any(expected.grid) else report.grid
 
 
 def report_problem(report: Report, rows: int) -> str | None:

@@ -1,10 +1,12 @@
-"""Items: one image or clip each, as patches or tiles."""
+"""Items: one image or clip each, as patches, tiles or a file."""
 
 import math
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,9 @@ import numpy.typing as npt
 from vitwire._errors import InvalidItem, Violation
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
+
+if TYPE_CHECKING:
+    from vitwire._model import Model
 
 Modality = Literal["image", "video"]
 Array = npt.NDArray[Any]
@@ -52,6 +57,9 @@ MODALITIES: dict[str, "pb.Modality.ValueType"] = {"image": pb.MODALITY_IMAGE, "v
 _TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 _GRID_SIDES = ("t", "h", "w")
 _MAX_GRID_SIDE = 2**32 - 1
+_UNKNOWN_GRID = (0, 0, 0)
+_CLIP_MARKS = ((0, b"\x1a\x45\xdf\xa3"), (4, b"ftyp"))
+"""Positions and bytes that files of clips begin with: WebM and MP4."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,21 +71,44 @@ class Item:
         item is sent. uint8 means before rescaling and normalisation; for images the frame axis T may be
         omitted. None requests the embedding cached under `content_id`.
     grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers, `(tiles, 1, 1)` if only
-        the number of tiles is known.
+        the number of tiles is known. Not needed without pixels.
     modality: "image" or "video".
     content_id: key of the content in the server's embedding cache.
     keep_ratio: share of a video's tokens to keep, in (0, 1); 0 and 1 disable pruning.
     crops: of towers that take crops, of the same types as `pixels`.
+    encoded: a JPEG, PNG or WebP image, or an MP4 or WebM clip, which the server decodes and prepares; without
+        `pixels`, `crops` and `grid`. `GetModel` lists what a server decodes.
 
     Raises InvalidItem, naming the field, for errors that can be found without the model.
     """
 
-    pixels: Pixels | None
-    grid: tuple[int, int, int]
+    pixels: Pixels | None = None
+    grid: tuple[int, int, int] = _UNKNOWN_GRID
     modality: Modality = "image"
     content_id: str | None = None
     keep_ratio: float = 0.0
     crops: Pixels | None = None
+    encoded: bytes | bytearray | memoryview | None = None
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        modality: Modality | None = None,
+        content_id: str | None = None,
+        keep_ratio: float = 0.0,
+    ) -> Self:
+        """An item with the bytes of a file, which the server decodes.
+
+        modality: by default "video" for MP4 and WebM files, else "image".
+        Raises OSError for a file that cannot be read.
+        """
+        encoded = Path(path).read_bytes()
+        if modality is None:
+            is_clip = any(encoded[at : at + len(mark)] == mark for at, mark in _CLIP_MARKS)
+            modality = "video" if is_clip else "image"
+        return cls(modality=modality, content_id=content_id, keep_ratio=keep_ratio, encoded=encoded)
 
     def __post_init__(self) -> None:
         violations = list(self._violations())
@@ -87,30 +118,82 @@ class Item:
         t, h, w = (int(side) for side in self.grid)
         object.__setattr__(self, "grid", (t, h, w))
 
+    @classmethod
+    def from_processor(
+        cls,
+        outputs: Mapping[str, object],
+        model: "Model | None" = None,
+        *,
+        grid_thw: object = None,
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+    ) -> "list[Item]":
+        """The items of a Hugging Face processor's outputs: images, then videos, in order.
+
+        outputs: the BatchFeature or dict, with tensors of numpy or torch, on any device; `pixel_values` and
+            `pixel_values_videos` are used, with the keys that belong to them.
+        model: `client.model()`; needed where outputs do not say enough (Pixtral, Mistral 3, DeepSeek-VL).
+        grid_thw: grids of the images, or their numbers of tiles, if the outputs have none (InternVL, Llama 4).
+        content_ids: one for each item; None for an item without.
+        keep_ratio: of videos; see `Item`.
+
+        Raises InvalidItem, naming the field, where outputs are not consistent.
+        """
+        from vitwire._processors import processor_items  # noqa: PLC0415  # it imports this module
+
+        return processor_items(outputs, model, grid_thw=grid_thw, content_ids=content_ids, keep_ratio=keep_ratio)
+
+    def __repr__(self) -> str:
+        """With the types and shapes of its tensors rather than their values."""
+        shown = {
+            "pixels": self.pixels if self.pixels is None else _outline(self.pixels),
+            "crops": self.crops if self.crops is None else _outline(self.crops),
+            "encoded": self.encoded if self.encoded is None else f"{len(self.encoded)} bytes",
+            "grid": self.grid if any(self.grid) else None,
+            "modality": self.modality,
+            "content_id": None if self.content_id is None else repr(self.content_id),
+            "keep_ratio": self.keep_ratio or None,
+        }
+        return f"Item({', '.join(f'{name}={value}' for name, value in shown.items() if value is not None)})"
+
     def _violations(self) -> Iterator[Violation]:
-        yield from _grid_violations(self.grid)
+        if self.encoded is not None:
+            yield from self._encoded_violations()
+        elif self.pixels is not None or self.grid != _UNKNOWN_GRID:
+            yield from _grid_violations(self.grid)
         if not isinstance(self.modality, str) or self.modality not in MODALITIES:
             yield Violation("modality", f"expected one of {', '.join(MODALITIES)}, got {self.modality!r}")
         if not isinstance(self.keep_ratio, int | float) or not 0.0 <= self.keep_ratio <= 1.0:
             yield Violation("keep_ratio", f"expected a share in [0, 1], got {self.keep_ratio!r}")
         if not (self.content_id is None or isinstance(self.content_id, str)):
             yield Violation("content_id", f"expected a string, got {type(self.content_id).__name__}")
-        if self.pixels is None and not self.content_id:
-            yield Violation("pixels", "an item without pixels needs a content_id")
+        if self.pixels is None and self.encoded is None and not self.content_id:
+            yield Violation("pixels", "an item without pixels needs encoded bytes or a content_id")
         for name, tensor in (("pixels", self.pixels), ("crops", self.crops)):
             if tensor is not None and (problem := _problem(tensor)):
                 yield Violation(name, problem)
 
+    def _encoded_violations(self) -> Iterator[Violation]:
+        if not isinstance(self.encoded, bytes | bytearray | memoryview):
+            yield Violation("encoded", f"expected bytes, got {type(self.encoded).__name__}")
+        elif not len(self.encoded):
+            yield Violation("encoded", "is empty")
+        if self.pixels is not None or self.crops is not None:
+            yield Violation("encoded", "an item has either encoded bytes or pixels and crops")
+        if self.grid != _UNKNOWN_GRID:
+            yield Violation("grid", "the server chooses the grid of an encoded item: leave it out")
+
 
 def pixel_bytes(item: Item) -> int:
-    """Bytes of the pixels, in the type they are sent in."""
+    """Bytes of the pixels, in the type they are sent in, or of the file."""
     tensors = [tensor for tensor in (item.pixels, item.crops) if tensor is not None]
-    return sum(math.prod(tensor.shape) * _TYPE_BYTES[_type_name(tensor)] for tensor in tensors)
+    of_tensors = sum(math.prod(tensor.shape) * _TYPE_BYTES[type_name(tensor)] for tensor in tensors)
+    return of_tensors + (_view(item.encoded).nbytes if item.encoded is not None else 0)
 
 
 def without_pixels(item: Item) -> Item:
-    """The item without pixels, to look up its content_id in the cache; without a content_id, the item itself."""
-    return replace(item, pixels=None, crops=None) if item.content_id else item
+    """The item without its content, to look up its content_id in the cache; without a content_id, the item itself."""
+    return replace(item, pixels=None, crops=None, encoded=None) if item.content_id else item
 
 
 def _grid_violations(grid: object) -> Iterator[Violation]:
@@ -135,8 +218,8 @@ class WireItem(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors."""
-        return len(self.tensors.pixels) + len(self.tensors.crops)
+        """Bytes of the tensors, or of the file."""
+        return sum(map(len, self.tensors))
 
 
 def to_wire(item: Item) -> WireItem:
@@ -144,7 +227,7 @@ def to_wire(item: Item) -> WireItem:
     t, h, w = item.grid
     message = pb.Item(
         modality=MODALITIES[item.modality],
-        grid=pb.Grid(t=t, h=h, w=w),
+        grid=pb.Grid(t=t, h=h, w=w) if any(item.grid) else None,
         content_id=item.content_id or "",
         keep_ratio=item.keep_ratio,
     )
@@ -153,26 +236,38 @@ def to_wire(item: Item) -> WireItem:
         pixels = _tensor(item.pixels, message.pixels)
     if item.crops is not None:
         crops = _tensor(item.crops, message.crops)
-    return WireItem(message, ItemTensors(pixels, crops))
+    encoded = _view(item.encoded) if item.encoded is not None else memoryview(b"")
+    return WireItem(message, ItemTensors(pixels, crops, encoded))
+
+
+def _view(encoded: bytes | bytearray | memoryview) -> memoryview:
+    """The bytes one by one; copied only if they are not contiguous."""
+    view = memoryview(encoded)
+    return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
 def _problem(tensor: object) -> str | None:
     if not isinstance(tensor, np.ndarray | TorchTensor):
         return f"expected a numpy array or a torch tensor, got {type(tensor).__name__}"
-    if _type_name(tensor) not in DATA_TYPES:
+    if type_name(tensor) not in DATA_TYPES:
         return f"expected a dtype of {', '.join(DATA_TYPES)}, got {tensor.dtype}"
     if len(tensor.shape) < 2:
         return f"expected rows of values, got the shape {tuple(tensor.shape)}"
     return None
 
 
-def _type_name(tensor: Pixels) -> str:
+def _outline(tensor: Pixels) -> str:
+    return f"{type_name(tensor)}{tuple(tensor.shape)}"
+
+
+def type_name(tensor: Pixels) -> str:
+    """Name of the dtype, such as float32."""
     return tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
     """Set type and shape in `message`; returns the bytes."""
-    message.data_type = DATA_TYPES[_type_name(tensor)]
+    message.data_type = DATA_TYPES[type_name(tensor)]
     message.shape.extend(tensor.shape)
     array = tensor if isinstance(tensor, np.ndarray) else _from_torch(tensor)
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
@@ -183,7 +278,7 @@ def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
 def _from_torch(tensor: TorchTensor) -> Array:
     """The tensor as array, sharing memory if on the host; bfloat16, which numpy lacks, as uint16."""
     host = tensor.detach().cpu().contiguous()
-    if _type_name(tensor) == "bfloat16":
+    if type_name(tensor) == "bfloat16":
         host = host.view(sys.modules["torch"].uint16)
     array: Array = host.numpy()
     return array

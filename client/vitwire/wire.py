@@ -2,7 +2,7 @@
 
 protobuf copies a `bytes` field whenever it is set, serialised, parsed and read. Here protobuf handles the message
 without its tensor bytes; these are appended when writing, and cut out as views when reading. The result is
-byte-identical to protobuf's serialisation, as each tensor field has the highest number of its message and so comes
+byte-identical to protobuf's serialisation, as these fields have the highest numbers of their message and so come
 last (https://protobuf.dev/programming-guides/encoding). Input is untrusted: every length is checked, and nothing is
 allocated for a claimed length.
 """
@@ -17,6 +17,7 @@ from vitwire.v1 import encoder_pb2 as pb
 Buffer = bytes | bytearray | memoryview
 M = TypeVar("M", bound=Message)
 
+ENCODED = 13
 CROPS = 14
 DATA = PIXELS = CHUNK = 15
 _ITEMS = 1
@@ -38,10 +39,11 @@ class Frame(NamedTuple, Generic[M]):
 
 
 class ItemTensors(NamedTuple):
-    """The bytes of one item's tensors; empty if it has none."""
+    """The bytes of one item's tensors, or of its file; empty if it has none."""
 
     pixels: Buffer = _NOTHING
     crops: Buffer = _NOTHING
+    encoded: Buffer = _NOTHING
 
 
 class Request(NamedTuple):
@@ -100,7 +102,10 @@ def _item(item: pb.Item, tensors: ItemTensors) -> list[Buffer]:
     head.CopyFrom(item)
     head.ClearField("pixels")
     head.ClearField("crops")
+    head.ClearField("encoded")
     parts: list[Buffer] = [head.SerializeToString()]
+    if len(tensors.encoded):
+        parts += _field(ENCODED, [tensors.encoded])
     if item.HasField("crops"):
         parts += _field(CROPS, [item.crops.SerializeToString(), *_data(tensors.crops)])
     if item.HasField("pixels"):
@@ -177,13 +182,16 @@ def read_chunk(kind: type[M], raw: bytes) -> Frame[M] | Malformed:
 def _read_item(view: memoryview) -> tuple[pb.Item, ItemTensors]:
     rest: list[Buffer] = []
     data = {PIXELS: _NOTHING, CROPS: _NOTHING}
+    encoded = _NOTHING
     for number, field, value in _fields(view):
-        if number in data and value is not None:
+        if number == ENCODED and value is not None:
+            encoded = value
+        elif number in data and value is not None:
             head, data[number] = _cut(value, data[number])
             rest += _field(number, [head])
         else:
             rest.append(field)
-    return pb.Item.FromString(b"".join(rest)), ItemTensors(data[PIXELS], data[CROPS])
+    return pb.Item.FromString(b"".join(rest)), ItemTensors(data[PIXELS], data[CROPS], encoded)
 
 
 def _cut(view: memoryview, data: memoryview) -> tuple[bytes, memoryview]:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -39,7 +39,7 @@ class Connection:
     """How to reach the service."""
 
     target: str
-    token: str | None
+    token: str | None = field(repr=False)
     tls: bool
     ca: Path | None
     cert: Path | None

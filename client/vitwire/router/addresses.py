@@ -29,7 +29,7 @@ class AllowedHost:
             rest, valid = colon + port, True
         wildcard = host.removeprefix("*.")
         if not valid or not wildcard or any(each in wildcard for each in "*/@? ") or "://" in text:
-            raise ValueError(f"allow_image_host {text!r}: expected host, host:port or *.domain")
+            raise ValueError(f"--allow-image-host {text!r}: expected host, host:port or *.domain")
         return cls(_normalised(host), _port(rest, text))
 
     def matches(self, host: str, port: int) -> bool:
@@ -42,7 +42,10 @@ class AllowedHost:
 
 def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
     """The networks of `--allow-image-network`. Raises ValueError."""
-    return tuple(ipaddress.ip_network(text) for text in texts)
+    try:
+        return tuple(ipaddress.ip_network(text) for text in texts)
+    except ValueError as error:
+        raise ValueError(f"--allow-image-network: {error}") from error
 
 
 def is_permitted(address: Address, networks: Iterable[Network]) -> bool:
@@ -71,5 +74,5 @@ def _port(rest: str, text: str) -> int | None:
         return None
     port = rest.removeprefix(":")
     if not (rest.startswith(":") and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ValueError(f"allow_image_host {text!r}: {port!r} is not a port")
+        raise ValueError(f"--allow-image-host {text!r}: {port!r} is not a port")
     return int(port)

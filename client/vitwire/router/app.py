@@ -46,7 +46,7 @@ class Prepared:
         """Raises ValueError for settings, and OSError for files, that cannot be used."""
         return cls(
             settings,
-            dialect_of(settings.engine, settings.mode),
+            dialect_of(settings),
             FetchLimits(
                 tuple(map(AllowedHost.parse, settings.allow_image_host)),
                 parse_networks(settings.allow_image_network),
@@ -76,7 +76,7 @@ def application(prepared: Prepared) -> Starlette:
 async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> None:
     settings, metrics = prepared.settings, Metrics()
     client = AsyncClient(
-        settings.target, tls=prepared.credentials, token=settings.token, timeout=settings.encode_seconds
+        settings.target, tls=prepared.credentials, token=settings.token, max_retries=settings.encoder_retries
     )
     stack.push_async_callback(client.close)
     engine = Engine(settings)
@@ -87,7 +87,7 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
         client,
         max_pixels=settings.max_image_pixels,
         max_encoding=settings.max_encoding,
-        by_reference=prepared.dialect.by_reference,
+        seconds=settings.encode_seconds,
     )
     stack.callback(encoder.close)
     images = Images(encoder, fetcher, prepared.dialect, metrics, settings.max_image_bytes, settings.encode_seconds)

@@ -43,24 +43,27 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes images with Vitwire. Items carry their content id only if `by_reference`, for others to look it up."""
+    """Encodes images with Vitwire."""
 
-    def __init__(self, client: AsyncClient, *, max_pixels: int, max_encoding: int, by_reference: bool) -> None:
-        self.client = client
-        self._max_pixels = max_pixels
-        self._by_reference = by_reference
+    def __init__(self, client: AsyncClient, *, max_pixels: int, max_encoding: int, seconds: float) -> None:
+        self.max_pixels = max_pixels
+        self._seconds = seconds
+        self._client = client
         self._slots = asyncio.Semaphore(max_encoding)
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images")
 
-    async def encode(self, image: ImageFile, seconds: float) -> Encoded:
-        """The embedding of an image file. Raises VitwireError."""
+    async def encode(self, image: ImageFile, *, cached: bool = False) -> Encoded:
+        """The embedding of an image file; `cached` leaves it in the server's cache under its content id.
+
+        Raises VitwireError.
+        """
         async with self._slots:
-            model = await self.client.model(seconds)
+            model = await self._client.model(self._seconds)
             content_id = content_id_of(image.digest, model)
-            item = await self.in_thread(lambda: item_of(image.content, model, self._max_pixels))
-            if self._by_reference:
+            item = await self.in_thread(lambda: item_of(image.content, model, self.max_pixels))
+            if cached:
                 item = replace(item, content_id=content_id)
-            (embedding,) = await self.client.encode_cached([item], timeout=seconds)
+            (embedding,) = await self._client.encode_cached([item], timeout=self._seconds)
         return Encoded(content_id, embedding, model)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -74,17 +77,23 @@ class Encoder:
 
 def item_of(image: bytes, model: Model, max_pixels: int) -> Item:
     """The only place where an image file becomes an item. Raises InvalidItem."""
+    open_image(image, max_pixels)
+    (item,) = image_items([image], model)
+    return item
+
+
+def open_image(image: bytes, max_pixels: int) -> str:
+    """The format of an image file, by its header. Raises InvalidItem for other files and for too many pixels."""
     try:
         with Image.open(io.BytesIO(image), formats=_FORMATS) as opened:
-            width, height = opened.size
+            (width, height), kind = opened.size, opened.format
     except UnidentifiedImageError as error:
         raise InvalidItem("not a JPEG, PNG, WebP, GIF or BMP image", item=0) from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Warning) as error:
         raise InvalidItem(f"cannot be read as an image: {error}", item=0) from error
     if width * height > max_pixels:
         raise InvalidItem(f"{width}x{height} exceeds the limit of {max_pixels} pixels", item=0)
-    (item,) = image_items([image], model)
-    return item
+    return kind or ""
 
 
 def content_id_of(digest: bytes, model: Model) -> str:

@@ -93,7 +93,7 @@ class Exchange:
                 await self._write(chunk, more=True)
         except httpx2.TransportError as error:
             if not response.headers.get("content-type", "").encode().startswith(_EVENTS):
-                raise
+                raise from_transport(error) from error
             await self._write(b"\n\ndata: " + from_transport(error).body + b"\n\n", more=True)
         await self._write(b"", more=False)
 

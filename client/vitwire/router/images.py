@@ -75,13 +75,13 @@ class Images:
 
     async def _part(self, image: ImageFile, ref: ImageRef, ticket: Ticket) -> Part:
         try:
-            encoded = await self.encoder.encode(image, self.seconds)
+            part = await self.dialect.part(image, self.encoder)
         except VitwireError as error:
             raise from_encoder(error, ref.param) from error
-        try:
-            part = await self.encoder.in_thread(lambda: self.dialect.part(encoded))
         except ValueError as error:
-            raise ApiError(502, f"the engine takes no embedding of this model: {error}", "unsupported_model") from error
+            raise ApiError(
+                502, f"the engine has no input for this model's images: {error}", "unsupported_model"
+            ) from error
         ticket.hold(sum(len(value) for value in _strings(part)))
         return part
 

@@ -61,11 +61,19 @@ def rewritten(request: Json, parts: Mapping[ImageRef, Json]) -> bytes:
         messages[number] = messages[number] | {"content": list(contents[number])}
     for ref, part in parts.items():
         content = messages[ref.message]["content"]
-        content[ref.part] = {name: value for name, value in content[ref.part].items() if name not in _REPLACED} | part
+        content[ref.part] = _merged(content[ref.part], part)
     try:
         return json.dumps(request | {"messages": messages}, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body cannot be sent as JSON: {error}", None, "invalid_json") from error
+
+
+def _merged(original: Json, part: Json) -> Json:
+    """The engine's part with the fields of the original that it does not replace."""
+    image = original.get("image_url")
+    if "image_url" in part and isinstance(image, dict):
+        part = part | {"image_url": image | part["image_url"]}
+    return {name: value for name, value in original.items() if name not in _REPLACED} | part
 
 
 def _contents(request: Json) -> Iterator[tuple[int, Sequence[Any]]]:

@@ -32,8 +32,11 @@ class Settings:
     engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
     engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
     mode: Annotated[
-        Mode, Flag("inline: requests carry embeddings; reference: the engine fetches them by content id")
-    ] = "inline"
+        Mode | None,
+        Flag(
+            "inline: requests carry embeddings (vLLM's default); reference: the engine fetches them (SGLang's default)"
+        ),
+    ] = None
     api_keys_file: Annotated[
         Path | None, Flag("accept only these API keys, one per line; read again when it changes")
     ] = None
@@ -55,9 +58,10 @@ class Settings:
     max_image_bytes: Annotated[int, Flag("bytes of one image file", 1)] = 20 * MIB
     max_image_pixels: Annotated[int, Flag("pixels of one image", 1)] = 50_000_000
     max_encoding: Annotated[int, Flag("images being decoded and encoded at a time", 1)] = 32
+    encoder_retries: Annotated[int, Flag("retries when the encoder is unavailable or overloaded", 0)] = 3
     body_seconds: Annotated[float, Flag("time for a request's body to arrive", 0.001)] = 60.0
     fetch_seconds: Annotated[float, Flag("time to fetch one image URL, with redirects", 0.001)] = 10.0
-    encode_seconds: Annotated[float, Flag("time to decode and encode the images of a request", 0.001)] = 60.0
+    encode_seconds: Annotated[float, Flag("time to fetch, decode and encode the images of a request", 0.001)] = 60.0
     engine_connect_seconds: Annotated[float, Flag("time to connect to the engine", 0.001)] = 5.0
     engine_seconds: Annotated[float, Flag("time without a byte from the engine", 0.001)] = 600.0
     stall_seconds: Annotated[float, Flag("time that a client which does not read its response is kept", 0.001)] = 60.0
@@ -70,10 +74,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.engine_url.startswith(("http://", "https://")):
-            raise ValueError(f"engine_url {self.engine_url!r} does not start with http:// or https://")
+            raise ValueError(f"--engine-url {self.engine_url!r} does not start with http:// or https://")
         if self.engine_url.rstrip("/").endswith("/v1"):
-            raise ValueError(f"engine_url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
+            raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
         if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key must be set together")
+            raise ValueError("--cert and --key must be set together")
         if self.max_image_bytes > self.max_body_bytes:
-            raise ValueError("max_image_bytes exceeds max_body_bytes")
+            raise ValueError("--max-image-bytes exceeds --max-body-bytes")

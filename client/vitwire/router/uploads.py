@@ -3,7 +3,7 @@
 import binascii
 from collections.abc import AsyncGenerator, Mapping
 
-from starlette.datastructures import Headers, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from vitwire.router.errors import ApiError, invalid
@@ -30,6 +30,13 @@ async def parse_form(headers: Headers, body: bytes, max_images: int) -> tuple[by
     except (MultiPartException, KeyError, UnicodeDecodeError) as error:
         text = error.message if isinstance(error, MultiPartException) else f"malformed form: {error}"
         raise invalid(text, None, "invalid_form") from error
+    try:
+        return await _request_and_files(form)
+    finally:
+        await form.close()
+
+
+async def _request_and_files(form: FormData) -> tuple[bytes, dict[str, bytes]]:
     request: bytes | None = None
     files: dict[str, bytes] = {}
     for name, value in form.multi_items():

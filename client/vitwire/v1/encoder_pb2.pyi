@@ -4,8 +4,8 @@ isort:skip_file
 The API of Vitwire: pixel tensors in, vision embeddings out.
 
 Tensors are little-endian and in C order. Every field with tensor bytes has
-number 15, so that it is serialised last and its bytes can be appended to the
-message without a copy.
+number 15, and encoded bytes have number 13, so that they are serialised last
+and can be appended to the message without a copy.
 """
 
 import builtins
@@ -254,6 +254,80 @@ MEMORY_KIND_DEVICE: MemoryKind.ValueType  # 2
 """Memory of a CUDA device."""
 Global___MemoryKind: typing_extensions.TypeAlias = MemoryKind
 
+class _Encoding:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
+    ENCODING_JPEG: _Encoding.ValueType  # 1
+    ENCODING_PNG: _Encoding.ValueType  # 2
+    ENCODING_WEBP: _Encoding.ValueType  # 3
+    ENCODING_MP4: _Encoding.ValueType  # 4
+    ENCODING_WEBM: _Encoding.ValueType  # 5
+
+class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
+    """File format that the server decodes."""
+
+ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
+ENCODING_JPEG: Encoding.ValueType  # 1
+ENCODING_PNG: Encoding.ValueType  # 2
+ENCODING_WEBP: Encoding.ValueType  # 3
+ENCODING_MP4: Encoding.ValueType  # 4
+ENCODING_WEBM: Encoding.ValueType  # 5
+Global___Encoding: typing_extensions.TypeAlias = Encoding
+
+class _SamplingRule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SamplingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SamplingRule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SAMPLING_RULE_UNSPECIFIED: _SamplingRule.ValueType  # 0
+    SAMPLING_RULE_ALL: _SamplingRule.ValueType  # 1
+    """All frames."""
+    SAMPLING_RULE_COUNT: _SamplingRule.ValueType  # 2
+    """A fixed number of frames, evenly spaced: i * total / frames, rounded down."""
+    SAMPLING_RULE_RATE: _SamplingRule.ValueType  # 3
+    """By rate as Qwen2-VL: a multiple of the temporal patch size within bounds,
+    i * total / frames, rounded down.
+    """
+    SAMPLING_RULE_RATE_TO_LAST: _SamplingRule.ValueType  # 4
+    """By rate as Qwen3-VL: within bounds, evenly spaced from the first to the last
+    frame, rounded to the nearest.
+    """
+    SAMPLING_RULE_SECONDS: _SamplingRule.ValueType  # 5
+    """By rate as GLM-4V: the first frame of each interval, to a maximum duration."""
+    SAMPLING_RULE_RATE_BY_DURATION: _SamplingRule.ValueType  # 6
+    """By rate as GLM-4.6V: the rate depends on the duration."""
+    SAMPLING_RULE_MIDDLES: _SamplingRule.ValueType  # 7
+    """A fixed number of frames, the middle of each interval."""
+
+class SamplingRule(_SamplingRule, metaclass=_SamplingRuleEnumTypeWrapper):
+    """How frames of a clip are chosen before it is prepared."""
+
+SAMPLING_RULE_UNSPECIFIED: SamplingRule.ValueType  # 0
+SAMPLING_RULE_ALL: SamplingRule.ValueType  # 1
+"""All frames."""
+SAMPLING_RULE_COUNT: SamplingRule.ValueType  # 2
+"""A fixed number of frames, evenly spaced: i * total / frames, rounded down."""
+SAMPLING_RULE_RATE: SamplingRule.ValueType  # 3
+"""By rate as Qwen2-VL: a multiple of the temporal patch size within bounds,
+i * total / frames, rounded down.
+"""
+SAMPLING_RULE_RATE_TO_LAST: SamplingRule.ValueType  # 4
+"""By rate as Qwen3-VL: within bounds, evenly spaced from the first to the last
+frame, rounded to the nearest.
+"""
+SAMPLING_RULE_SECONDS: SamplingRule.ValueType  # 5
+"""By rate as GLM-4V: the first frame of each interval, to a maximum duration."""
+SAMPLING_RULE_RATE_BY_DURATION: SamplingRule.ValueType  # 6
+"""By rate as GLM-4.6V: the rate depends on the duration."""
+SAMPLING_RULE_MIDDLES: SamplingRule.ValueType  # 7
+"""A fixed number of frames, the middle of each interval."""
+Global___SamplingRule: typing_extensions.TypeAlias = SamplingRule
+
 @typing.final
 class Grid(google.protobuf.message.Message):
     """Patch grid of an item: frames (after temporal merging), rows and columns, in
@@ -306,7 +380,9 @@ Global___Tensor: typing_extensions.TypeAlias = Tensor
 
 @typing.final
 class Item(google.protobuf.message.Message):
-    """One image or one clip, as returned by the model's Hugging Face processor."""
+    """One image or one clip, as returned by the model's Hugging Face processor, or
+    as a file.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -315,6 +391,7 @@ class Item(google.protobuf.message.Message):
     CONTENT_ID_FIELD_NUMBER: builtins.int
     KEEP_RATIO_FIELD_NUMBER: builtins.int
     REGION_FIELD_NUMBER: builtins.int
+    ENCODED_FIELD_NUMBER: builtins.int
     CROPS_FIELD_NUMBER: builtins.int
     PIXELS_FIELD_NUMBER: builtins.int
     modality: Global___Modality.ValueType
@@ -324,6 +401,11 @@ class Item(google.protobuf.message.Message):
     """
     keep_ratio: builtins.float
     """Share of a video's tokens to keep, in (0, 1); 0 or 1 keeps all of them."""
+    encoded: builtins.bytes
+    """A file instead of pixels: a JPEG, PNG or WebP image, or an MP4 or WebM clip.
+    The server decodes and prepares it; `grid` and tensors are absent. On an
+    EncodeStream it is empty: the bytes follow in chunks.
+    """
     @property
     def grid(self) -> Global___Grid: ...
     @property
@@ -350,11 +432,12 @@ class Item(google.protobuf.message.Message):
         content_id: builtins.str = ...,
         keep_ratio: builtins.float = ...,
         region: Global___Region | None = ...,
+        encoded: builtins.bytes = ...,
         crops: Global___Tensor | None = ...,
         pixels: Global___Tensor | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["crops", b"crops", "grid", b"grid", "pixels", b"pixels", "region", b"region"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "pixels", b"pixels", "region", b"region"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "encoded", b"encoded", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "pixels", b"pixels", "region", b"region"]) -> None: ...
 
 Global___Item: typing_extensions.TypeAlias = Item
 
@@ -562,6 +645,8 @@ class ItemReport(google.protobuf.message.Message):
     ENCODED_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     DELIVERY_FALLBACK_FIELD_NUMBER: builtins.int
+    GRID_FIELD_NUMBER: builtins.int
+    FRAME_SECONDS_FIELD_NUMBER: builtins.int
     path: Global___Path.ValueType
     fallback_reason: builtins.str
     """Why no graph was used; empty otherwise."""
@@ -585,6 +670,14 @@ class ItemReport(google.protobuf.message.Message):
     def kept(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indices of the tokens that pruning kept; empty when pruning was off."""
 
+    @property
+    def grid(self) -> Global___Grid:
+        """Grid that the server chose for an encoded item; absent for other items."""
+
+    @property
+    def frame_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Seconds from the start of an encoded clip to each frame that was used."""
+
     def __init__(
         self,
         *,
@@ -596,9 +689,11 @@ class ItemReport(google.protobuf.message.Message):
         encoded: google.protobuf.duration_pb2.Duration | None = ...,
         kept: collections.abc.Iterable[builtins.int] | None = ...,
         delivery_fallback: builtins.str = ...,
+        grid: Global___Grid | None = ...,
+        frame_seconds: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["encoded", b"encoded", "queued", b"queued"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_tokens", b"budget_tokens", "delivery_fallback", b"delivery_fallback", "encoded", b"encoded", "fallback_reason", b"fallback_reason", "kept", b"kept", "path", b"path", "queued", b"queued", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["encoded", b"encoded", "grid", b"grid", "queued", b"queued"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget_tokens", b"budget_tokens", "delivery_fallback", b"delivery_fallback", "encoded", b"encoded", "fallback_reason", b"fallback_reason", "frame_seconds", b"frame_seconds", "grid", b"grid", "kept", b"kept", "path", b"path", "queued", b"queued", "tokens", b"tokens"]) -> None: ...
 
 Global___ItemReport: typing_extensions.TypeAlias = ItemReport
 
@@ -666,10 +761,13 @@ class EncodeStreamHeader(google.protobuf.message.Message):
 
     ITEM_FIELD_NUMBER: builtins.int
     HEADER_FIELD_NUMBER: builtins.int
+    ENCODED_BYTES_FIELD_NUMBER: builtins.int
     item: builtins.int
     """Number of the item in chunks and responses, unique among the items not yet
     answered.
     """
+    encoded_bytes: builtins.int
+    """Number of bytes that follow for an encoded item; 0 for other items."""
     @property
     def header(self) -> Global___Item:
         """The item without tensor data; types and shapes give the number of bytes
@@ -681,15 +779,18 @@ class EncodeStreamHeader(google.protobuf.message.Message):
         *,
         item: builtins.int = ...,
         header: Global___Item | None = ...,
+        encoded_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "item", b"item"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoded_bytes", b"encoded_bytes", "header", b"header", "item", b"item"]) -> None: ...
 
 Global___EncodeStreamHeader: typing_extensions.TypeAlias = EncodeStreamHeader
 
 @typing.final
 class EncodeStreamChunk(google.protobuf.message.Message):
-    """The next bytes of an item: first its pixels, then its crops, if any."""
+    """The next bytes of an item: first its pixels, then its crops, if any; or those
+    of its file.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -779,6 +880,7 @@ class GetModelResponse(google.protobuf.message.Message):
     RASTER_PATCHES_FIELD_NUMBER: builtins.int
     CHANNELS_LAST_FIELD_NUMBER: builtins.int
     DELIVERIES_FIELD_NUMBER: builtins.int
+    ENCODINGS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -826,6 +928,12 @@ class GetModelResponse(google.protobuf.message.Message):
     def deliveries(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DeliveryWay.ValueType]:
         """Ways that rows can be delivered in; empty means only in the response."""
 
+    @property
+    def encodings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Encoding.ValueType]:
+        """Files that items may carry instead of pixels; empty if the server does not
+        decode.
+        """
+
     def __init__(
         self,
         *,
@@ -851,9 +959,10 @@ class GetModelResponse(google.protobuf.message.Message):
         raster_patches: builtins.bool = ...,
         channels_last: builtins.bool = ...,
         deliveries: collections.abc.Iterable[Global___DeliveryWay.ValueType] | None = ...,
+        encodings: collections.abc.Iterable[Global___Encoding.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 
@@ -893,6 +1002,7 @@ class Preprocessor(google.protobuf.message.Message):
     RESIZING_FIELD_NUMBER: builtins.int
     TILING_FIELD_NUMBER: builtins.int
     DROPS_TRANSPARENCY_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
     min_pixels: builtins.int
     """Area bounds of the resized image, in pixels."""
     max_pixels: builtins.int
@@ -917,6 +1027,12 @@ class Preprocessor(google.protobuf.message.Message):
     def tiling(self) -> Global___Tiling:
         """How tile towers cut an image; absent for patch towers."""
 
+    @property
+    def sampling(self) -> Global___FrameSampling:
+        """How frames of encoded clips are chosen; absent for images, and if clips
+        must be sent as pixels.
+        """
+
     def __init__(
         self,
         *,
@@ -930,11 +1046,49 @@ class Preprocessor(google.protobuf.message.Message):
         resizing: Global___Resizing.ValueType = ...,
         tiling: Global___Tiling | None = ...,
         drops_transparency: builtins.bool = ...,
+        sampling: Global___FrameSampling | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tiling", b"tiling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bounds_span_frames", b"bounds_span_frames", "drops_transparency", b"drops_transparency", "max_pixels", b"max_pixels", "mean", b"mean", "min_pixels", b"min_pixels", "resample", b"resample", "rescale_factor", b"rescale_factor", "resizing", b"resizing", "std", b"std", "tiling", b"tiling"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["sampling", b"sampling", "tiling", b"tiling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bounds_span_frames", b"bounds_span_frames", "drops_transparency", b"drops_transparency", "max_pixels", b"max_pixels", "mean", b"mean", "min_pixels", b"min_pixels", "resample", b"resample", "rescale_factor", b"rescale_factor", "resizing", b"resizing", "sampling", b"sampling", "std", b"std", "tiling", b"tiling"]) -> None: ...
 
 Global___Preprocessor: typing_extensions.TypeAlias = Preprocessor
+
+@typing.final
+class FrameSampling(google.protobuf.message.Message):
+    """Settings of the rule by which the processor samples a clip; those that a rule
+    does not use are 0.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    FPS_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    MIN_FRAMES_FIELD_NUMBER: builtins.int
+    MAX_FRAMES_FIELD_NUMBER: builtins.int
+    MAX_SECONDS_FIELD_NUMBER: builtins.int
+    rule: Global___SamplingRule.ValueType
+    fps: builtins.float
+    """Frames per second to sample."""
+    frames: builtins.int
+    """Number of frames."""
+    min_frames: builtins.int
+    max_frames: builtins.int
+    max_seconds: builtins.float
+    """Later frames are not sampled."""
+    def __init__(
+        self,
+        *,
+        rule: Global___SamplingRule.ValueType = ...,
+        fps: builtins.float = ...,
+        frames: builtins.int = ...,
+        min_frames: builtins.int = ...,
+        max_frames: builtins.int = ...,
+        max_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fps", b"fps", "frames", b"frames", "max_frames", b"max_frames", "max_seconds", b"max_seconds", "min_frames", b"min_frames", "rule", b"rule"]) -> None: ...
+
+Global___FrameSampling: typing_extensions.TypeAlias = FrameSampling
 
 @typing.final
 class Tiling(google.protobuf.message.Message):
@@ -1089,11 +1243,17 @@ class Limits(google.protobuf.message.Message):
     PATCHES_PER_ITEM_FIELD_NUMBER: builtins.int
     QUEUED_ITEMS_FIELD_NUMBER: builtins.int
     QUEUED_BYTES_FIELD_NUMBER: builtins.int
+    ENCODED_BYTES_FIELD_NUMBER: builtins.int
+    ENCODED_PIXELS_FIELD_NUMBER: builtins.int
     request_bytes: builtins.int
     items_per_request: builtins.int
     patches_per_item: builtins.int
     queued_items: builtins.int
     queued_bytes: builtins.int
+    encoded_bytes: builtins.int
+    """Of an encoded item; 0 if the server does not decode."""
+    encoded_pixels: builtins.int
+    """Pixels of an encoded image, or of a frame of an encoded clip."""
     def __init__(
         self,
         *,
@@ -1102,7 +1262,9 @@ class Limits(google.protobuf.message.Message):
         patches_per_item: builtins.int = ...,
         queued_items: builtins.int = ...,
         queued_bytes: builtins.int = ...,
+        encoded_bytes: builtins.int = ...,
+        encoded_pixels: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items_per_request", b"items_per_request", "patches_per_item", b"patches_per_item", "queued_bytes", b"queued_bytes", "queued_items", b"queued_items", "request_bytes", b"request_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoded_bytes", b"encoded_bytes", "encoded_pixels", b"encoded_pixels", "items_per_request", b"items_per_request", "patches_per_item", b"patches_per_item", "queued_bytes", b"queued_bytes", "queued_items", b"queued_items", "request_bytes", b"request_bytes"]) -> None: ...
 
 Global___Limits: typing_extensions.TypeAlias = Limits

@@ -4,8 +4,8 @@ isort:skip_file
 The API of Vitwire: pixel tensors in, vision embeddings out.
 
 Tensors are little-endian and in C order. Every field with tensor bytes has
-number 15, so that it is serialised last and its bytes can be appended to the
-message without a copy.
+number 15, and encoded bytes have number 13, so that they are serialised last
+and can be appended to the message without a copy.
 """
 
 import abc

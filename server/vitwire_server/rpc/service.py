@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
+_REPLICA = "x-vitwire-replica"
 _IDLE_FACTOR = 10
 """A stream with nothing in flight may stay open for this many times as long as an upload may stall."""
 Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
@@ -112,7 +113,8 @@ class EncoderService:
 
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
-        """A call that is always closed."""
+        """A call that is always closed; the client learns which replica served it."""
+        context.set_trailing_metadata((*(context.trailing_metadata() or ()), (_REPLICA, serving.card.replica)))
         call = Call(serving, principal(context), caller_of(context).name, context.time_remaining())
         try:
             yield call
@@ -126,7 +128,7 @@ class EncoderService:
         call.consumer = consumer_of(request.message, call.principal, "delivery")
         items = codec.items(request, call.consumer)
         call.priority = codec.priority(request.message.priority)
-        await call.submit(dict(enumerate(items)))
+        await call.submit_all(items)
         call.end()
 
     async def _answer_all(
@@ -145,7 +147,7 @@ class EncoderService:
                 self._metrics.rejected.labels(outcome.reason).inc()
             await acknowledgement.settle()
             start = time.perf_counter()
-            for message in messages(kind, index, outcome):
+            for message in messages(kind, index, outcome, call.prepared(index)):
                 if message.last:
                     call.free(index)  # once the client has this message, it may use the item's number again
                 await self._write(context, message)
