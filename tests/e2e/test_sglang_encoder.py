@@ -71,9 +71,10 @@ def adapter(vitwire: ServerProcess) -> Iterator[Adapter]:
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("images")
     generator = np.random.default_rng(3)
-    paths = [folder / "a.png", folder / "b.png"]
-    for path, shape in zip(paths, [(64, 96, 3), (96, 64, 3)], strict=True):
+    paths = [folder / "a.png", folder / "b.png", folder / "large.png"]
+    for path, shape in zip(paths, [(64, 96, 3), (96, 64, 3)], strict=False):
         Image.fromarray(generator.integers(0, 256, shape, np.uint8)).save(path)
+    Image.linear_gradient("L").resize((768, 768)).save(paths[2])  # few bytes, but rows that ZMQ does not copy
     return paths
 
 

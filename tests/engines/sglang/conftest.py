@@ -1,7 +1,7 @@
 """SGLang's own code on a machine without a GPU, and real processes of Vitwire and its adapter.
 
-SGLang is imported as it is. Three packages that it imports at the top of modules have no CPU build, and stand-ins
-take their place: sgl_kernel (CUDA kernels), torchvision and tvm_ffi. Nothing that these tests run calls them.
+SGLang is imported as it is. Two packages that it imports at the top of modules have no build that works on this CPU,
+and stand-ins take their place: sgl_kernel (CUDA kernels) and torchvision. Nothing that these tests run calls them.
 """
 
 import os
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-_STAND_INS = frozenset({"sgl_kernel", "torchvision", "tvm_ffi"})
+_STAND_INS = frozenset({"sgl_kernel", "torchvision"})
 os.environ["SGLANG_HOST_IP"] = "127.0.0.1"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import inspect
+import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -14,7 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from sglang.srt.disaggregation.encoder import receiver as receiving
-from sglang.srt.disaggregation.encoder.receiver import MMReceiverGrpc, MMReceiverHTTP, create_mm_receiver
+from sglang.srt.disaggregation.encoder.receiver import (
+    EncoderBootstrapServer,
+    MMReceiverGrpc,
+    MMReceiverHTTP,
+    create_mm_receiver,
+)
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from tests.engines.sglang.conftest import AdapterProcess, Adapters, SGLang
@@ -119,6 +125,21 @@ async def test_without_a_server_the_request_fails_at_once(
     with adapters("127.0.0.1:1", "--timeout", "2") as alone:
         assert await received(sglang, mode, urls(mode, alone), [uri(images[0])]) is None
     assert time.monotonic() - started < _SECONDS
+
+
+def test_it_registers_with_a_bootstrap_server(vitwire: ServerProcess, adapters: Adapters) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    bootstrap = EncoderBootstrapServer("127.0.0.1", port, health_check_interval=0)
+    try:
+        with adapters(vitwire.target, "--register", f"http://127.0.0.1:{port}", "--advertise", "http://adapter:30100"):
+            deadline = time.monotonic() + _SECONDS
+            while not bootstrap.list_urls() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert bootstrap.list_urls() == ["http://adapter:30100"]
+        assert bootstrap.list_urls() == []
+    finally:
+        bootstrap.close()
 
 
 def test_sglang_cannot_use_zmq_to_scheduler_over_grpc() -> None:
