@@ -92,17 +92,24 @@ class Embedding:
         """The rows as float32, `(tokens, width)`; the conversion is exact. A view if they were received as float32."""
         return _float32(self._host(), self.dtype)
 
-    def torch(self) -> "torch.Tensor":
-        """The rows in the server's dtype, `(tokens, width)`, sharing this object's memory.
+    def torch(self, device: "str | torch.device | None" = None) -> "torch.Tensor":
+        """The rows in the server's dtype, `(tokens, width)`.
 
-        On the client's `device` if they were delivered there, else on the CPU.
+        device: default: where they are, sharing this object's memory: the client's `device` if they were delivered
+            there, else the CPU. Rows are copied from the host to a CUDA device through pinned memory, in the order of
+            the current stream, without waiting for the work that is enqueued there.
         """
         import torch  # noqa: PLC0415  # not a dependency of the client
 
-        if not isinstance(self._rows, np.ndarray):
-            return self._rows
-        tensor = torch.from_numpy(self._rows)
-        return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
+        tensor = self._rows if not isinstance(self._rows, np.ndarray) else torch.from_numpy(self._rows)
+        if self.dtype == "bfloat16":
+            tensor = tensor.view(torch.bfloat16)
+        if device is None:
+            return tensor
+        wanted = torch.device(device)
+        if tensor.is_cpu and wanted.type == "cuda":
+            return tensor.pin_memory().to(wanted, non_blocking=True)
+        return tensor.to(wanted)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """As `numpy()`, for `np.asarray`. Raises ValueError if `copy=False` is impossible."""

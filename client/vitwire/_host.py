@@ -27,6 +27,8 @@ def on_host(value: object, field: str) -> Batch:
     float64 becomes float32. Tensors on a device are copied in one transfer. Raises InvalidItem, which names the field.
     """
     if isinstance(value, np.ndarray | TorchTensor) and str(value.dtype) != "object":
+        if not len(value.shape):
+            raise invalid(field, "expected a batch of items, got a single number")
         return _accepted(_copied(value, field), field)
     tensors = list(_flat(value))
     if not tensors:

@@ -4,6 +4,7 @@ Pixels stay uint8: the server rescales and normalises them on its device. Pillow
 and resizing (`pip install 'vitwire[images]'`).
 """
 
+import io
 import os
 import struct
 import zlib
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -35,7 +36,7 @@ __all__ = [
     "smart_resize",
 ]
 
-ImageLike: TypeAlias = "str | os.PathLike[str] | Image | Pixels"
+ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | Image | Pixels"
 _Picture: TypeAlias = "Image | Pixels"
 
 MAX_DECODED_PIXELS = 89_478_485
@@ -52,8 +53,8 @@ _UNREADABLE = (
 def image_patches(image: ImageLike, settings: Preprocessor) -> tuple[Pixels, Grid]:
     """Patches `(h*w, C*p*p)` of one image, and its grid `(1, h, w)`.
 
-    `image` is a path, a Pillow image or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4
-    channels. The frame axis, along which the processor only duplicates the image, is omitted.
+    `image` is a path, the bytes of a file, a Pillow image or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with
+    1, 3 or 4 channels. The frame axis, along which the processor only duplicates the image, is omitted.
     Raises ValueError for invalid or empty images, and OSError for a file that cannot be opened.
     """
     picture = _rgb(image, drop=settings.drops_transparency)
@@ -120,9 +121,12 @@ def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
     if isinstance(image, np.ndarray):
         return _rgb_array(image, drop=drop)
     if isinstance(image, str | os.PathLike):
-        return _rgb_file(Path(image), drop=drop)
+        with Path(image).open("rb") as file:
+            return _rgb_file(file, str(image), drop=drop)
+    if isinstance(image, bytes):
+        return _rgb_file(io.BytesIO(image), "the file", drop=drop)
     if not isinstance(image, _pillow().Image):
-        raise TypeError(f"expected a path, a Pillow image or a uint8 array, got {type(image).__name__}")
+        raise TypeError(f"expected a path, bytes, a Pillow image or a uint8 array, got {type(image).__name__}")
     with _decoding("the image"):
         return _rgb_image(image, drop=drop)
 
@@ -149,12 +153,12 @@ def _array_on_white(image: Pixels) -> Pixels:
     return ((blend + 127) // 255).astype(np.uint8)  # at most 65152; never halfway between two values
 
 
-def _rgb_file(path: Path, *, drop: bool) -> "Image":
+def _rgb_file(file: IO[bytes], name: str, *, drop: bool) -> "Image":
     """The image in a file as Hugging Face loads it: rotated by EXIF, alpha ignored, a transparent colour applied."""
     pillow = _pillow()
     from PIL import ImageOps  # noqa: PLC0415  # as optional as Pillow
 
-    with path.open("rb") as file, _decoding(str(path)):
+    with _decoding(name):
         image: Image = pillow.open(file)
         _check_bounded(image)
         ImageOps.exif_transpose(image, in_place=True)

@@ -143,6 +143,19 @@ class Item:
 
         return processor_items(outputs, model, grid_thw=grid_thw, content_ids=content_ids, keep_ratio=keep_ratio)
 
+    def __repr__(self) -> str:
+        """With the types and shapes of its tensors rather than their values."""
+        shown = {
+            "pixels": self.pixels if self.pixels is None else _outline(self.pixels),
+            "crops": self.crops if self.crops is None else _outline(self.crops),
+            "encoded": self.encoded if self.encoded is None else f"{len(self.encoded)} bytes",
+            "grid": self.grid if any(self.grid) else None,
+            "modality": self.modality,
+            "content_id": None if self.content_id is None else repr(self.content_id),
+            "keep_ratio": self.keep_ratio or None,
+        }
+        return f"Item({', '.join(f'{name}={value}' for name, value in shown.items() if value is not None)})"
+
     def _violations(self) -> Iterator[Violation]:
         if self.encoded is not None:
             yield from self._encoded_violations()
@@ -241,6 +254,10 @@ def _problem(tensor: object) -> str | None:
     if len(tensor.shape) < 2:
         return f"expected rows of values, got the shape {tuple(tensor.shape)}"
     return None
+
+
+def _outline(tensor: Pixels) -> str:
+    return f"{type_name(tensor)}{tuple(tensor.shape)}"
 
 
 def type_name(tensor: Pixels) -> str:

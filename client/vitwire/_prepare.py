@@ -17,7 +17,7 @@ from vitwire._tiles import Tiles
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    ImageLike = str | os.PathLike[str] | Image | npt.NDArray[np.uint8]
+    ImageLike = str | os.PathLike[str] | bytes | Image | npt.NDArray[np.uint8]
     Clip = npt.NDArray[np.uint8] | Sequence[ImageLike]
 
 S = TypeVar("S")
@@ -54,7 +54,7 @@ def _clip(frames: "Clip", settings: Preprocessor) -> Tiles:
 def _check_list(sources: object, what: str, *, dimensions: int) -> None:
     """Raises TypeError for a single image or clip, which would be iterated over as if it were a list."""
     alone = isinstance(sources, np.ndarray) and sources.ndim <= dimensions
-    if alone or isinstance(sources, str | os.PathLike) or hasattr(sources, "getbands"):
+    if alone or isinstance(sources, str | bytes | os.PathLike) or hasattr(sources, "getbands"):
         raise TypeError(f"expected a list of {what}, got a single {type(sources).__name__}")
 
 

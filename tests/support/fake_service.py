@@ -110,6 +110,9 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
     bend: Callable[[Iterator[Any]], Iterator[Any]] = lambda responses: responses
     methods: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
+    """Of the last RPC."""
+    options: list[tuple[int, int]] = field(default_factory=list)
+    """Output type and priority of each request."""
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def _enter(self, method: str, context: grpc.ServicerContext) -> None:
@@ -129,6 +132,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
 
     def Encode(self, request, context):  # noqa: N802, ANN001, ANN201
         self._enter("Encode", context)
+        self.options.append((request.output_type, request.priority))
 
         def responses() -> Iterator[Any]:
             for number in reversed(range(len(request.items))):
@@ -145,6 +149,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
                 kind = request.WhichOneof("message")
                 if kind == "options":
                     output = request.options.output_type
+                    self.options.append((output, request.options.priority))
                 elif kind == "header":
                     headers[request.header.item] = request.header.header
                     received[request.header.item] = b""

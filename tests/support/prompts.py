@@ -12,9 +12,13 @@ from torch import Tensor
 Grid = tuple[int, int, int]
 Inputs = dict[str, Any]
 _IMAGES: list[Grid] = [(1, 8, 12), (1, 4, 4), (1, 6, 4)]
-_CLIP: list[Grid] = [(2, 8, 4)]
-_PER_FRAME = ("qwen3", "glm4v", "glm46v", "glm_ocr")
+_CLIP: Grid = (2, 8, 8)
+_PER_FRAME = ("qwen3_vl", "qwen3_5", "glm")
 """Beginnings of the types of models whose prompts mark each frame of a clip."""
+_SQUARE = ("kimi_k25", "paddleocr_vl")
+"""Their processors emit patches as `(C, p, p)`."""
+_SINGLE = (*_SQUARE, "ernie4_5_vl_moe")
+"""Their patches are of one frame."""
 
 
 def _random(*shape: int) -> Tensor:
@@ -41,18 +45,15 @@ class Pictures:
 
 def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     vision = config.vision_config
-    temporal = 1 if config.model_type in _SQUARE else getattr(vision, "temporal_patch_size", 1)
-    if config.model_type == "ernie4_5_vl_moe":
-        temporal = 1
+    temporal = 1 if config.model_type in _SINGLE else vision.temporal_patch_size
     rows = _random(sum(prod(grid) for grid in grids), 3 * temporal * vision.patch_size**2)
     if config.model_type in _SQUARE:
         rows = rows.view(len(rows), 3, vision.patch_size, vision.patch_size)
     suffix = "_videos" if modality == "video" else ""
-    return Pictures({f"pixel_values{suffix}": rows, f"{modality}_grid_thw": torch.tensor(grids)}, modality)
-
-
-_SQUARE = ("kimi_k25", "paddleocr_vl")
-"""Their processors emit patches as `(C, p, p)`."""
+    arguments = {f"pixel_values{suffix}": rows, f"{modality}_grid_thw": torch.tensor(grids)}
+    if modality == "video":
+        arguments["video_second_per_grid"] = torch.tensor([1.0])  # of omni models
+    return Pictures(arguments, modality)
 
 
 def _padded_images(config: Any) -> Pictures:
@@ -107,9 +108,12 @@ def _cut_images(config: Any) -> Pictures:
     """Three prompts of one image each, cut in 3, 2 and 5 tiles, the whole image among them, padded to 5."""
     side = _side(config)
     sizes = [[side, 2 * side], [side - 6, side], [2 * side, 2 * side - 9]]
+    pixels = _random(3, 5, 3, side, side)
+    for tiles, count in zip(pixels, (3, 2, 5), strict=True):
+        tiles[count:] = 0
     return Pictures(
         {
-            "pixel_values": _random(3, 5, 3, side, side),
+            "pixel_values": pixels,
             "image_sizes": torch.tensor(sizes),
             "batch_num_images": torch.tensor([1, 1, 1]),
         }
@@ -148,7 +152,7 @@ def images(config: Any) -> Pictures:
 def clip(config: Any) -> Pictures:
     """A clip."""
     own = _VIDEO.get(config.model_type)
-    return own(config) if own else _patches(config, _CLIP, "video")
+    return own(config) if own else _patches(config, [_CLIP], "video")
 
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -156,29 +160,20 @@ def clip(config: Any) -> Pictures:
 
 def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> Inputs:
     """Token ids with a placeholder per row, for prompts with so many rows for each of their items, padded left."""
-    rows = [_ids(config, own, pictures.modality) for own in counts]
+    # GLM has the placeholders of images in clips too.
+    video = pictures.modality == "video"
+    placeholder = config.video_token_id if video and not config.model_type.startswith("glm") else config.image_token_id
+    frames = _CLIP[0] if video and config.model_type.startswith(_PER_FRAME) else 1
+    rows = [_ids(placeholder, [count // frames for count in own for _ in range(frames)]) for own in counts]
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(own)) + own for own in rows])
-    placeholder, kind = _placeholder(config, pictures.modality)
     return {
         "input_ids": ids,
         "attention_mask": (ids != 0).long(),
-        "mm_token_type_ids": kind * (ids == placeholder).long(),
+        "mm_token_type_ids": (2 if video else 1) * (ids == placeholder).long(),
         **pictures.arguments,
     }
 
 
-def _placeholder(config: Any, modality: str) -> tuple[int, int]:
-    if modality == "image":
-        return config.image_token_id, 1
-    return config.video_token_id, 2
-
-
-def _ids(config: Any, counts: Sequence[int], modality: str) -> list[int]:
-    placeholder, _ = _placeholder(config, modality)
-    ids = [5, 6]
-    for count in counts:
-        frames = _CLIP[0][0] if modality == "video" and config.model_type.startswith(_PER_FRAME) else 1
-        for _ in range(frames):
-            ids += [502, *[placeholder] * (count // frames), 503]
-    return [*ids, 7, 8]
+def _ids(placeholder: int, counts: Sequence[int]) -> list[int]:
+    return [5, 6, *(token for count in counts for token in (502, *[placeholder] * count, 503)), 7, 8]

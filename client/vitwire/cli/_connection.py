@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import grpc
 import typer
 
-from vitwire import Client, Model, VitwireError
+from vitwire import AsyncClient, Client, Model, VitwireError
 from vitwire._connections import CONNECTIONS
 from vitwire._retry import MAX_RETRIES
 
@@ -64,6 +64,18 @@ class Connection:
                 connections=self.connections,
             ) as client:
                 yield client
+
+    def async_client(self) -> AsyncClient:
+        """A client for asyncio, to be made in the event loop that uses it. Raises ValueError or OSError."""
+        return AsyncClient(
+            self.target,
+            tls=self._credentials(),
+            token=self.token,
+            timeout=self.timeout,
+            wait_for_ready=self.wait,
+            max_retries=self.max_retries,
+            connections=self.connections,
+        )
 
     def model(self, client: Client) -> Model:
         """The service's model; with `wait`, once a server is ready, with a notice on stderr if that takes time."""

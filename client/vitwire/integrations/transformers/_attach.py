@@ -26,7 +26,8 @@ class _Attached:
     """What `detach` needs."""
 
     original: Original
-    methods: tuple[str, ...]
+    methods: Mapping[str, object]
+    """What the module itself, rather than its class, had under the names of the replaced methods; None if nothing."""
     client: Client | None
     """The client, if `attach` made it."""
 
@@ -55,10 +56,10 @@ def attach(
         described = encoder.model()
         _check(owner, described, weights_fingerprint)
         opened.pop_all()
-    methods = {name: modality for name, modality in _METHODS.items() if hasattr(owner, name)}
-    for name, modality in methods.items():
-        setattr(owner, name, RemoteFeatures(owner, modality, layout, encoder, described))
-    setattr(owner, _ATTACHED, _Attached(Original(owner, keep=keep), tuple(methods), own))
+    methods = {name: vars(owner).get(name) for name in _METHODS if hasattr(owner, name)}
+    for name in methods:
+        setattr(owner, name, RemoteFeatures(owner, _METHODS[name], layout, encoder, described))
+    setattr(owner, _ATTACHED, _Attached(Original(owner, keep=keep), methods, own))
 
 
 def detach(model: nn.Module) -> None:
@@ -71,8 +72,11 @@ def detach(model: nn.Module) -> None:
     attached: _Attached | None = vars(owner).get(_ATTACHED)
     if attached is None:
         raise ValueError("the model's vision tower is not remote; there is nothing to detach")
-    for name in (*attached.methods, _ATTACHED):
+    delattr(owner, _ATTACHED)
+    for name, before in attached.methods.items():
         delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
     attached.original.restore()
     if attached.client:
         attached.client.close()

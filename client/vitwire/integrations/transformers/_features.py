@@ -44,15 +44,16 @@ class RemoteFeatures:
         self._modality = modality
         self._layout = layout
         self._client = client
-        self._levels = described.deepstack_levels
-        self._dtype: torch.dtype = getattr(torch, described.dtype)
+        self._described = described
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Output | tuple[Any, ...]:  # noqa: ANN401  # those of the original
-        """Raises ValueError for arguments that contradict each other, else as `Client.encode`."""
-        call = Call(self._model, self._modality, self._signature.bind(*args, **kwargs).arguments, self._dtype)
-        rows = [self._placed(each.torch(), call) for each in self._client.encode(self._layout.items(call))]
-        levels = list(zip(*(each.chunk(1 + self._levels, dim=-1) for each in rows), strict=True))
+        """Raises as `Layout.items` and `Client.encode`."""
+        call = Call(self._model, self._modality, self._signature.bind(*args, **kwargs).arguments)
+        items = self._layout.items(call, self._described)
+        rows = [self._placed(each.torch(), call) for each in self._client.encode(items)]
+        parts = 1 + self._described.deepstack_levels
+        levels = list(zip(*(each.chunk(parts, dim=-1) for each in rows), strict=True))
         output = self._output(self._layout.features(call, list(levels[0])), levels[1:])
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
@@ -66,7 +67,7 @@ class RemoteFeatures:
         fields: dict[str, Any] = {"pooler_output": features}
         if self._layout.before_projector:
             fields["last_hidden_state"] = features
-        if self._levels:
+        if deepstack:
             fields["deepstack_features"] = [list(each) for each in deepstack]
             return BaseModelOutputWithDeepstackFeatures(**fields)
         return BaseModelOutputWithPooling(**fields)

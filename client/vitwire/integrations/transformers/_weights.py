@@ -21,19 +21,28 @@ _PROJECTORS = (
 )
 
 
+_ABSENT = (
+    "this vision tower is in a Vitwire service. An attached model calls it in get_image_features and "
+    "get_video_features; a model that was detached after attach(keep=False) has to be loaded again for images"
+)
+
+
 class RemoteTower(nn.Module):
-    """Stands where the vision tower was; it has no weights."""
+    """Stands where the vision tower was; it has no weights, and only the attribute `config`."""
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401  # a PreTrainedConfig of any tower
         super().__init__()
         self.config = config
 
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # as of nn.Module
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(f"{error}: {_ABSENT}") from None
+
     def forward(self, *_: object, **__: object) -> NoReturn:
         """Raises RuntimeError."""
-        raise RuntimeError(
-            "the weights of this vision tower are not here: vitwire's attach replaced it. Call get_image_features or "
-            "get_video_features of an attached model, or load the model again if it was detached with keep=False"
-        )
+        raise RuntimeError(_ABSENT)
 
 
 def has_tower(module: nn.Module) -> bool:
