@@ -1,5 +1,8 @@
 """What the README shows, run as it is written."""
 
+import base64
+import json
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +43,33 @@ def test_the_client_in_ten_lines(server: ServerProcess) -> None:
     shape, *rows = ran.stdout.splitlines()
     assert re.fullmatch(r"\(\d+, \d+\) (graph|eager)", shape)
     assert len(rows) == 3
+
+
+def recipes() -> list[str]:
+    """The commands of docs/client.md that call grpcurl."""
+    text = (ROOT / "docs" / "client.md").read_text(encoding="utf-8")
+    return [found for found in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if found.startswith("grpcurl ")]
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [(0, 1)])
+def test_grpcurl_encodes(server: ServerProcess, recipe: int, tokens: int, tmp_path: Path) -> None:
+    script = recipes()[recipe]
+    assert TARGET in script
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script.replace(TARGET, server.target)],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": search},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    answer = json.loads(ran.stdout)
+    assert answer["report"]["tokens"] == tokens
+    rows, columns = map(int, answer["chunk"]["shape"])
+    assert (rows, len(base64.b64decode(answer["chunk"]["data"]))) == (tokens, tokens * columns * 2)
 
 
 def test_it_is_a_page() -> None:
