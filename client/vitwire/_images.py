@@ -4,12 +4,12 @@ Pixels stay uint8: the server rescales and normalises them on its device. Pillow
 and resizing (`pip install 'vitwire[images]'`).
 """
 
-import io
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from vitwire._patches import Grid, Pixels, Preprocessor, Size, patch_rows, smart_resize
+from vitwire._patches import MAX_DECODED_PIXELS, Grid, Pixels, Preprocessor, Size, patch_rows, smart_resize
 from vitwire._sizes import resized
 from vitwire._tiles import Picture, Tiles, Tiling, cut
 
@@ -33,14 +33,12 @@ __all__ = [
     "clip_tiles",
     "image_patches",
     "image_tiles",
+    "read_image",
     "smart_resize",
 ]
 
 ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | Image | Pixels"
 _Picture: TypeAlias = "Image | Pixels"
-
-MAX_DECODED_PIXELS = 89_478_485
-"""Larger images are refused before decoding: a quarter of a GiB as RGB, where Pillow starts to warn."""
 
 _CHANNEL_COUNTS = (1, 3, 4)
 # What Pillow raises for truncated, damaged or invalid files; Warning if warnings are errors.
@@ -120,11 +118,11 @@ def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
     """`image` in RGB, on a white background unless transparency is to `drop`; arrays stay views if possible."""
     if isinstance(image, np.ndarray):
         return _rgb_array(image, drop=drop)
+    if isinstance(image, bytes):
+        return read_image(BytesIO(image), "the image", drop=drop)
     if isinstance(image, str | os.PathLike):
         with Path(image).open("rb") as file:
-            return _rgb_file(file, str(image), drop=drop)
-    if isinstance(image, bytes):
-        return _rgb_file(io.BytesIO(image), "the file", drop=drop)
+            return read_image(file, str(image), drop=drop)
     if not isinstance(image, _pillow().Image):
         raise TypeError(f"expected a path, bytes, a Pillow image or a uint8 array, got {type(image).__name__}")
     with _decoding("the image"):
@@ -153,13 +151,16 @@ def _array_on_white(image: Pixels) -> Pixels:
     return ((blend + 127) // 255).astype(np.uint8)  # at most 65152; never halfway between two values
 
 
-def _rgb_file(file: IO[bytes], name: str, *, drop: bool) -> "Image":
-    """The image in a file as Hugging Face loads it: rotated by EXIF, alpha ignored, a transparent colour applied."""
+def read_image(file: IO[bytes], name: str, *, drop: bool, formats: Sequence[str] | None = None) -> "Image":
+    """The image in a file as Hugging Face loads it: rotated by EXIF, alpha ignored, a transparent colour applied.
+
+    formats: the formats that are accepted, by Pillow's names; by default all. Raises ValueError with the name.
+    """
     pillow = _pillow()
     from PIL import ImageOps  # noqa: PLC0415  # as optional as Pillow
 
     with _decoding(name):
-        image: Image = pillow.open(file)
+        image: Image = pillow.open(file, formats=formats)
         _check_bounded(image)
         ImageOps.exif_transpose(image, in_place=True)
         if isinstance(image.info.get("transparency"), bytes):

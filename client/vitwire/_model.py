@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from vitwire._images import Preprocessor, Tiling
+from vitwire.sampling import Sampling
 from vitwire.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class Limits:
     patches_per_item: int
     queued_items: int
     queued_bytes: int
+    encoded_bytes: int = 0
+    """Of an encoded item; 0 if the server does not decode."""
+    encoded_pixels: int = 0
+    """Of an encoded image, or of a frame of an encoded clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class Model:
     server_version: str
     deliveries: tuple[str, ...] = ()
     """How embeddings can be delivered: stream, nixl."""
+    encodings: tuple[str, ...] = ()
+    """Files that the server decodes: jpeg, png, webp, mp4, webm."""
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
@@ -95,6 +102,7 @@ class Model:
             device=message.device,
             server_version=message.server_version,
             deliveries=tuple(_named(pb.DeliveryWay, each, "") for each in message.deliveries),
+            encodings=tuple(_named(pb.Encoding, each, "") for each in message.encodings),
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")
@@ -115,6 +123,8 @@ def _limits(message: pb.Limits) -> Limits:
         patches_per_item=message.patches_per_item,
         queued_items=message.queued_items,
         queued_bytes=message.queued_bytes,
+        encoded_bytes=message.encoded_bytes,
+        encoded_pixels=message.encoded_pixels,
     )
 
 
@@ -138,7 +148,16 @@ def _preprocessor(model: pb.GetModelResponse, field: str) -> Preprocessor | None
         channels_last=model.channels_last,
         tiling=_tiling(settings.tiling) if settings.HasField("tiling") else None,
         drops_transparency=settings.drops_transparency,
+        sampling=_sampling(settings.sampling) if settings.HasField("sampling") else None,
     )
+
+
+def _sampling(message: pb.FrameSampling) -> Sampling | None:
+    """None for a rule of a newer server: only the server uses it."""
+    rule = _named(pb.SamplingRule, message.rule, "")
+    if message.rule not in pb.SamplingRule.values() or not rule:
+        return None
+    return Sampling(rule, message.fps, message.frames, message.min_frames, message.max_frames, message.max_seconds)
 
 
 def _tiling(message: pb.Tiling) -> Tiling:

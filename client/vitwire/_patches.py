@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vitwire.sampling import Sampling
+
 if TYPE_CHECKING:
     from vitwire._tiles import Tiling
 
@@ -19,6 +21,8 @@ Size = tuple[int, int]
 
 CHANNELS = 3
 MAX_ASPECT_RATIO = 200
+MAX_DECODED_PIXELS = 89_478_485
+"""Larger images are refused before decoding: a quarter of a GiB as RGB, where Pillow starts to warn."""
 RESIZINGS = ("area", "enlarged_area", "longest_side", "most_patches", "most_tokens")
 
 
@@ -49,6 +53,8 @@ class Preprocessor:
     """How images are cut, for tile models."""
     drops_transparency: bool = False
     """Whether the processor drops transparency, rather than using a white background."""
+    sampling: Sampling | None = None
+    """How the server chooses frames of encoded clips; None if it does not."""
 
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
@@ -129,5 +135,12 @@ def patch_rows(frames: Iterable[Pixels], size: Size, slots: Size, settings: Prep
     last = canvas[divmod(filled - 1, depth)]
     for spare in range(filled, groups * depth):
         canvas[divmod(spare, depth)] = last
-    grid = (groups, high * merge, wide * merge)
-    return rows.reshape(math.prod(grid), -1), grid
+    grid, shape = patch_shape(size, slots, settings)
+    return rows.reshape(shape), grid
+
+
+def patch_shape(size: Size, slots: Size, settings: Preprocessor) -> tuple[Grid, tuple[int, int]]:
+    """The grid of frames of `size`, and the shape of its rows; `slots` as in `patch_rows`."""
+    patch, (groups, depth) = settings.patch_size, slots
+    grid = (groups, size[0] // patch, size[1] // patch)
+    return grid, (math.prod(grid), CHANNELS * depth * patch * patch)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from vitwire import preparation
 from vitwire._errors import EncodeFailed, InvalidItem
-from vitwire._images import Preprocessor, clip_patches, clip_tiles, image_patches, image_tiles
+from vitwire._images import Preprocessor
 from vitwire._items import Item, Modality
 from vitwire._model import Model
 from vitwire._tiles import Tiles
@@ -29,26 +30,14 @@ def image_items(images: "Sequence[ImageLike]", model: Model) -> list[Item]:
     """One item per image, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
     settings = _settings(model.image_preprocessor, "images")
     _check_list(images, "images", dimensions=3)
-    return _items(images, lambda image: _image(image, settings), "image")
+    return _items(images, lambda source: preparation.image(source, settings), "image")
 
 
 def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
     """One item per clip, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
     settings = _settings(model.video_preprocessor, "clips")
     _check_list(clips, "clips", dimensions=4)
-    return _items(clips, lambda frames: _clip(frames, settings), "video")
-
-
-def _image(image: "ImageLike", settings: Preprocessor) -> Tiles:
-    if settings.tiling:
-        return image_tiles(image, settings, settings.tiling)
-    return Tiles(*image_patches(image, settings))
-
-
-def _clip(frames: "Clip", settings: Preprocessor) -> Tiles:
-    if settings.tiling:
-        return clip_tiles(frames, settings, settings.tiling)
-    return Tiles(*clip_patches(frames, settings))
+    return _items(clips, lambda frames: preparation.clip(frames, settings), "video")
 
 
 def _check_list(sources: object, what: str, *, dimensions: int) -> None:

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._patches import CHANNELS, Grid, Pixels, Size
+from vitwire._patches import CHANNELS, MAX_DECODED_PIXELS, Grid, Pixels, Size
 
 Resizer = Callable[[Pixels, Size, int], Pixels]
 """Resizes a picture to a size, with a resampling filter."""
@@ -74,6 +74,21 @@ class Tiles:
     crops: Pixels | None = None
 
 
+class Outline(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
+    """Stands for pixels of which only the shape matters; takes no memory."""
+
+
+def outline(shape: tuple[int, ...]) -> Outline:
+    """Pixels of this shape."""
+    return np.broadcast_to(np.zeros((), np.uint8).view(Outline), shape, subok=True)  # type: ignore[return-value]
+
+
+def outline_resizer(pixels: Pixels, size: Size, resample: int) -> Pixels:
+    """Resizes outlines."""
+    del pixels, resample
+    return outline((*size, CHANNELS))
+
+
 def cut(picture: Picture, tiling: Tiling) -> Tiles:
     """The tiles of an image."""
     return _RULES[tiling.rule](picture, tiling)
@@ -113,6 +128,8 @@ def _centred(pixels: Pixels, size: Size, background: tuple[int, ...]) -> Pixels:
 def _placed(pixels: Pixels, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
     if pixels.shape[:2] == size:
         return pixels
+    if isinstance(pixels, Outline):
+        return outline((*size, CHANNELS))
     canvas: npt.NDArray[np.uint8] = np.empty((*size, CHANNELS), np.uint8)
     canvas[:] = background or 0
     top, left = corner
@@ -231,6 +248,8 @@ def _windows(picture: Picture, tiling: Tiling) -> Tiles:
     assert tiling.crop is not None, "windows become crops"
     if min(picture.size) < _NARROW and max(picture.size) > _VERY_ELONGATED * min(picture.size):
         side = max(picture.size)
+        if side * side > MAX_DECODED_PIXELS:
+            raise ValueError(f"{picture.size[0]}x{picture.size[1]} is too elongated for this model")
         square = _placed(picture.pixels, (side, side), (0, 0), ())
         picture = Picture((side, side), square, picture.resizer, picture.resample)
     bounded = _bounded(picture.size, tiling.max_side)
@@ -281,6 +300,8 @@ def _split(whole: Pixels, size: Size) -> list[Pixels]:
 
 def _stacked(tiles: list[Pixels]) -> Pixels:
     """(tiles, 3, H, W) of tiles (H, W, 3)."""
+    if isinstance(tiles[0], Outline):
+        return outline((len(tiles), CHANNELS, *tiles[0].shape[:2]))
     return np.ascontiguousarray(np.stack(tiles).transpose(0, 3, 1, 2))
 
 

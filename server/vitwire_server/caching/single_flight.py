@@ -72,6 +72,15 @@ class SingleFlight:
         self._monitor.cache_missed()
         return NotCached(f"no embedding of content_id {lookup.content_id!r} is cached")
 
+    def is_cached(self, waiter: Waiter) -> bool:
+        """Whether the embedding is cached."""
+        return self._cache.get(waiter.key) is not None
+
+    def cached(self, waiter: Waiter) -> Encoded | None:
+        """The answer to an item whose embedding is cached; None if it is not."""
+        embedding = self._cache.get(waiter.key, waiter.name)
+        return None if embedding is None else self._hit(waiter.key, embedding)
+
     def holds(self, waiter: Waiter) -> bool:
         """Whether the item is cached or in flight now, and needs no forward."""
         return self._cache.get(waiter.key) is not None or self._joins(waiter)

@@ -12,6 +12,7 @@ THREADS = "OMP_NUM_THREADS"
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
 _CORES_OF_PROCESS = 2
+_MOST_DECODE_PROCESSES = 8
 _MOST_RPC_PROCESSES = 6
 """Six bare gRPC servers send 10 GB/s, three times what one H200 encodes."""
 
@@ -47,6 +48,15 @@ def rpc_processes(wanted: int | None, *, cuda_devices: int, root: Path = _ROOT) 
         return 1
     own = cores(root) // cuda_devices
     return max(1, min(_MOST_RPC_PROCESSES, own // _CORES_OF_PROCESS - 1))
+
+
+def decode_processes(wanted: int | None, *, devices: int, root: Path = _ROOT) -> int:
+    """Processes that decode files for each of `devices` on this machine; `wanted` if it is set."""
+    if wanted is not None:
+        return wanted
+    if sys.platform != "linux":
+        return 0
+    return max(1, min(_MOST_DECODE_PROCESSES, cores(root) // (2 * max(1, devices))))
 
 
 def _siblings(root: Path, cpu: int) -> str:

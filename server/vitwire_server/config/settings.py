@@ -30,6 +30,9 @@ MAX_PATCHES = 1 << 20
 """Most patches in one item: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
 MAX_RPC_PROCESSES = 64
 """Most edge processes per device."""
+MAX_DECODE_PROCESSES = 256
+MAX_IMAGE_PIXELS = 89_478_485
+"""Most pixels that the client's code, which decodes, accepts."""
 _MIB = 1 << 20
 _LAST_PORT = 65535
 _EVERY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
@@ -139,6 +142,27 @@ class ServeSettings(BaseSettings):
     )
     max_items_per_request: int = Field(default=256, ge=1, le=MAX_ITEMS, description="maximum items per request")
     max_patches_per_item: int = Field(default=65536, ge=4, le=MAX_PATCHES, description="maximum patches per item")
+    decode_processes: str = Field(
+        default="auto",
+        description="number of processes per device that decode items sent as JPEG, PNG, WebP, MP4 or WebM files; "
+        "0: items must be pixels; auto: half of the cores, 1 to 8; needs Linux and Pillow",
+    )
+    max_encoded_bytes: int = Field(
+        default=32 * _MIB, ge=1, le=1 << 30, description="maximum bytes of an item that is sent as a file"
+    )
+    max_image_pixels: int = Field(
+        default=64 * _MIB,
+        ge=1,
+        le=MAX_IMAGE_PIXELS,
+        description="maximum pixels of an image that is sent as a file, or of a frame of a clip",
+    )
+    decode_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="maximum processor time for decoding one file",
+    )
     cache_bytes: int = Field(default=0, ge=0, description="size of the embedding cache in bytes; 0 disables it")
     idle_seconds: float = Field(
         default=60.0, gt=0, allow_inf_nan=False, description="seconds until a stalled client is cut off"
@@ -245,6 +269,16 @@ class ServeSettings(BaseSettings):
             raise ValueError("more than 1 needs Linux")
         return text
 
+    @field_validator("decode_processes", mode="before")
+    @classmethod
+    def _auto_or_a_count(cls, value: object) -> object:
+        text = str(value)
+        if text != "auto" and not (re.fullmatch(r"\d{1,4}", text, re.ASCII) and int(text) <= MAX_DECODE_PROCESSES):
+            raise ValueError(f"expected auto or a number from 0 to {MAX_DECODE_PROCESSES}")
+        if text not in {"auto", "0"} and sys.platform != "linux":
+            raise ValueError("more than 0 needs Linux")
+        return text
+
     @field_validator("budgets")
     @classmethod
     def _budgets_are_token_counts(cls, value: str) -> str:
@@ -305,6 +339,11 @@ class ServeSettings(BaseSettings):
     def rpc_process_count(self) -> int | None:
         """Processes per device that serve RPCs; None leaves the number to `host.rpc_processes`."""
         return None if self.rpc_processes == "auto" else int(self.rpc_processes)
+
+    @property
+    def decode_process_count(self) -> int | None:
+        """Processes per device that decode; None leaves the number to `host.decode_processes`."""
+        return None if self.decode_processes == "auto" else int(self.decode_processes)
 
     @property
     def port_ranges(self) -> dict[str, range]:

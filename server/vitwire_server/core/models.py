@@ -8,6 +8,7 @@ from uuid import uuid4
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
+from vitwire_server.core.sampling import Sampling
 from vitwire_server.core.tilings import Tiling
 
 Shape = tuple[int, ...]
@@ -200,6 +201,18 @@ class Preprocessing:
     """How images are cut, for towers that take tiles."""
     drops_transparency: bool = False
     """Transparency is dropped; otherwise images are put on white."""
+    sampling: Sampling | None = None
+    """How frames of encoded clips are chosen; None if clips come as pixels only."""
+
+
+class Encoding(StrEnum):
+    """Format of a file that items may carry instead of pixels."""
+
+    JPEG = "jpeg"
+    PNG = "png"
+    WEBP = "webp"
+    MP4 = "mp4"
+    WEBM = "webm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +224,10 @@ class Limits:
     patches_per_item: int
     queued_items: int
     queued_bytes: int
+    encoded_bytes: int = 0
+    """Of an encoded item; 0 if nothing is decoded."""
+    encoded_pixels: int = 0
+    """Of an encoded image, or of a frame of an encoded clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,3 +252,5 @@ class ModelCard:
     """Whether rows can be written into clients' memory."""
     replica: str = field(default_factory=lambda: uuid4().hex)
     """Random name of this engine, by which clients count replicas."""
+    encodings: tuple[Encoding, ...] = ()
+    """Files that are decoded."""

@@ -8,6 +8,7 @@ from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.health import Health
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.process.decoding import decoding
 from vitwire_server.process.descriptors import rpc_connections
 from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.certificates import Certificates
@@ -20,6 +21,7 @@ from vitwire_server.sessions.session import Sessions
 
 if TYPE_CHECKING:
     from vitwire_server.observe.otlp import OtlpTracer
+    from vitwire_server.rpc.decodes import Decoding
 
 
 class Front(Protocol):
@@ -63,6 +65,10 @@ class LocalFront:
         Raises UsageError for unusable certificate or token files.
         """
         self._health = health
+        self._settings = settings
+        self._metrics = metrics
+        self._processes = processes
+        self._decoding: Decoding | None = None
         slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes // processes, settings.idle_seconds)
         self._service = EncoderService(metrics, health, slots, settings.idle_seconds)
         self._tracer = _tracer(settings)
@@ -76,7 +82,8 @@ class LocalFront:
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
         """The model is loaded: accept RPCs."""
-        self._service.serving = Serving(card, Codec(card, footprints), sessions)
+        self._decoding = decoding(self._settings, card, self._metrics, self._processes)
+        self._service.serving = Serving(card, Codec(card, footprints), sessions, self._decoding)
 
     async def start(self) -> int:
         """See Front."""
@@ -98,6 +105,8 @@ class LocalFront:
     async def stop(self) -> None:
         """See Front."""
         await self._rpc.stop(0)
+        if self._decoding:
+            await self._decoding.pool.close()
         if self._tracer:
             self._tracer.close()
             self._tracer = None

@@ -26,7 +26,7 @@ from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.metrics.edges import EdgeMetrics
-from vitwire_server.process import delivery
+from vitwire_server.process import decoding, delivery
 from vitwire_server.process.descriptors import metrics_connections, raise_limit
 from vitwire_server.process.edges import EdgeFront
 from vitwire_server.process.fronts import LocalFront
@@ -57,6 +57,7 @@ async def serve(settings: ServeSettings) -> int:
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
     delivery.check(settings)
+    decoding.check(settings)
     metrics = Metrics()
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
@@ -140,7 +141,7 @@ async def _until_stopped(
     engine.start()
     if courier and model.outbox:
         await asyncio.to_thread(delivery.add_device, courier, model.outbox)
-    card = replace(model.card, nixl=courier is not None)
+    card = decoding.described(replace(model.card, nixl=courier is not None), settings)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
     front.serve(card, model.tower.footprints, sessions)
     await lifecycle.set_state(State.SERVING)

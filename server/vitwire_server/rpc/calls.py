@@ -2,25 +2,29 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
+from vitwire.wire import Buffer
 from vitwire_server.caching.keys import Digest, digest_of
 from vitwire_server.core.errors import InvalidTensors
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.rpc.codec import Codec
+from vitwire_server.rpc.codec import Codec, EncodedItem
+from vitwire_server.rpc.decodes import Decodes, Decoding, Prepared
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.session import Opening, Session, Sessions
 
 if TYPE_CHECKING:
     from vitwire_server.core.delivery import Consumer
 
+_OTHER_SEED = 1
+"""Changes the seed for digests of files, so that no pixels have the digest of a file."""
 _LARGE_BYTES = 4 << 20
 """Digests of more than this are computed in a thread."""
 
@@ -32,6 +36,8 @@ class Serving:
     card: ModelCard
     codec: Codec
     sessions: Sessions
+    decoding: Decoding | None = None
+    """None if items must be pixels."""
 
 
 @dataclass(slots=True)
@@ -56,8 +62,9 @@ class Call:
         self.consumer: Consumer | None = None
         """Both are set before the first item is reserved or submitted."""
         self._sessions = serving.sessions
+        self.decodes = Decodes(serving.decoding, serving.codec, self) if serving.decoding else None
         self.principal = principal
-        self._caller = caller
+        self.caller = caller
         self._deadline = None if remaining is None else time.monotonic() + remaining
         self._keys = count()
         self._items: dict[int, _InFlight] = {}
@@ -85,7 +92,27 @@ class Call:
 
     async def reserve(self, index: int, item: Item) -> memoryview:
         """Admit an item whose bytes are still to come; returns the memory to write them into. Raises as Session."""
-        return await self._session.reserve(self._add(index).key, item)
+        return await self._session.reserve((self._items.get(index) or self._add(index)).key, item)
+
+    def expect(self, index: int, *, submitted: bool = True) -> None:
+        """An item is in flight that will be reserved once it was decoded; `submitted` if its bytes have arrived."""
+        (self._items.get(index) or self._add(index)).submitted = submitted
+
+    async def answer(self, index: int, item: Item, digest: bytes) -> bool:
+        """Answer an expected item from the cache; False if it is not cached. Raises as Session."""
+        return await self._session.answer(self._items[index].key, item, digest)
+
+    async def digest_of_file(self, data: Buffer) -> bytes | None:
+        """The digest of an encoded item, if the engine needs one."""
+        seed = self._sessions.digest_seed
+        if seed is None:
+            return None
+        digest = Digest(seed ^ _OTHER_SEED)
+        if len(data) > _LARGE_BYTES:
+            await asyncio.to_thread(digest.add, data)
+        else:
+            digest.add(data)
+        return digest.value()
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes] | None = None) -> None:
         """Submit items; digests that are needed and not given are computed. Raises as Session."""
@@ -100,6 +127,30 @@ class Call:
             {held[index].key: item for index, item in items.items()},
             {held[index].key: digest for index, digest in (digests or {}).items()},
         )
+
+    async def submit_all(self, items: Sequence[Item | CacheLookup | EncodedItem]) -> None:
+        """Submit the items of one message, numbered in order; those with files once these were decoded.
+
+        Raises as Session, for all items together.
+        """
+        files = {index: item for index, item in enumerate(items) if isinstance(item, EncodedItem)}
+        others = {index: item for index, item in enumerate(items) if not isinstance(item, EncodedItem)}
+        permits = self.decodes.admit([item.nbytes for item in files.values()]) if self.decodes and files else []
+        try:
+            if others:
+                await self.submit(others)
+        except BaseException:
+            for permit in permits:
+                permit.release()
+            raise
+        if self.decodes and files:
+            # A view would keep the whole message, pixels of other items included.
+            own = {index: replace(item, data=bytes(item.data)) for index, item in files.items()}
+            self.decodes.start(own, permits)
+
+    def prepared(self, index: int) -> Prepared | None:
+        """What was chosen for an encoded item that has an outcome; None for others. Forgets it."""
+        return self.decodes.prepared.pop(index, None) if self.decodes else None
 
     def settle(self, index: int, outcome: Outcome) -> None:
         """The outcome of an item is known."""
@@ -147,6 +198,8 @@ class Call:
 
     def close(self) -> int:
         """Close the session; returns how many items have outcomes that were not sent."""
+        if self.decodes:
+            self.decodes.close()
         self._session.close()
         self._indices.clear()
         items, self._items = list(self._items.values()), {}
@@ -158,7 +211,7 @@ class Call:
 
     @cached_property
     def _session(self) -> Session:
-        opening = Opening(self.principal, self._caller, self._deadline, self.priority, REQUEST_ID.get(), self.consumer)
+        opening = Opening(self.principal, self.caller, self._deadline, self.priority, REQUEST_ID.get(), self.consumer)
         return self._sessions.open(opening, self._completed, fail=self.end)
 
     def _add(self, index: int) -> _InFlight:

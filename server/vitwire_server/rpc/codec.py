@@ -1,7 +1,7 @@
 """Messages to items: everything a client sends is checked here, on the CPU, before it is queued."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard, Shape
+from vitwire_server.decoding.messages import Measured
 from vitwire_server.rpc.deliveries import region_of, wrong_region
 from vitwire_server.scheduling.tickets import Priority
 
@@ -29,6 +30,19 @@ _MAX_CONTENT_ID = 512
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedItem:
+    """An item that carries a file, checked as far as that is possible before the file is read."""
+
+    message: pb.Item
+    """Without the bytes of the file."""
+    modality: Modality
+    output: DType
+    nbytes: int
+    data: wire.Buffer = b""
+    """The file; empty while its bytes are still to come."""
+
+
 class Codec:
     """Checks requests against the model that is served."""
 
@@ -36,7 +50,7 @@ class Codec:
         self._card = card
         self._footprints = footprints
 
-    def items(self, request: wire.Request, consumer: Consumer | None = None) -> list[Item | CacheLookup]:
+    def items(self, request: wire.Request, consumer: Consumer | None = None) -> list[Item | CacheLookup | EncodedItem]:
         """The items of an Encode request; `consumer` leases their regions.
 
         Raises InvalidRequest with every wrong field.
@@ -82,6 +96,30 @@ class Codec:
         assert header is not None, "a description without violations is complete"
         return header
 
+    def encoded_header(self, field: str, item: pb.Item, nbytes: int, output: DType) -> EncodedItem:
+        """An encoded item that is uploaded in chunks. Raises InvalidRequest."""
+        violations: list[Violation] = []
+        header = self._encoded(field, item, nbytes, output, violations)
+        if item.encoded:
+            violations.append(Violation(f"{field}.encoded", "must be empty: the bytes follow in chunks"))
+        if violations or header is None:
+            raise InvalidRequest(violations)
+        return header
+
+    def measured(self, field: str, item: EncodedItem, found: Measured, consumer: Consumer | None) -> Item:
+        """An encoded item as it will be once it was decoded. Raises InvalidRequest."""
+        message = pb.Item()
+        message.CopyFrom(item.message)
+        message.grid.t, message.grid.h, message.grid.w = found.grid
+        message.pixels.data_type = pb.DATA_TYPE_UINT8
+        message.pixels.shape.extend(found.pixels)
+        if found.crops:
+            message.crops.data_type = pb.DATA_TYPE_UINT8
+            message.crops.shape.extend(found.crops)
+        header = self.header(field, message, item.output, consumer)
+        assert isinstance(header, Item), "it has pixels"
+        return header
+
     def _options(self, output_type: int, priority: int, violations: list[Violation]) -> DType:
         if priority not in pb.Priority.values():
             violations.append(Violation("priority", f"{priority} is not a Priority"))
@@ -106,7 +144,10 @@ class Codec:
         output: DType,
         consumer: Consumer | None,
         violations: list[Violation],
-    ) -> Item | CacheLookup | None:
+    ) -> Item | CacheLookup | EncodedItem | None:
+        if len(tensors.encoded):
+            encoded = self._encoded(field, item, len(tensors.encoded), output, violations)
+            return replace(encoded, data=tensors.encoded) if encoded else None
         header = self._header(field, item, output, consumer, violations)
         if header is None or isinstance(header, CacheLookup):
             return header
@@ -123,6 +164,27 @@ class Codec:
             return None
         crops = replace(header.crops, data=tensors.crops) if header.crops else None
         return replace(header, pixels=replace(header.pixels, data=tensors.pixels), crops=crops)
+
+    def _encoded(
+        self, field: str, item: pb.Item, nbytes: int, output: DType, violations: list[Violation]
+    ) -> EncodedItem | None:
+        """The item without its bytes; None if it is invalid, with the reasons appended to `violations`."""
+        wrong = [*self._wrong_extras(item)]
+        modality, most = _MODALITIES.get(item.modality), self._card.limits.encoded_bytes
+        if modality is None:
+            wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
+        elif modality not in self._card.preprocessing:
+            wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
+        if not most:
+            wrong.append(Violation("encoded", "is not accepted: this server decodes no files; send pixels"))
+        elif nbytes > most:
+            wrong.append(Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted"))
+        if item.HasField("pixels") or item.HasField("crops"):
+            wrong.append(Violation("encoded", "must be empty if the item has pixels or crops"))
+        if item.HasField("grid"):
+            wrong.append(Violation("grid", "must be absent: the server chooses the grid of an encoded item"))
+        violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
+        return None if wrong or modality is None else EncodedItem(item, modality, output, nbytes)
 
     def _header(
         self, field: str, item: pb.Item, output: DType, consumer: Consumer | None, violations: list[Violation]

@@ -8,10 +8,12 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
-from vitwire_server.core.models import ModelCard, Resizing
+from vitwire_server.core.models import Encoding, ModelCard, Resizing
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
+from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.rpc.codec import DTYPES
+from vitwire_server.rpc.decodes import Prepared
 from vitwire_server.rpc.status import duration, status_of
 
 Answer = TypeVar("Answer", pb.EncodeResponse, pb.EncodeStreamResponse)
@@ -22,6 +24,8 @@ _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 _RULES = {rule: pb.TilingRule.Value(f"TILING_RULE_{rule.name}") for rule in TilingRule}
 _OVERVIEWS = {place: pb.Overview.Value(f"OVERVIEW_{place.name}") for place in Overview}
 _RESIZINGS = {rule: pb.Resizing.Value(f"RESIZING_{rule.name}") for rule in Resizing if rule is not Resizing.OTHER}
+_SAMPLINGS = {rule: pb.SamplingRule.Value(f"SAMPLING_RULE_{rule.name}") for rule in SamplingRule}
+_ENCODINGS = {kind: pb.Encoding.Value(f"ENCODING_{kind.name}") for kind in Encoding}
 _PATHS = {Path.GRAPH: pb.PATH_GRAPH, Path.EAGER: pb.PATH_EAGER, Path.CACHE: pb.PATH_CACHE}
 
 
@@ -35,17 +39,18 @@ class Outgoing(NamedTuple):
     """Whether it completes the answer to its item."""
 
 
-def messages(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[Outgoing]:
+def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared | None = None) -> Iterator[Outgoing]:
     """The messages that answer one item: its rows in chunks of about 2 MiB, their placement, or its error.
 
-    Each is serialised when it is taken, so that the rows are never held a second time as a whole.
+    `prepared` is what was chosen for an encoded item. Each message is serialised when it is taken, so that the rows are
+    never held a second time as a whole.
     """
     if isinstance(outcome, EncoderError):
         yield Outgoing(kind(item=item, error=status_of(outcome)).SerializeToString(), 0, last=True)
         return
     embedding = outcome.embedding
     if isinstance(outcome.delivery, Delivered):
-        placed = kind(item=item, report=_report(outcome), placement=_placement(embedding, outcome.delivery))
+        placed = kind(item=item, report=_report(outcome, prepared), placement=_placement(embedding, outcome.delivery))
         yield Outgoing(placed.SerializeToString(), 0, last=True)
         return
     rows, width = embedding.shape
@@ -56,12 +61,12 @@ def messages(kind: type[Answer], item: int, outcome: Outcome) -> Iterator[Outgoi
     for row in range(0, rows, step):
         chunk.row, chunk.last = row, row + step >= rows
         if chunk.last:
-            rest = kind(item=item, report=_report(outcome)).SerializeToString()
+            rest = kind(item=item, report=_report(outcome, prepared)).SerializeToString()
         data = embedding.data[row * row_bytes : (row + step) * row_bytes]
         yield Outgoing(wire.join_chunk(rest, chunk.SerializeToString(), data), len(data), chunk.last)
 
 
-def _report(outcome: Encoded) -> pb.ItemReport:
+def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
     report: ItemReport = outcome.report
     return pb.ItemReport(
         path=_PATHS[report.path],
@@ -71,6 +76,8 @@ def _report(outcome: Encoded) -> pb.ItemReport:
         queued=duration(report.queued),
         encoded=duration(report.encoded),
         kept=outcome.embedding.kept,
+        grid=pb.Grid(t=prepared.grid[0], h=prepared.grid[1], w=prepared.grid[2]) if prepared else None,
+        frame_seconds=prepared.frame_seconds if prepared else (),
         delivery_fallback=outcome.delivery.reason if isinstance(outcome.delivery, NotDelivered) else "",
     )
 
@@ -111,6 +118,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         raster_patches=geometry.raster,
         channels_last=geometry.channels_last,
         deliveries=[pb.DELIVERY_WAY_STREAM, *([pb.DELIVERY_WAY_NIXL] if card.nixl else [])],
+        encodings=[_ENCODINGS[kind] for kind in card.encodings],
         image_preprocessor=_preprocessor(card, Modality.IMAGE),
         video_preprocessor=_preprocessor(card, Modality.VIDEO),
         budgets=budgets,
@@ -120,6 +128,8 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
             patches_per_item=limits.patches_per_item,
             queued_items=limits.queued_items,
             queued_bytes=limits.queued_bytes,
+            encoded_bytes=limits.encoded_bytes,
+            encoded_pixels=limits.encoded_pixels,
         ),
         graphs=card.graphs,
         attention_backend=card.attention,
@@ -144,6 +154,18 @@ def _preprocessor(card: ModelCard, modality: Modality) -> pb.Preprocessor | None
         resizing=_RESIZINGS[settings.resizing],
         tiling=_tiling(settings.tiling) if settings.tiling else None,
         drops_transparency=settings.drops_transparency,
+        sampling=_sampling(settings.sampling) if settings.sampling else None,
+    )
+
+
+def _sampling(sampling: Sampling) -> pb.FrameSampling:
+    return pb.FrameSampling(
+        rule=_SAMPLINGS[sampling.rule],
+        fps=sampling.fps,
+        frames=sampling.frames,
+        min_frames=sampling.min_frames,
+        max_frames=sampling.max_frames,
+        max_seconds=sampling.max_seconds,
     )
 
 

@@ -128,7 +128,7 @@ class EncoderService:
         call.consumer = consumer_of(request.message, call.principal, "delivery")
         items = codec.items(request, call.consumer)
         call.priority = codec.priority(request.message.priority)
-        await call.submit(dict(enumerate(items)))
+        await call.submit_all(items)
         call.end()
 
     async def _answer_all(
@@ -147,7 +147,7 @@ class EncoderService:
                 self._metrics.rejected.labels(outcome.reason).inc()
             await acknowledgement.settle()
             start = time.perf_counter()
-            for message in messages(kind, index, outcome):
+            for message in messages(kind, index, outcome, call.prepared(index)):
                 if message.last:
                     call.free(index)  # once the client has this message, it may use the item's number again
                 await self._write(context, message)

@@ -1,6 +1,8 @@
 """Items that arrive in chunks on one stream."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
@@ -8,8 +10,9 @@ from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.codec import Codec
+from vitwire_server.rpc.codec import Codec, EncodedItem
 from vitwire_server.rpc.deliveries import consumer_of
+from vitwire_server.scheduling.admission import Permit
 
 _SLOWEST = 64 << 10
 """Bytes a second that an upload must reach: from its header on it holds a permit for all of its bytes."""
@@ -19,14 +22,35 @@ _REMEMBERED = 4096
 
 @dataclass(slots=True)
 class _Upload:
-    item: Item
+    item: Item | EncodedItem
     """Without its bytes."""
     data: memoryview
     digest: Digest | None
     """None where nothing is cached."""
     due: float
     """When it counts as stalled unless more bytes arrive, on the clock of `Uploads.waited`."""
+    permit: Permit | None = None
+    """Of an encoded item."""
     filled: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole item."""
+        return self.item.nbytes
+
+    @property
+    def last_field(self) -> str:
+        """The field that the last bytes belong to."""
+        if isinstance(self.item, EncodedItem):
+            return "encoded"
+        return "crops.data" if self.item.crops else "pixels.data"
+
+    @property
+    def next_field(self) -> str:
+        """The field that the next bytes belong to."""
+        if isinstance(self.item, Item) and self.filled < self.item.pixels.nbytes:
+            return "pixels.data"
+        return self.last_field
 
 
 @dataclass(slots=True)
@@ -64,7 +88,7 @@ class Uploads:
     def stalled(self) -> DeadlineExceeded:
         """The error that ends the stream once no time is left."""
         number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
-        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.item.nbytes} bytes"
+        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.nbytes} bytes"
         return DeadlineExceeded(f"{reason}, {self.stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
@@ -77,7 +101,7 @@ class Uploads:
             self.call.priority = priority
             self.call.consumer = consumer_of(message.options, self.call.principal, "options.delivery")
         elif kind == "header":
-            await self._begin(message.header.item, message.header.header)
+            await self._begin(message.header)
         elif kind == "chunk":
             await self._append(message.chunk.item, data)
         else:
@@ -87,17 +111,20 @@ class Uploads:
     def finish(self) -> None:
         """The client sends no more: refuse unfinished uploads."""
         for number, upload in list(self._unfinished.items()):
-            reason = f"received only {upload.filled} of {upload.item.nbytes} bytes"
-            field = "pixels" if upload.filled < upload.item.pixels.nbytes else "crops"
-            self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
+            reason = f"received only {upload.filled} of {upload.nbytes} bytes"
+            self._refuse(number, InvalidRequest([Violation(f"items[{number}].{upload.next_field}", reason)]))
 
-    async def _begin(self, number: int, item: pb.Item) -> None:
+    async def _begin(self, message: pb.EncodeStreamHeader) -> None:
+        number, item = message.item, message.header
         if self.call.is_open(number):
             raise _stream_error("header.item", f"item {number} is already in flight")
         if len(self._unfinished) >= self.most:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
         try:
+            if message.encoded_bytes or item.encoded:
+                self._unfinished[number] = self._begin_encoded(number, item, message.encoded_bytes)
+                return
             header = self.codec.header(f"items[{number}]", item, self.output, self.call.consumer)
             if isinstance(header, CacheLookup):
                 await self.call.submit({number: header})
@@ -108,6 +135,16 @@ class Uploads:
             return
         self._unfinished[number] = _Upload(header, data, self.call.digest(), self.waited + self.stall_seconds)
 
+    def _begin_encoded(self, number: int, item: pb.Item, nbytes: int) -> _Upload:
+        """The upload of a file. Raises InvalidRequest or Overloaded."""
+        header = self.codec.encoded_header(f"items[{number}]", item, nbytes, self.output)
+        decodes = self.call.decodes
+        assert decodes, "else the header was refused"
+        permit = decodes.promise(nbytes, self.call.caller)
+        data = np.empty(nbytes, np.uint8).data
+        self.call.expect(number, submitted=False)
+        return _Upload(header, data, None, self.waited + self.stall_seconds, permit)
+
     async def _append(self, number: int, data: wire.Buffer) -> None:
         upload = self._unfinished.get(number)
         if upload is None:
@@ -115,21 +152,26 @@ class Uploads:
                 return
             raise _stream_error("chunk.item", f"item {number} has no header, or is already complete")
         end = upload.filled + len(data)
-        if end > upload.item.nbytes:
-            reason = f"received more than the {upload.item.nbytes} bytes that data_type and shape require"
-            field = "crops" if upload.item.nbytes > upload.item.pixels.nbytes else "pixels"
-            self._refuse(number, InvalidRequest([Violation(f"items[{number}].{field}.data", reason)]))
+        if end > upload.nbytes:
+            announced = "encoded_bytes" if isinstance(upload.item, EncodedItem) else "data_type and shape"
+            reason = f"received more than the {upload.nbytes} bytes that {announced} require"
+            self._refuse(number, InvalidRequest([Violation(f"items[{number}].{upload.last_field}", reason)]))
             return
         upload.data[upload.filled : end] = data
         upload.filled = end
         upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self.stall_seconds)
         if upload.digest:
             upload.digest.add(data)
-        if end == upload.item.nbytes:
+        if end == upload.nbytes:
             await self._submit(number, upload)
 
     async def _submit(self, number: int, upload: _Upload) -> None:
         del self._unfinished[number]
+        if isinstance(upload.item, EncodedItem):
+            assert self.call.decodes, "else the header was refused"
+            assert upload.permit, "of every file"
+            self.call.decodes.start({number: replace(upload.item, data=upload.data)}, [upload.permit])
+            return
         digests = {number: upload.digest.value()} if upload.digest else {}
         try:
             await self.call.submit({number: upload.item.filled(upload.data)}, digests)
@@ -137,7 +179,9 @@ class Uploads:
             self._refuse(number, error)
 
     def _refuse(self, number: int, error: EncoderError) -> None:
-        self._unfinished.pop(number, None)
+        upload = self._unfinished.pop(number, None)
+        if upload and upload.permit and self.call.decodes:
+            self.call.decodes.drop(upload.permit)
         if len(self._refused) < _REMEMBERED:
             self._refused.add(number)
         else:

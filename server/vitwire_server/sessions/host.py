@@ -20,6 +20,7 @@ from vitwire_server.sessions.messages import (
     Admit,
     Close,
     Fault,
+    Find,
     Open,
     Placed,
     Queue,
@@ -37,7 +38,7 @@ from vitwire_server.sessions.session import Opening
 
 _SPARES, _SPARE_BYTES = 4, 1 << 20
 """Spare blocks of a process, and the size of each."""
-SessionMessage = Open | Reserve | Admit | Queue | Submit | Release | Close
+SessionMessage = Open | Reserve | Admit | Find | Queue | Submit | Release | Close
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -103,6 +104,9 @@ class SessionHost:
             case Admit():
                 opened, items = self._sessions[message.session], dict(map(_received, message.items.items()))
                 self._reply(opened, message.number, lambda: self._admit(opened, items))
+            case Find():
+                opened, item = self._sessions[message.session], item_of(message.item)
+                self._reply(opened, message.number, lambda: _find(opened, message.key, item, message.digest))
             case Queue():
                 opened = self._sessions[message.session]
                 self._reply(opened, message.number, lambda: self._queue(opened, message))
@@ -231,9 +235,14 @@ def _submit(opened: _Open, items: Mapping[int, Item], digests: Mapping[int, byte
     return []
 
 
+def _find(opened: _Open, key: int, item: Item, digest: bytes) -> list[int] | None:
+    answered = opened.session.try_answer(key, item, digest)
+    return None if answered is None else [0] * answered
+
+
 def not_ready(message: SessionMessage) -> ToRpc | None:
     """The reply to a message that came before the model was loaded."""
-    if isinstance(message, Reserve | Admit | Queue | Submit):
+    if isinstance(message, Reserve | Admit | Find | Queue | Submit):
         return Reply(message.number, [], pickled(Unavailable("the model is still loading")))
     return None
 

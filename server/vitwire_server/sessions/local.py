@@ -122,6 +122,12 @@ class LocalSession:
         await self.admit(items)
         self.queue({key: item for key, item in items.items() if isinstance(item, Item)}, digests)
 
+    async def answer(self, key: int, item: Item, digest: bytes) -> bool:
+        """See Session."""
+        while (found := self.try_answer(key, item, digest)) is None:
+            await self._next_release()
+        return found
+
     async def admit(self, items: Mapping[int, Item | CacheLookup]) -> None:
         """Admit items that were not reserved, all or none, and answer those without pixels. Raises Overloaded."""
         while not self.try_admit(items):
@@ -140,6 +146,22 @@ class LocalSession:
             return None
         (held.permit,) = permits
         return engine.memory.allocate(item.nbytes)
+
+    def try_answer(self, key: int, item: Item, digest: bytes) -> bool | None:
+        """As `answer`; None where this session itself holds what is missing."""
+        self._raise_if_closed()
+        engine = self._engine
+        waiter = self._waiter(key, item, digest)
+        if not engine.single_flight.is_cached(waiter):
+            return False
+        permits = self._try_admit(lambda: engine.admission.admit([item.rows_nbytes(engine.width)]))
+        if permits is None:
+            return None
+        answer = engine.single_flight.cached(waiter)
+        assert answer, "nothing was evicted meanwhile"
+        self._held[key] = _Held(permits[0], submitted=True, region=item.region)
+        self._deliver(key, answer)
+        return True
 
     def try_admit(self, items: Mapping[int, Item | CacheLookup]) -> bool:
         """As `admit`; False where this session itself holds what is missing."""

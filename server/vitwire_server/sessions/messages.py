@@ -67,6 +67,16 @@ class Submit(Struct, array_like=True, frozen=True, tag=8):
     digests: dict[int, bytes]
 
 
+class Find(Struct, array_like=True, frozen=True, tag=9):
+    """Answer an item from the cache, by the digest of its content. Answered with one offset if it was cached."""
+
+    number: int
+    session: int
+    key: int
+    item: ItemForm
+    digest: bytes
+
+
 class Release(Struct, array_like=True, frozen=True, tag=4):
     """The item's rows are not read any more."""
 
@@ -180,7 +190,7 @@ class Stop(Struct, array_like=True, frozen=True, tag=7):
     """Close the ports and exit."""
 
 
-ToEngine: TypeAlias = Open | Reserve | Admit | Queue | Submit | Release | Close | Started | Drained
+ToEngine: TypeAlias = Open | Reserve | Admit | Find | Queue | Submit | Release | Close | Started | Drained
 ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Show | Drain | Stop | Beat | Spare
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
 FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)

@@ -15,6 +15,7 @@ from vitwire_server.sessions.messages import (
     Admit,
     Close,
     Fault,
+    Find,
     Open,
     Placed,
     Queue,
@@ -136,7 +137,7 @@ class RemoteSessions:
         if self._fault:
             raise Unavailable(str(self._fault))
 
-    async def request(self, message: Reserve | Admit | Queue | Submit) -> list[int]:
+    async def request(self, message: Reserve | Admit | Find | Queue | Submit) -> list[int]:
         """The engine's reply. Raises EncoderError."""
         self.check(message.session)
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -168,6 +169,13 @@ class RemoteSession:
         (offset,) = await engine.request(Reserve(engine.number(), self._session, key, form))
         self._reserved.add(key)
         return engine.arena.view(offset, item.nbytes)
+
+    async def answer(self, key: int, item: Item, digest: bytes) -> bool:
+        """See Session."""
+        engine = self._engine
+        form = form_of(item)
+        assert isinstance(form, ItemForm)
+        return bool(await engine.request(Find(engine.number(), self._session, key, form, digest)))
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
         """See Session."""

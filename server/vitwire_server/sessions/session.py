@@ -51,6 +51,13 @@ class Session(Protocol):
         """
         ...
 
+    async def answer(self, key: int, item: Item, digest: bytes) -> bool:
+        """Answer an item from the cache by the digest of its content; False if it is not cached.
+
+        The item is then reserved or released. Raises as `reserve`.
+        """
+        ...
+
     def release(self, key: int) -> None:
         """The item's rows are not read any more; an item that was not submitted is dropped."""
         ...

@@ -1,5 +1,7 @@
 """Metrics that `rpc/` records, on the event loop."""
 
+from vitwire_server.core.decoding import Fault
+from vitwire_server.core.items import Modality
 from vitwire_server.observe.metrics.series import SECONDS, Series, Shared
 
 ITEM_CODES = (
@@ -31,6 +33,16 @@ class RpcMetrics:
             self._items_failed.labels(code)
         for limit in ("items", "bytes", "bodies", "uploads"):
             self.rejected.labels(limit)
+        self._decode_seconds = series.histogram(
+            "decode_seconds", "Time to decode and prepare an encoded item, its wait for a decoder included", SECONDS,
+            "modality",
+        )  # fmt: skip
+        self._decode_failures = series.counter("decode_failures", "Encoded items that were not decoded", "reason")
+        self._decoders = series.gauge("decode_processes", "Decoder processes that run")
+        for modality in Modality:
+            self._decode_seconds.labels(modality)
+        for reason in Fault:
+            self._decode_failures.labels(reason)
 
     def received(self, nbytes: int) -> None:
         """A request message with items arrived."""
@@ -39,6 +51,18 @@ class RpcMetrics:
     def item_failed(self, code: str) -> None:
         """An item was answered with an error."""
         self._items_failed.labels(code).inc()
+
+    def decoded(self, modality: Modality, seconds: float) -> None:
+        """An encoded item was decoded and prepared, so long after its bytes had arrived."""
+        self._decode_seconds.labels(modality).observe(seconds)
+
+    def decode_failed(self, reason: Fault) -> None:
+        """An encoded item was not decoded."""
+        self._decode_failures.labels(reason).inc()
+
+    def decoders(self, count: int) -> None:
+        """So many decoders run in this process."""
+        self._decoders.set(count)
 
     def sent(self, seconds: float) -> None:
         """The rows of an item were written to the stream, in so many seconds."""

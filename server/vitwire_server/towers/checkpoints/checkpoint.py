@@ -1,7 +1,7 @@
 """A checkpoint in hub layout: its configuration is read first, then only its vision tower."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,15 @@ from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.checkpoints.building import BROKEN, build_module
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import Track, download, fingerprint, read_weights
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.files import CheckpointError, read_json
+from vitwire_server.towers.processors.sampling import read_sampling
+from vitwire_server.towers.processors.settings import ProcessorFiles
 from vitwire_server.towers.registry import FAMILIES
 from vitwire_server.towers.served import absurd_layers
 from vitwire_server.towers.tower import Tower
@@ -41,7 +43,16 @@ class Checkpoint:
 
     def preprocessing(self) -> dict[Modality, Preprocessing]:
         """Settings of its processor for each modality it takes. Raises CheckpointError."""
-        return self.family.preprocessing(self.folder, self.config)
+        found = self.family.preprocessing(self.folder, self.config)
+        clips = found.get(Modality.VIDEO)
+        if clips is None or clips.resizing is Resizing.OTHER:
+            return found
+        try:
+            sampling = read_sampling(self.family.model_type, ProcessorFiles.read(self.folder).own_video)
+        except ValueError as error:
+            reason = f"the video processor's settings cannot be used: {error}"
+            raise CheckpointError(f"{self.folder}: {reason}") from error
+        return {**found, Modality.VIDEO: replace(clips, sampling=sampling)}
 
 
 @dataclass(frozen=True, slots=True)

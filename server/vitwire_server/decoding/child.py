@@ -1,0 +1,185 @@
+"""One decoder as the server sees it: its process, its socket and the memory that both share."""
+
+import asyncio
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from msgspec import msgpack
+
+from vitwire.wire import Buffer
+from vitwire_server.core.decoding import Fault
+from vitwire_server.decoding.messages import (
+    FROM_DECODER,
+    MAX_MESSAGE,
+    FromDecoder,
+    Ready,
+    Refused,
+    Setup,
+    ToDecoder,
+)
+
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_COPIED_BYTES = 4 << 20
+"""Bytes that are copied before other RPCs get their turn."""
+_KEPT_BYTES = 8 << 20
+"""Shared memory that a decoder keeps between two jobs."""
+_FILE_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+_START_SECONDS = 60.0
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
+
+
+class DecoderGone(Exception):
+    """The decoder has ended, and with it the job."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """Does one job at a time. Used on one event loop."""
+
+    process: Process
+    _link: socket.socket
+    _memory: mmap.mmap
+    _setup: Setup
+    busy: bool = False
+    """Whether a job was sent whose answer was not received."""
+
+    @classmethod
+    async def start(cls, setup: Setup, output_bytes: int) -> Self:
+        """A decoder that is ready. Raises DecoderGone if it cannot be started."""
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own.setblocking(False)
+        size = -(-(setup.input_bytes + output_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor = os.memfd_create("vitwire-decoder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a decoder that was taken over cannot make reads fail
+            memory = mmap.mmap(descriptor, size)
+            process = await _spawn(other, descriptor)
+        except OSError as error:
+            own.close()
+            raise DecoderGone(Fault.LOST, f"a decoder cannot be started: {error}") from error
+        finally:
+            other.close()
+            os.close(descriptor)
+        child = cls(process, own, memory, setup)
+        try:
+            answer = await child.ask(setup, _START_SECONDS)
+            assert isinstance(answer, Ready)
+        except BaseException:
+            await child.close()
+            raise
+        return child
+
+    async def write(self, data: Buffer) -> None:
+        """Bring the bytes of a file into the shared memory."""
+        source = np.frombuffer(data, np.uint8)
+        target = np.frombuffer(self._memory, np.uint8, len(source))
+        for start in range(0, len(source), _COPIED_BYTES):
+            target[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
+            await asyncio.sleep(0)
+
+    async def read(self, target: memoryview) -> None:
+        """Copy the pixels of the last job."""
+        array = np.frombuffer(target, np.uint8)
+        source = np.frombuffer(self._memory, np.uint8, len(array), self._setup.input_bytes)
+        for start in range(0, len(array), _COPIED_BYTES):
+            array[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
+            await asyncio.sleep(0)
+
+    async def ask(self, message: ToDecoder, seconds: float) -> FromDecoder:
+        """The answer to a message. Raises DecoderGone if there is none within `seconds`."""
+        self.busy = True
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._link, msgpack.encode(message))
+        except OSError as error:
+            raise await self._gone() from error
+        return await self.answer(seconds)
+
+    async def answer(self, seconds: float) -> FromDecoder:
+        """The answer to the last message. Raises DecoderGone."""
+        try:
+            async with asyncio.timeout(seconds):
+                raw = await asyncio.get_running_loop().sock_recv(self._link, MAX_MESSAGE)
+        except TimeoutError:
+            await self.close()
+            raise DecoderGone(Fault.LOST, f"a decoder did not respond for {seconds:g} s") from None
+        except OSError as error:
+            raise await self._gone() from error
+        if not raw:
+            raise await self._gone()
+        self.busy = False
+        answer = FROM_DECODER.decode(raw)
+        if isinstance(answer, Refused) and answer.fault is Fault.LOST:
+            raise DecoderGone(answer.fault, answer.reason)
+        return answer
+
+    def discard(self) -> None:
+        """Give pages of large files and clips back to the system."""
+        if len(self._memory) > _KEPT_BYTES:
+            start = self._setup.input_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            for begin, end in ((0, start), (start, len(self._memory))):
+                keep = _KEPT_BYTES // 2
+                if end - begin > keep:
+                    with suppress(OSError):
+                        self._memory.madvise(mmap.MADV_REMOVE, begin + keep, end - begin - keep)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended; one that was not reaped yet has closed its socket."""
+        if self.process.returncode is not None:
+            return False
+        try:
+            return bool(self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    async def close(self) -> None:
+        """Kill the process."""
+        self._link.close()
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+        await self.process.wait()
+
+    async def _gone(self) -> DecoderGone:
+        await self.close()
+        number = -(self.process.returncode or 0)
+        if number == signal.SIGPROF:
+            return DecoderGone(Fault.TOO_SLOW, f"takes more than {self._setup.seconds:g} s to decode")
+        if number in _FILE_FAULTS:
+            return DecoderGone(Fault.CRASHED, "made the decoder crash")
+        return DecoderGone(Fault.LOST, f"the decoder ended unexpectedly (exit {self.process.returncode})")
+
+
+async def _spawn(link: socket.socket, memory: int) -> Process:
+    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    descriptors = (link.fileno(), memory)
+    arguments = (*map(str, descriptors), str(os.getpid()))
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "vitwire_server.decoding.worker",
+        *arguments,
+        stdin=DEVNULL,
+        stdout=DEVNULL,
+        env=environment | _ONE_THREAD,
+        pass_fds=descriptors,
+        process_group=0,  # Ctrl-C reaches only the server, which drains first
+    )

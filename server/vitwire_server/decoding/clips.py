@@ -1,0 +1,119 @@
+"""Encoded clips: the frames that the model's rule chooses, and their pixels. Runs in decoders only."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from typing import NamedTuple, overload
+
+import av
+import numpy as np
+import numpy.typing as npt
+from av.container import InputContainer
+from av.video.stream import VideoStream
+
+from vitwire import preparation
+from vitwire.preparation import Form, Preprocessor, Tiles
+from vitwire.sampling import sampled
+from vitwire_server.core.decoding import Fault
+from vitwire_server.decoding.images import Unusable
+
+Frame = npt.NDArray[np.uint8]
+_MARKS = ((4, b"ftyp", "mp4"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
+"""What files of each format begin with, and where: FFmpeg would try every format that it knows."""
+_CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
+"""Of the many decoders of FFmpeg, those that clips are made for today."""
+_MAX_FRAMES = 1 << 20
+av.logging.set_level(None)  # files are untrusted: their oddities are not news
+
+
+class Measured(NamedTuple):
+    """What the prepared clip will be."""
+
+    form: Form
+    indices: list[int]
+    """Of the frames that are used."""
+    seconds: tuple[float, ...]
+    """When each is shown, from the start of the clip."""
+
+
+def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Measured:
+    """Choose the frames; no frame is decoded. Raises Unusable, ValueError, or what PyAV raises."""
+    if settings.sampling is None:
+        raise Unusable(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
+    with _opened(data) as (container, stream):
+        width, height = stream.width, stream.height
+        if width * height > max_pixels:
+            raise Unusable(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
+        rate = float(stream.average_rate or 0)
+        total = _count(container, stream)
+    indices = sampled(total, rate, settings.sampling, settings.temporal_patch_size)
+    seconds = tuple(index / rate for index in indices) if rate else ()
+    return Measured(preparation.clip_form((height, width), len(indices), settings), indices, seconds)
+
+
+def decode(data: bytes, settings: Preprocessor, max_pixels: int) -> Tiles:
+    """The prepared clip, by the client's own code; one frame is in memory at a time. Raises as `measure`."""
+    indices = measure(data, settings, max_pixels).indices
+    with _opened(data) as (container, stream):
+        return preparation.clip(_Frames(container, stream, indices), settings)
+
+
+class _Frames(Sequence[Frame]):
+    """The chosen frames of a clip, which are decoded as they are iterated over."""
+
+    def __init__(self, container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> None:
+        self._container = container
+        self._stream = stream
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[Frame]:
+        wanted = iter(self._indices)
+        due = next(wanted, None)
+        size = self._stream.width, self._stream.height
+        for index, frame in enumerate(self._container.decode(self._stream)):
+            if index == due:
+                if (frame.width, frame.height) != size:
+                    raise Unusable(Fault.UNSUPPORTED, "its frames change their size")
+                yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+                due = next(wanted, None)
+            if due is None:
+                return
+        raise Unusable(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
+
+    @overload
+    def __getitem__(self, index: int) -> Frame: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Frame]: ...
+
+    def __getitem__(self, index: int | slice) -> Frame | Sequence[Frame]:
+        raise TypeError("frames are only iterated over")
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
+    name = next((name for at, mark, name in _MARKS if data[at : at + len(mark)] == mark), None)
+    if name is None:
+        raise Unusable(Fault.UNSUPPORTED, "is neither an MP4 nor a WebM file")
+    with BytesIO(data) as file, av.open(file, "r", name, metadata_errors="ignore") as container:
+        if not container.streams.video:
+            raise Unusable(Fault.UNSUPPORTED, "has no video")
+        stream = container.streams.video[0]
+        codec = stream.codec_context.codec.canonical_name
+        if codec not in _CODECS:
+            raise Unusable(Fault.UNSUPPORTED, f"is coded as {codec}; supported are {', '.join(_CODECS)}")
+        stream.thread_count = 1
+        yield container, stream
+
+
+def _count(container: InputContainer, stream: VideoStream) -> int:
+    """Frames that will be shown, by the packets: the header may lack their number, or be wrong about it."""
+    total = 0
+    for packet in container.demux(stream):
+        total += packet.size > 0 and not packet.is_discard
+        if total > _MAX_FRAMES:
+            raise Unusable(Fault.TOO_LARGE, f"has more than {_MAX_FRAMES} frames")
+    return total

@@ -1,0 +1,66 @@
+"""Encoded images: their size from the header, and their pixels. Runs in decoders only."""
+
+from io import BytesIO
+from struct import unpack_from
+
+from PIL import Image
+from PIL.ExifTags import Base
+
+from vitwire import preparation
+from vitwire.preparation import Form, Preprocessor, Tiles
+from vitwire_server.core.decoding import Fault
+
+_FORMATS = ("JPEG", "PNG", "WEBP")
+_TURNED = (5, 6, 7, 8)
+"""Orientations of EXIF with width and height exchanged."""
+_PNG_DATA, _PNG_METADATA = b"IDAT", (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+_PNG_START, _PNG_OVERHEAD = 8, 12
+
+
+class Unusable(Exception):
+    """The file cannot be used; the message says why."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+
+def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Form:
+    """What the prepared image will be; its pixels are not decoded. Raises Unusable, or what Pillow raises."""
+    with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
+        width, height = image.size
+        if width * height > max_pixels:
+            raise Unusable(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # other pictures of a camera's file
+            raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
+        if _orientation(image, data) in _TURNED:
+            width, height = height, width
+    return preparation.image_form((height, width), settings)
+
+
+def decode(data: bytes, settings: Preprocessor) -> Tiles:
+    """The prepared image, by the client's own code. Raises ValueError."""
+    with BytesIO(data) as file:
+        image = preparation.read_image(file, "the image", drop=settings.drops_transparency, formats=_FORMATS)
+    return preparation.image(image, settings)
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """The orientation in the image's metadata; that of a PNG may come after the pixels, which are then decoded."""
+    has_late = image.format == "PNG" and _has_late_metadata(data)
+    exif = image.getexif() if has_late else Image.Image.getexif(image)
+    found = exif.get(Base.Orientation)
+    return found if isinstance(found, int) else 1
+
+
+def _has_late_metadata(data: bytes) -> bool:
+    """Whether a PNG has metadata after its pixels."""
+    at, after_pixels = _PNG_START, False
+    while at + _PNG_OVERHEAD <= len(data):
+        length, kind = unpack_from(">I4s", data, at)
+        if kind == _PNG_DATA:
+            after_pixels = True
+        elif after_pixels and kind in _PNG_METADATA:
+            return True
+        at += length + _PNG_OVERHEAD
+    return False

@@ -1,0 +1,76 @@
+"""Messages between a server process and its decoders. Bytes of files and pixels lie in memory that both share."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder
+
+from vitwire_server.core.decoding import Fault
+from vitwire_server.core.items import Modality
+
+# -- to a decoder ----------------------------------------------------------------------------------
+
+
+class Setup(Struct, array_like=True, frozen=True, tag=0):
+    """The first message."""
+
+    model: bytes
+    """A serialised GetModelResponse: the same settings as clients have."""
+    input_bytes: int
+    """The shared memory begins with room for a file of so many bytes, and ends with that for its pixels."""
+    max_pixels: int
+    memory: int
+    """Bytes of memory that the process may use beyond what it has after its imports."""
+    seconds: float
+    """Seconds of processor time for a file."""
+    clips: bool
+
+
+class Measure(Struct, array_like=True, frozen=True, tag=1):
+    """Answered with Measured: read the file's header only."""
+
+    nbytes: int
+    modality: Modality
+
+
+class Decode(Struct, array_like=True, frozen=True, tag=2):
+    """Answered with Decoded: so many bytes of pixels and crops are in the shared memory."""
+
+    nbytes: int
+    modality: Modality
+    output_bytes: int
+
+
+# -- from a decoder --------------------------------------------------------------------------------
+
+
+class Ready(Struct, array_like=True, frozen=True, tag=0):
+    """The decoder was set up."""
+
+
+class Measured(Struct, array_like=True, frozen=True, tag=1):
+    """What the prepared item will be."""
+
+    grid: tuple[int, int, int]
+    pixels: tuple[int, ...]
+    crops: tuple[int, ...] | None
+    frame_seconds: tuple[float, ...] = ()
+
+
+class Decoded(Struct, array_like=True, frozen=True, tag=2):
+    """The pixels are in the shared memory, and the crops behind them."""
+
+
+class Refused(Struct, array_like=True, frozen=True, tag=3):
+    """The file cannot be used."""
+
+    fault: Fault
+    reason: str
+
+
+ToDecoder: TypeAlias = Setup | Measure | Decode
+FromDecoder: TypeAlias = Ready | Measured | Decoded | Refused
+TO_DECODER: Decoder[ToDecoder] = Decoder(ToDecoder)
+FROM_DECODER: Decoder[FromDecoder] = Decoder(FromDecoder)
+MAX_MESSAGE = 1 << 17
+"""Bytes of a message, which is one packet of the socket."""

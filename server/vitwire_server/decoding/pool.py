@@ -1,0 +1,168 @@
+"""The decoders of one server process."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from vitwire.wire import Buffer
+from vitwire_server.core.decoding import Fault
+from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
+from vitwire_server.core.items import Modality
+from vitwire_server.decoding.child import Child, DecoderGone
+from vitwire_server.decoding.messages import Decode, Decoded, FromDecoder, Measure, Measured, Refused, Setup
+
+_log = logging.getLogger(__name__)
+_PATIENCE = 10.0
+"""The wall-clock time of a job is limited to its processor time, so many times, and as many seconds more."""
+
+
+class DecodeMonitor(Protocol):
+    """Counts files; implemented by the metrics."""
+
+    def decoded(self, modality: Modality, seconds: float) -> None: ...
+
+    def decode_failed(self, reason: Fault) -> None: ...
+
+    def decoders(self, count: int) -> None: ...
+
+
+class NotDecoded(Exception):
+    """A file was not decoded."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+    def of_item(self, field: str) -> EncoderError:
+        """The error of the item; `field` names it."""
+        if self.fault is Fault.LOST:
+            return EncodeFailed(f"{field}: {self}")
+        return InvalidRequest([Violation(field, str(self))])
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bounds of a pool."""
+
+    processes: int
+    file_bytes: int
+    output_bytes: int
+    """Bytes of the largest prepared item."""
+    pixels: int
+    seconds: float
+    """Of processor time for a file."""
+    memory: int
+    """Bytes of each decoder, beside what it has after its start."""
+
+
+class DecodePool:
+    """Starts decoders as they are needed, and replaces those that die. Used on one event loop."""
+
+    def __init__(self, sizes: Sizes, model: bytes, monitor: DecodeMonitor, *, clips: bool) -> None:
+        """`model` is a serialised GetModelResponse."""
+        self.size = sizes.processes
+        self._sizes = sizes
+        self._setup = Setup(model, sizes.file_bytes, sizes.pixels, sizes.memory, sizes.seconds, clips)
+        self._monitor = monitor
+        self._turns = asyncio.Semaphore(sizes.processes)
+        self._idle: list[Child] = []
+        self._all: set[Child] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def measure(self, data: Buffer, modality: Modality) -> Measured:
+        """What the prepared item will be, from the header of its file. Raises NotDecoded."""
+        async with self._child() as child:
+            await child.write(data)
+            answer = await self._ask(child, Measure(len(data), modality))
+        assert isinstance(answer, Measured)
+        return answer
+
+    async def decode(self, data: Buffer, modality: Modality, target: memoryview) -> None:
+        """Decode and prepare a file; its pixels fill `target`. Raises NotDecoded."""
+        async with self._child() as child:
+            await child.write(data)
+            answer = await self._ask(child, Decode(len(data), modality, len(target)))
+            assert isinstance(answer, Decoded)
+            await child.read(target)
+            child.discard()
+
+    async def close(self) -> None:
+        """End all decoders."""
+        self._closed = True
+        for task in self._finishing:
+            task.cancel()
+        await asyncio.gather(*(child.close() for child in self._all))
+        self._all.clear()
+
+    @asynccontextmanager
+    async def _child(self) -> AsyncIterator[Child]:
+        """A decoder for one job, in turn. Raises NotDecoded."""
+        await self._turns.acquire()
+        child: Child | None = None
+        try:
+            child = await self._next_idle() or await self._start()
+            yield child
+        except DecoderGone as error:
+            raise NotDecoded(error.fault, str(error)) from error
+        finally:
+            if child and child.busy and child.is_alive:  # the RPC was cancelled
+                task = asyncio.create_task(self._finish(child))
+                self._finishing.add(task)
+                task.add_done_callback(self._finishing.discard)
+            else:
+                self._give_back(child)
+
+    async def _next_idle(self) -> Child | None:
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                return child
+            await child.close()
+            self._dropped(child)
+        return None
+
+    async def _start(self) -> Child:
+        child = await Child.start(self._setup, self._sizes.output_bytes)
+        if self._closed:
+            await child.close()
+            raise DecoderGone(Fault.LOST, "the server is stopping")
+        self._all.add(child)
+        self._monitor.decoders(len(self._all))
+        _log.debug("decoder %d started", child.process.pid)
+        return child
+
+    async def _finish(self, child: Child) -> None:
+        """Wait for an answer that nobody needs: to start another decoder would cost more."""
+        try:
+            await child.answer(self._wall_seconds)
+        except DecoderGone as error:
+            _log.debug("a decoder ended: %s", error)
+        finally:
+            self._give_back(child)
+
+    def _give_back(self, child: Child | None) -> None:
+        """The job is over; the child is None if it could not be started."""
+        if child and child.is_alive and not child.busy:
+            self._idle.append(child)
+        elif child:
+            self._dropped(child)
+        self._turns.release()
+
+    def _dropped(self, child: Child) -> None:
+        self._all.discard(child)
+        self._monitor.decoders(len(self._all))
+        _log.warning("decoder %d ended (exit %s)", child.process.pid, child.process.returncode)
+
+    async def _ask(self, child: Child, job: Measure | Decode) -> FromDecoder:
+        answer = await child.ask(job, self._wall_seconds)
+        if isinstance(answer, Refused):
+            raise NotDecoded(answer.fault, answer.reason)
+        return answer
+
+    @property
+    def _wall_seconds(self) -> float:
+        return _PATIENCE * (1 + self._sizes.seconds)

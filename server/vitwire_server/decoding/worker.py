@@ -1,0 +1,160 @@
+"""A decoder: a process that decodes one file after the other. Does not import torch.
+
+It ends with the process that started it. Memory and processor time are limited by the kernel, as files are untrusted
+and the libraries that read them are in C.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import numpy as np
+from msgspec import msgpack
+from PIL import Image, UnidentifiedImageError
+
+from vitwire.preparation import Form, Model, Preprocessor, Tiles
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.decoding import Fault
+from vitwire_server.core.items import Modality
+from vitwire_server.decoding import images
+from vitwire_server.decoding.images import Unusable
+from vitwire_server.decoding.messages import (
+    MAX_MESSAGE,
+    TO_DECODER,
+    Decode,
+    Decoded,
+    FromDecoder,
+    Measure,
+    Measured,
+    Ready,
+    Refused,
+    Setup,
+)
+
+_PR_SET_PDEATHSIG = 1
+_MAX_REASON = 200
+
+
+def main() -> NoReturn:
+    """Serve the socket and the memory whose descriptors are the arguments, until the socket is closed."""
+    end, memory, parent = (int(each) for each in sys.argv[1:4])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it ended before prctl
+            os._exit(1)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=end) as link:
+        setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))
+        assert isinstance(setup, Setup), "the first message"
+        worker = _Worker(setup, mmap.mmap(memory, 0))
+        link.sendall(msgpack.encode(Ready()))
+        while raw := link.recv(MAX_MESSAGE):
+            job = TO_DECODER.decode(raw)
+            assert isinstance(job, Measure | Decode)
+            link.sendall(msgpack.encode(worker.answer(job)))
+    os._exit(0)
+
+
+class _Worker:
+    def __init__(self, setup: Setup, memory: mmap.mmap) -> None:
+        self._setup = setup
+        self._memory = memory
+        self._model = Model.from_message(pb.GetModelResponse.FromString(setup.model))
+        self._clips: ModuleType | None = None
+        if setup.clips:
+            from vitwire_server.decoding import clips  # noqa: PLC0415 - needs PyAV, which is optional
+
+            self._clips = clips
+        Image.MAX_IMAGE_PIXELS = setup.max_pixels
+        warnings.simplefilter("ignore")  # files are untrusted: their oddities are not news
+        _limit(setup.memory)
+
+    def answer(self, job: Measure | Decode) -> FromDecoder:
+        """The answer to a job. The kernel ends the process if it takes too long."""
+        signal.setitimer(signal.ITIMER_PROF, self._setup.seconds)
+        try:
+            return self._measured(job) if isinstance(job, Measure) else self._decoded(job)
+        except Unusable as error:
+            return Refused(error.fault, str(error))
+        except MemoryError:
+            return Refused(Fault.TOO_LARGE, "needs more memory than a decoder may use")
+        except UnidentifiedImageError:
+            return Refused(Fault.UNSUPPORTED, "is not a JPEG, PNG or WebP image")
+        except Image.DecompressionBombError as error:
+            return Refused(Fault.TOO_LARGE, str(error))
+        except Exception as error:  # noqa: BLE001 - libraries raise anything over broken files
+            return Refused(Fault.MALFORMED, f"cannot be decoded: {_brief(error)}")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _measured(self, job: Measure) -> Measured:
+        data, settings = self._file(job.nbytes), self._settings(job.modality)
+        if job.modality is Modality.IMAGE:
+            return _message(images.measure(data, settings, self._setup.max_pixels))
+        measured = self._clip_reader.measure(data, settings, self._setup.max_pixels)
+        return _message(measured.form, measured.seconds)
+
+    def _decoded(self, job: Decode) -> Decoded:
+        data, settings = self._file(job.nbytes), self._settings(job.modality)
+        if job.modality is Modality.IMAGE:
+            tiles = images.decode(data, settings)
+        else:
+            tiles = self._clip_reader.decode(data, settings, self._setup.max_pixels)
+        self._write(tiles, job.output_bytes)
+        return Decoded()
+
+    def _file(self, nbytes: int) -> bytes:
+        return self._memory[:nbytes]
+
+    def _settings(self, modality: Modality) -> Preprocessor:
+        model = self._model
+        settings = model.image_preprocessor if modality is Modality.IMAGE else model.video_preprocessor
+        if settings is None:
+            raise Unusable(Fault.UNSUPPORTED, f"{model.model_type} takes {modality}s as pixels only")
+        return settings
+
+    @property
+    def _clip_reader(self) -> ModuleType:
+        if self._clips is None:
+            raise Unusable(Fault.UNSUPPORTED, "is a clip, and this server decodes images only")
+        return self._clips
+
+    def _write(self, tiles: Tiles, nbytes: int) -> None:
+        parts = [part.reshape(-1) for part in (tiles.pixels, tiles.crops) if part is not None]
+        if sum(map(len, parts)) != nbytes:
+            raise Unusable(Fault.MALFORMED, "its header and its content differ in size")
+        at = self._setup.input_bytes
+        for part in parts:
+            np.frombuffer(self._memory, np.uint8, len(part), at)[:] = part
+            at += len(part)
+
+
+def _message(form: Form, seconds: tuple[float, ...] = ()) -> Measured:
+    return Measured(form.grid, form.pixels, form.crops, seconds)
+
+
+def _limit(memory: int) -> None:
+    """Limit what the process may use from now on: so much more memory, and no files or core dumps."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * mmap.PAGESIZE + memory
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def _brief(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Encoded items of an RPC: decoded, and then submitted like others."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vitwire_server.core.decoding import Fault
+from vitwire_server.core.errors import EncodeFailed, EncoderError
+from vitwire_server.decoding.pool import DecodePool, NotDecoded
+from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.observe.tracing import SPAN
+from vitwire_server.scheduling.admission import Admission, Permit
+
+if TYPE_CHECKING:
+    from vitwire_server.rpc.calls import Call
+    from vitwire_server.rpc.codec import Codec, EncodedItem
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the server chose for an encoded item, for its report."""
+
+    grid: tuple[int, int, int]
+    frame_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What all RPCs of a process decode with."""
+
+    pool: DecodePool
+    waiting: Admission
+    """Bounds the files in the process."""
+    metrics: RpcMetrics
+
+
+@dataclass(slots=True)
+class Decodes:
+    """The encoded items of one RPC. A few are decoded at a time, so that one RPC does not hold up the others."""
+
+    decoding: Decoding
+    codec: "Codec"
+    call: "Call"
+    prepared: dict[int, Prepared] = field(default_factory=dict)
+    """Of items that were decoded and are not answered yet."""
+    _unfinished: set[Permit] = field(default_factory=set)
+    """Of files whose bytes are still to come."""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _turns: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turns = asyncio.Semaphore(self.decoding.pool.size)
+
+    def admit(self, nbytes: Sequence[int]) -> list[Permit]:
+        """A permit for each file, all or none. Raises Overloaded."""
+        return self.decoding.waiting.admit(nbytes)
+
+    def promise(self, nbytes: int, caller: str) -> Permit:
+        """A permit for a file whose bytes are still to come. Raises Overloaded."""
+        permit = self.decoding.waiting.promise(nbytes, caller)
+        self._unfinished.add(permit)
+        return permit
+
+    def drop(self, permit: Permit) -> None:
+        """The file will not come."""
+        self._unfinished.discard(permit)
+        permit.release()
+
+    def start(self, items: Mapping[int, "EncodedItem"], permits: Sequence[Permit]) -> None:
+        """Decode items whose bytes have arrived; each is answered by the call. Takes over the permits."""
+        for (index, item), permit in zip(items.items(), permits, strict=True):
+            self._unfinished.discard(permit)
+            permit.arrived()
+            self.call.expect(index)
+            task = asyncio.create_task(self._run(index, item))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(_release, permit))
+
+    def close(self) -> None:
+        """The RPC is over."""
+        for permit in self._unfinished:
+            permit.release()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _run(self, index: int, item: "EncodedItem") -> None:
+        try:
+            async with self._turns:
+                await self._decode(index, item)
+        except NotDecoded as error:
+            self.decoding.metrics.decode_failed(error.fault)
+            self.call.settle(index, error.of_item(f"items[{index}].encoded"))
+        except EncoderError as error:
+            self.call.settle(index, error)
+        except Exception:  # noqa: BLE001 - a defect must not leave the client without an answer
+            _log.exception("decoding failed")
+            self.decoding.metrics.decode_failed(Fault.LOST)
+            self.call.settle(index, EncodeFailed(f"items[{index}].encoded: decoding failed"))
+
+    async def _decode(self, index: int, encoded: "EncodedItem") -> None:
+        pool, call = self.decoding.pool, self.call
+        start = time.monotonic()
+        measured = await pool.measure(encoded.data, encoded.modality)
+        item = self.codec.measured(f"items[{index}]", encoded, measured, call.consumer)
+        self.prepared[index] = Prepared(measured.grid, measured.frame_seconds)
+        digest = await call.digest_of_file(encoded.data)
+        if digest and await call.answer(index, item, digest):
+            return
+        memory = await call.reserve(index, item)
+        await pool.decode(encoded.data, encoded.modality, memory)
+        seconds = time.monotonic() - start
+        self.decoding.metrics.decoded(encoded.modality, seconds)
+        if span := SPAN.get():
+            span.stage("decode", start, seconds, {"vitwire.item": index})
+        await call.submit({index: item.filled(memory)}, {index: digest} if digest else {})
+
+
+def _release(permit: Permit, task: asyncio.Task[None]) -> None:
+    del task
+    permit.release()

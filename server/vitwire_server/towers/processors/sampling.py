@@ -1,0 +1,73 @@
+"""How a checkpoint's video processor samples frames."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from vitwire_server.core.sampling import Sampling, SamplingRule
+
+_PROCESSORS = {
+    "Qwen2VLVideoProcessor": Sampling(SamplingRule.RATE, fps=2.0, min_frames=4, max_frames=768),
+    "Qwen3VLVideoProcessor": Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768),
+    "Glm4vVideoProcessor": Sampling(SamplingRule.SECONDS, fps=2.0, max_seconds=300.0),
+    "Glm46VVideoProcessor": Sampling(SamplingRule.RATE_BY_DURATION),
+    "InternVLVideoProcessor": Sampling(SamplingRule.MIDDLES, frames=8),
+    "LlavaOnevisionVideoProcessor": Sampling(SamplingRule.COUNT, frames=8),
+    "Gemma4VideoProcessor": Sampling(SamplingRule.COUNT, frames=32),
+}
+"""Defaults of each class. Where a class samples only if the caller names a rate or a number, those of its examples."""
+_OF_MODELS = {
+    "qwen2_vl": "Qwen2VLVideoProcessor",
+    "qwen2_5_vl": "Qwen2VLVideoProcessor",
+    "qwen2_5_omni": "Qwen2VLVideoProcessor",
+    "qwen2_5_omni_thinker": "Qwen2VLVideoProcessor",
+    "qwen3_omni_moe": "Qwen2VLVideoProcessor",
+    "qwen3_omni_moe_thinker": "Qwen2VLVideoProcessor",
+    "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_vl_moe": "Qwen3VLVideoProcessor",
+    "qwen3_5": "Qwen3VLVideoProcessor",
+    "qwen3_5_moe": "Qwen3VLVideoProcessor",
+    "glm4v": "Glm4vVideoProcessor",
+    "glm4v_moe": "Glm4vVideoProcessor",
+    "glm46v": "Glm46VVideoProcessor",
+    "glm_ocr": "Glm46VVideoProcessor",
+    "internvl": "InternVLVideoProcessor",
+    "internvl_chat": "InternVLVideoProcessor",
+    "llava_onevision": "LlavaOnevisionVideoProcessor",
+    "gemma4": "Gemma4VideoProcessor",
+}
+_COUNTED = (SamplingRule.COUNT, SamplingRule.MIDDLES, SamplingRule.RATE, SamplingRule.RATE_TO_LAST)
+
+
+def read_sampling(model_type: str, config: Mapping[str, Any]) -> Sampling | None:
+    """The rule for clips, by the keys of the videos' file; None if the model has none. Raises ValueError.
+
+    The class that the file names decides; a class that is not known here, or none, leaves it to the model_type.
+    """
+    default = _PROCESSORS.get(str(config.get("video_processor_type"))) or _PROCESSORS.get(
+        _OF_MODELS.get(model_type, "")
+    )
+    if default is None:
+        return None
+    rate = _number(config, "fps", default.fps)
+    found = replace(
+        default,
+        fps=rate,
+        min_frames=int(_number(config, "min_frames", default.min_frames)),
+        max_frames=int(_number(config, "max_frames", default.max_frames)),
+        max_seconds=_number(config, "max_duration", default.max_seconds),
+    )
+    if default.rule in _COUNTED:
+        of_rate = 0 if config.get("fps") else default.frames
+        found = replace(found, frames=int(_number(config, "num_frames", of_rate)))
+    return found
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise ValueError(f"{key} must be a number that is not negative, got {value!r}")
+    return float(value)

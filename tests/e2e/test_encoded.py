@@ -1,0 +1,209 @@
+"""Items that carry files, through real servers of one process and with edges."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from checkpoints import Checkpoints
+from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photograph, saved, sound, turned
+from servers import ServerProcess, serving
+from vitwire import Client, Embedding, InvalidItem, Item, NotCached, VitwireError
+from vitwire.sampling import sampled
+
+FLAGS = ("--dtype", "float32", "--cache-bytes", "50000000", "--max-encoded-bytes", "2000000")
+SHAPES = {"one process": (), "edges": ("--rpc-processes", "2", "--decode-processes", "2")}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    with serving(checkpoints("qwen3_vl"), *FLAGS, *SHAPES[request.param]) as process:
+        yield process
+        assert process.metric("vitwire_admitted_bytes") == 0
+        assert process.metric("vitwire_admitted_items") == 0
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.target) as each:
+        yield each
+
+
+def assert_same(one: Embedding, other: Embedding) -> None:
+    assert one.grid == other.grid
+    assert np.array_equal(one.numpy(), other.numpy())
+
+
+def results_of(client: Client, items: list[Item], *, stream: bool) -> dict[int, Embedding | VitwireError]:
+    """Each item's own result. A request of one message has them too, but the client raises the first error."""
+    if stream:
+        return dict(client.iter_encode(items, return_exceptions=True))
+    found: dict[int, Embedding | VitwireError] = {}
+    try:
+        found.update(client.iter_encode(items))
+    except VitwireError as error:
+        assert error.item is not None
+        found[error.item] = error
+    return found
+
+
+def decoders(server: ServerProcess) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [child for child in children if "vitwire_server.decoding.worker" in child.cmdline()]
+
+
+def test_the_model_says_what_is_decoded(client: Client) -> None:
+    model = client.model()
+    assert model.encodings == ("jpeg", "png", "webp", "mp4", "webm")
+    assert (model.limits.encoded_bytes, model.limits.encoded_pixels) == (2_000_000, 1 << 26)
+
+
+def test_files_are_encoded_as_their_pixels_are(client: Client, tmp_path: Path) -> None:
+    photo = photograph(230, 310)
+    files = [saved(photo, quality=85), saved(photo, "PNG"), saved(photo, "WEBP"), turned("JPEG")]
+    (tmp_path / "photo").write_bytes(files[0])
+    own = client.encode_images(files)
+    for one, other in zip(client.encode([Item(encoded=file) for file in files]), own, strict=True):
+        assert_same(one, other)
+        assert one.report.grid == other.grid
+    assert_same(client.encode([Item.from_file(tmp_path / "photo")])[0], own[0])
+    streamed = dict(client.iter_encode([Item(encoded=bytearray(file)) for file in files], return_exceptions=True))
+    for index, each in enumerate(own):
+        assert_same(streamed[index], each)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_invalid_files_fail_alone(client: Client, server: ServerProcess, stream: bool) -> None:
+    photo = photograph(64, 96)
+    names = ("nonsense", "truncated jpeg", "bomb", "animated png")
+    pixels, good = client.encode_images([photo, saved(photo)])
+    failures = server.metric("vitwire_decode_failures_total")
+    for name in names if stream else names[:2]:
+        items = [Item(encoded=saved(photo)), Item(encoded=HOSTILE[name][0]()), *client_items(client, photo)]
+        results = results_of(client, items, stream=stream)
+        assert_same(results[0], good)
+        assert_same(results[2], pixels)
+        error = results[1]
+        assert isinstance(error, InvalidItem)
+        assert error.item == 1
+        assert [violation.field for violation in error.violations] == ["items[1].encoded"]
+        assert HOSTILE[name][2] in str(error)
+    assert server.metric("vitwire_decode_failures_total") == failures + (4 if stream else 2)
+
+
+def client_items(client: Client, *images: object) -> list[Item]:
+    from vitwire._prepare import image_items  # noqa: PLC0415
+
+    return image_items(list(images), client.model())
+
+
+def test_sizes_are_checked_before_decoding(client: Client) -> None:
+    results = results_of(client, [Item(encoded=bytes(2_000_001)), Item(encoded=jpeg_of_size(60_000, 200))], stream=True)
+    assert "items[0].encoded: has 2000001 bytes, at most 2000000 are accepted" in str(results[0])
+    assert isinstance(results[1], InvalidItem)
+
+
+def test_clips_are_sampled_by_the_rule_of_the_model(client: Client) -> None:
+    file = clip(moving(30), 10.0)
+    model = client.model()
+    assert model.video_preprocessor
+    assert model.video_preprocessor.sampling
+    indices = sampled(30, 10.0, model.video_preprocessor.sampling, model.temporal_patch_size)
+    assert len(indices) == 6
+    (own,) = client.encode_clips([np.stack(frames_of(file, indices))])
+    (one,) = client.encode([Item(encoded=file, modality="video")])
+    assert_same(one, own)
+    assert one.report.frame_seconds == pytest.approx([index / 10 for index in indices])
+    pruned = Item(own_pixels(client, file, indices), own.grid, "video", keep_ratio=0.5)
+    of_file = Item(encoded=file, modality="video", keep_ratio=0.5)
+    assert_same(client.encode([of_file])[0], client.encode([pruned])[0])
+    with pytest.raises(InvalidItem, match="has no video"):
+        client.encode([Item(encoded=sound(), modality="video")])
+
+
+def own_pixels(client: Client, file: bytes, indices: list[int]) -> np.ndarray:
+    from vitwire._prepare import clip_items  # noqa: PLC0415
+
+    pixels = clip_items([np.stack(frames_of(file, indices))], client.model())[0].pixels
+    assert isinstance(pixels, np.ndarray)
+    return pixels
+
+
+def test_cached_files_are_not_decoded_again(client: Client, server: ServerProcess) -> None:
+    item = Item(encoded=saved(photograph(96, 64), quality=77), content_id="a photograph")
+    (first,) = client.encode([item])
+    decoded = server.metric("vitwire_decode_seconds_count")
+    (again,) = client.encode([item])
+    assert (first.report.path, again.report.path) == ("eager", "cache")
+    assert again.report.grid == first.report.grid
+    assert_same(first, again)
+    (named,) = client.encode([Item(content_id="a photograph")])
+    assert np.array_equal(named.numpy(), first.numpy())
+    assert np.array_equal(client.encode_cached([item])[0].numpy(), first.numpy())
+    assert server.metric("vitwire_decode_seconds_count") == decoded
+    other = Item(encoded=saved(photograph(96, 64), quality=76), content_id="another photograph")
+    with pytest.raises(NotCached):
+        client.encode([Item(content_id="another photograph")])
+    assert client.encode_cached([other])[0].report.path == "eager"
+
+
+def test_many_files_in_one_request(client: Client) -> None:
+    files = [saved(photograph(60 + 7 * index, 90), quality=80) for index in range(24)]
+    own = client.encode_images(files)
+    for one, other in zip(client.encode([Item(encoded=file) for file in files]), own, strict=True):
+        assert_same(one, other)
+
+
+def test_killed_decoders_are_replaced(client: Client, server: ServerProcess) -> None:
+    file = saved(photograph(100, 100))
+    client.encode([Item(encoded=file)])
+    running = decoders(server)
+    assert running
+    for each in running:
+        each.kill()
+    psutil.wait_procs(running, 10)
+    for quality in (71, 72, 73, 74):
+        client.encode([Item(encoded=saved(photograph(100, 100), quality=quality))])
+
+
+@pytest.mark.matrix
+def test_decoders_do_not_load_torch_and_end_with_the_server(checkpoints: Checkpoints) -> None:
+    with serving(checkpoints("qwen3_vl"), *FLAGS) as server, Client(server.target) as client:
+        client.encode([Item(encoded=saved(photograph(100, 100)))])
+        (decoder,) = decoders(server)
+        assert "libtorch" not in Path(f"/proc/{decoder.pid}/maps").read_text()
+        assert not [name for name in decoder.environ() if name.startswith(("VITWIRE", "HF_"))]
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        assert not psutil.wait_procs([decoder], 10)[1]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "llava_onevision", "deepseek_vl_hybrid", "qwen2_5_vl"])
+def test_every_layout(checkpoints: Checkpoints, model_type: str, shape: str) -> None:
+    photo = photograph(230, 310)
+    files = [
+        saved(photo),
+        saved(photo, "PNG"),
+        saved(photo, "WEBP"),
+        turned("PNG"),
+        saved(photo.convert("RGBA"), "PNG"),
+    ]
+    with serving(checkpoints(model_type), *FLAGS, *SHAPES[shape]) as server, Client(server.target) as client:
+        for one, other in zip(
+            client.encode([Item(encoded=file) for file in files]), client.encode_images(files), strict=True
+        ):
+            assert_same(one, other)
+        model = client.model()
+        if "mp4" in model.encodings:
+            file = clip(moving(40), 10.0)
+            assert model.video_preprocessor
+            assert model.video_preprocessor.sampling
+            indices = sampled(40, 10.0, model.video_preprocessor.sampling, model.temporal_patch_size)
+            (own,) = client.encode_clips([np.stack(frames_of(file, indices))])
+            assert_same(client.encode([Item(encoded=file, modality="video")])[0], own)

@@ -1,0 +1,180 @@
+"""Files of images and clips, good, odd and hostile."""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from skimage import data
+
+Frame = NDArray[np.uint8]
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def photograph(height: int = 300, width: int = 400) -> Image.Image:
+    """A real photograph of this size."""
+    return Image.fromarray(data.astronaut()).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def saved(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    """The image as a file."""
+    with io.BytesIO() as file:
+        image.save(file, kind, **options)
+        return file.getvalue()
+
+
+def turned(kind: str, orientation: int = 6) -> bytes:
+    """A photograph with an orientation in its EXIF data."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return saved(photograph(), kind, exif=exif)
+
+
+def late_orientation() -> bytes:
+    """A PNG whose EXIF data come after its pixels, as the format allows."""
+    plain, exif = saved(photograph(), "PNG"), Image.Exif()
+    exif[0x0112] = 6
+    end = plain.rindex(b"IEND") - 4
+    return plain[:end] + chunk(b"eXIf", exif.tobytes()[6:]) + plain[end:]
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few kilobytes that declares any size."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return _PNG + header + chunk(b"IDAT", zlib.compress(bytes(1 << 20))) + chunk(b"IEND", b"")
+
+
+def jpeg_of_size(width: int, height: int) -> bytes:
+    """A JPEG whose header declares any size."""
+    plain = saved(photograph(64, 64))
+    at = plain.index(b"\xff\xc0") + 5
+    return plain[:at] + struct.pack(">HH", height, width) + plain[at + 4 :]
+
+
+def many_scans(side: int = 4000, count: int = 4000) -> bytes:
+    """A progressive JPEG that repeats a scan: small, but each repetition costs a pass over all pixels."""
+    plain = saved(Image.new("RGB", (side, side)), progressive=True)
+    start = plain.rindex(b"\xff\xda")
+    scan = plain[start:-2]
+    return plain[:start] + scan * count + plain[-2:]
+
+
+def huge_metadata() -> bytes:
+    """A PNG with text that takes a GiB when it is unpacked."""
+    plain = saved(photograph(), "PNG")
+    text = b"comment\0\0" + zlib.compress(bytes(1 << 24), 9) * 1
+    return plain[:33] + chunk(b"zTXt", text) * 64 + plain[33:]
+
+
+def animated(kind: str) -> bytes:
+    """Three frames in one file."""
+    frames = [photograph().rotate(angle) for angle in (0, 30, 60)]
+    return saved(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
+
+
+def palette_with_transparency() -> bytes:
+    """A PNG whose palette has an alpha value per colour."""
+    image = photograph().convert("P", palette=Image.Palette.ADAPTIVE)
+    return saved(image, "PNG", transparency=bytes(range(256)))
+
+
+def sixteen_bits() -> bytes:
+    """A PNG with 16 bits per pixel."""
+    return saved(Image.fromarray((np.asarray(photograph().convert("L")).astype(np.uint16) << 8) + 7), "PNG")
+
+
+ODD: dict[str, Callable[[], bytes]] = {
+    "cmyk": lambda: saved(photograph().convert("CMYK")),
+    "grey": lambda: saved(photograph().convert("L")),
+    "progressive": lambda: saved(photograph(), progressive=True),
+    "sixteen bits": sixteen_bits,
+    "one bit": lambda: saved(photograph().convert("1"), "PNG"),
+    "palette": palette_with_transparency,
+    "alpha": lambda: saved(photograph().convert("RGBA"), "PNG"),
+    "alpha of webp": lambda: saved(photograph().convert("RGBA"), "WEBP"),
+    "turned jpeg": lambda: turned("JPEG"),
+    "turned png": lambda: turned("PNG"),
+    "turned webp": lambda: turned("WEBP"),
+    "late orientation": late_orientation,
+    "one pixel": lambda: saved(photograph(1, 1), "PNG"),
+    "trailing bytes": lambda: saved(photograph()) + b"PK\x03\x04" + bytes(1000),
+}
+"""Valid images, which are prepared as the client prepares them."""
+
+HOSTILE: dict[str, tuple[Callable[[], bytes], str, str]] = {
+    "nonsense": (lambda: b"nonsense" * 100, "unsupported", "is not a JPEG, PNG or WebP image"),
+    "gif": (lambda: saved(photograph(), "GIF"), "unsupported", "is not a JPEG, PNG or WebP image"),
+    "tiff": (lambda: saved(photograph(), "TIFF"), "unsupported", "is not a JPEG"),
+    "bmp": (lambda: saved(photograph(), "BMP"), "unsupported", "is not a JPEG"),
+    "postscript": (lambda: saved(photograph(), "EPS"), "unsupported", "is not a JPEG"),
+    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
+            "unsupported", "is not a JPEG"),
+    "zip": (lambda: b"PK\x03\x04" + saved(photograph()), "unsupported", "is not a JPEG"),
+    "truncated jpeg": (lambda: saved(photograph())[:3000], "malformed", "truncated"),
+    "truncated png": (lambda: saved(photograph(), "PNG")[:3000], "malformed", "truncated"),
+    "truncated webp": (lambda: saved(photograph(), "WEBP")[:3000], "", ""),
+    "header alone": (lambda: saved(photograph())[:20], "", ""),
+    "bad checksum": (lambda: saved(photograph(), "PNG").replace(b"IDAT", b"IDAx", 1), "", ""),
+    "bomb": (lambda: bomb(60_000, 60_000), "too_large", "pixels"),
+    "bomb within pillow's limit": (lambda: bomb(9_000, 9_000), "too_large", "9000x9000 exceeds the limit"),
+    "huge jpeg": (lambda: jpeg_of_size(65_000, 65_000), "too_large", "pixels"),
+    "elongated": (lambda: saved(Image.new("RGB", (8000, 2)), "PNG"), "malformed", "too elongated"),
+    "animated png": (lambda: animated("PNG"), "unsupported", "is animated"),
+    "animated webp": (lambda: animated("WEBP"), "unsupported", "is animated"),
+    "huge metadata": (huge_metadata, "malformed", ""),
+    "less than its header says": (lambda: bomb(2_000, 2_000), "malformed", "truncated"),
+}  # fmt: skip
+"""Invalid images: how to make each, and the fault and a part of the reason, where these are certain."""
+
+
+def clip(frames: Sequence[Frame], fps: float = 10.0, kind: str = "mp4", codec: str = "libx264") -> bytes:
+    """The frames as a file."""
+    with io.BytesIO() as file:
+        with av.open(file, "w", format=kind) as container:
+            stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+            stream.height, stream.width = frames[0].shape[:2]
+            stream.pix_fmt = "yuv420p"
+            stream.options = {"crf": "10"}
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+        return file.getvalue()
+
+
+def sound() -> bytes:
+    """An MP4 file without video."""
+    with io.BytesIO() as file:
+        with av.open(file, "w", format="mp4") as container:
+            stream = container.add_stream("aac", rate=16_000)
+            samples = np.zeros((1, 16_000), np.float32)
+            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+            frame.sample_rate = 16_000
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        return file.getvalue()
+
+
+def moving(count: int, height: int = 96, width: int = 128) -> list[Frame]:
+    """Frames of a photograph that moves."""
+    whole = np.asarray(photograph(height, width + count))
+    return [np.ascontiguousarray(whole[:, index : index + width]) for index in range(count)]
+
+
+def frames_of(file: bytes, indices: Sequence[int]) -> list[Frame]:
+    """Frames as the reference reads them: transformers' `read_video_pyav`."""
+    with av.open(io.BytesIO(file)) as container:
+        wanted = set(indices)
+        return [
+            frame.to_ndarray(format="rgb24") for index, frame in enumerate(container.decode(video=0)) if index in wanted
+        ]

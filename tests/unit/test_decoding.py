@@ -1,0 +1,261 @@
+"""Decoders: real processes, whose pixels are those of the client."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from encoded_files import HOSTILE, ODD, clip, frames_of, many_scans, moving, photograph, saved, sound
+from vitwire import preparation
+from vitwire._model import Model
+from vitwire.sampling import sampled
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.decoding import Fault
+from vitwire_server.core.items import Modality
+from vitwire_server.decoding.messages import Measured
+from vitwire_server.decoding.pool import DecodePool, NotDecoded, Sizes
+
+SAMPLING = pb.FrameSampling(rule=pb.SAMPLING_RULE_RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=16)
+IMAGE = {"mean": [0.5] * 3, "std": [0.5] * 3, "rescale_factor": 1 / 255, "resample": 3}
+AREAS = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
+PACKED = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2, "embedding_width": 8}
+PLAIN = {"patch_size": 14, "merge_size": 1, "temporal_patch_size": 1, "embedding_width": 8}
+
+
+def tiling(**settings: Any) -> pb.GetModelResponse:
+    tile = pb.PixelSize(height=56, width=56)
+    image = pb.Preprocessor(**IMAGE, min_pixels=1, max_pixels=1, tiling=pb.Tiling(tile=tile, **settings))
+    frames = pb.Preprocessor(
+        **IMAGE,
+        min_pixels=1,
+        max_pixels=1,
+        sampling=SAMPLING,
+        tiling=pb.Tiling(tile=tile, rule=pb.TILING_RULE_STRETCH, min_tiles=1, max_tiles=1),
+    )
+    return pb.GetModelResponse(**PLAIN, image_preprocessor=image, video_preprocessor=frames)
+
+
+CROP = pb.PixelSize(height=40, width=40)
+MODELS = {
+    "patches": pb.GetModelResponse(
+        **PACKED,
+        image_preprocessor=pb.Preprocessor(**IMAGE, **AREAS),
+        video_preprocessor=pb.Preprocessor(**IMAGE, min_pixels=1, max_pixels=8 * 128**2, sampling=SAMPLING,
+                                           bounds_span_frames=True),
+    ),
+    "raster": pb.GetModelResponse(
+        **PLAIN,
+        raster_patches=True,
+        channels_last=True,
+        image_preprocessor=pb.Preprocessor(**IMAGE, **AREAS, resizing=pb.RESIZING_MOST_PATCHES,
+                                           drops_transparency=True),
+    ),
+    "ratio": tiling(rule=pb.TILING_RULE_CLOSEST_RATIO, overview=pb.OVERVIEW_LAST, min_tiles=1, max_tiles=6),
+    "best fit": tiling(rule=pb.TILING_RULE_BEST_FIT, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=4,
+                       layouts=[pb.TileLayout(rows=r, columns=c) for r, c in ((1, 2), (2, 1), (2, 2))]),
+    "canvas": tiling(rule=pb.TILING_RULE_CANVAS, overview=pb.OVERVIEW_LAST, min_tiles=1, max_tiles=5),
+    "square": tiling(rule=pb.TILING_RULE_SQUARE, min_tiles=1, max_tiles=1, background=[9, 8, 7], min_side=14,
+                     crop=pb.PixelSize(height=96, width=96), crop_background=[1, 2, 3]),
+    "windows": tiling(rule=pb.TILING_RULE_WINDOWS, min_tiles=1, max_tiles=20, max_side=300, crop=CROP),
+    "crops": tiling(rule=pb.TILING_RULE_CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
+}  # fmt: skip
+SIZES = [(300, 400), (57, 55), (20, 90), (8, 500), (400, 21), (5, 5)]
+
+
+class Counts:
+    """What the pool reported."""
+
+    def __init__(self) -> None:
+        self.running: list[int] = []
+
+    def decoded(self, modality: Modality, seconds: float) -> None: ...
+
+    def decode_failed(self, reason: Fault) -> None: ...
+
+    def decoders(self, count: int) -> None:
+        self.running.append(count)
+
+
+@asynccontextmanager
+async def pool_of(model: pb.GetModelResponse = MODELS["patches"], **sizes: Any) -> AsyncIterator[DecodePool]:
+    usual = Sizes(processes=1, file_bytes=8 << 20, output_bytes=64 << 20, pixels=1 << 24, seconds=5.0, memory=2 << 30)
+    bounds = Sizes(**{name: sizes.get(name, getattr(usual, name)) for name in Sizes.__slots__})
+    pool = DecodePool(bounds, model.SerializeToString(), Counts(), clips=True)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+    assert not [child for child in psutil.Process().children() if "decoding.worker" in " ".join(child.cmdline())]
+
+
+async def prepared(pool: DecodePool, file: bytes, modality: Modality = Modality.IMAGE) -> tuple[Measured, np.ndarray]:
+    found = await pool.measure(file, modality)
+    count = int(np.prod(found.pixels)) + (int(np.prod(found.crops)) if found.crops else 0)
+    pixels = np.zeros(count, np.uint8)
+    await pool.decode(file, modality, pixels.data)
+    return found, pixels
+
+
+def expected(file: bytes, model: pb.GetModelResponse) -> preparation.Tiles:
+    settings = Model.from_message(model).image_preprocessor
+    assert settings
+    return preparation.image(file, settings)
+
+
+def assert_equal(found: Measured, pixels: np.ndarray, tiles: preparation.Tiles) -> None:
+    parts = [part for part in (tiles.pixels, tiles.crops) if part is not None]
+    assert found.grid == tiles.grid
+    assert found.pixels == tiles.pixels.shape
+    assert found.crops == (None if tiles.crops is None else tiles.crops.shape)
+    assert np.array_equal(pixels, np.concatenate([part.reshape(-1) for part in parts]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_form_of_an_image_is_known_from_its_size(name: str) -> None:
+    settings = Model.from_message(MODELS[name]).image_preprocessor
+    assert settings
+    for size in SIZES:
+        try:
+            form = preparation.image_form(size, settings)
+        except ValueError as error:
+            with pytest.raises(ValueError, match=str(error)):
+                preparation.image(np.zeros((*size, 3), np.uint8), settings)
+            continue
+        tiles = preparation.image(np.zeros((*size, 3), np.uint8), settings)
+        assert form == (tiles.grid, tiles.pixels.shape, None if tiles.crops is None else tiles.crops.shape)
+
+
+@pytest.mark.parametrize("name", ["patches", "ratio"])
+def test_the_form_of_a_clip_is_known_from_size_and_number(name: str) -> None:
+    settings = Model.from_message(MODELS[name]).video_preprocessor
+    assert settings
+    for size in SIZES[:2]:
+        for frames in (2, 5, 8):
+            tiles = preparation.clip(np.zeros((frames, *size, 3), np.uint8), settings)
+            assert preparation.clip_form(size, frames, settings) == (tiles.grid, tiles.pixels.shape, None)
+
+
+@pytest.mark.parametrize("name", ["patches", "raster", "square"])
+async def test_files_are_prepared_as_the_client_prepares_them(name: str) -> None:
+    photo = photograph()
+    files = [saved(photo, quality=90), saved(photo, "PNG"), saved(photo, "WEBP"), *(make() for make in ODD.values())]
+    async with pool_of(MODELS[name]) as pool:
+        for file in files if name == "patches" else files[:3]:
+            assert_equal(*await prepared(pool, file), expected(file, MODELS[name]))
+
+
+async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
+    good = saved(photograph())
+    async with pool_of(pixels=64_000_000) as pool:
+        for name, (make, fault, reason) in HOSTILE.items():
+            with pytest.raises(NotDecoded) as error:
+                await prepared(pool, make())
+            assert not fault or error.value.fault == fault, name
+            assert reason in str(error.value), name
+            assert "items[3].encoded" in str(error.value.of_item("items[3].encoded"))
+        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+        assert len(psutil.Process().children()) == 1
+
+
+async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
+    file, good = many_scans(), saved(photograph())
+    async with pool_of(seconds=0.5, pixels=1 << 25) as pool:
+        found = await pool.measure(file, Modality.IMAGE)
+        with pytest.raises(NotDecoded, match=r"takes more than 0\.5 s") as error:
+            await pool.decode(file, Modality.IMAGE, np.zeros(int(np.prod(found.pixels)), np.uint8).data)
+        assert error.value.fault is Fault.TOO_SLOW
+        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+
+
+async def test_memory_is_limited() -> None:
+    large = saved(photograph(5000, 5000))
+    async with pool_of(memory=120 << 20, output_bytes=1 << 20, pixels=1 << 25) as pool:
+        with pytest.raises(NotDecoded) as error:
+            await prepared(pool, large)
+        assert error.value.fault is Fault.TOO_LARGE
+        good = saved(photograph())
+        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+
+
+async def test_a_killed_decoder_costs_at_most_its_file() -> None:
+    file, slow = saved(photograph()), many_scans()
+    async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
+        await prepared(pool, file)
+        (child,) = psutil.Process().children()
+        job = asyncio.create_task(pool.decode(slow, Modality.IMAGE, np.zeros(1, np.uint8).data))
+        while child.cpu_times().user < 1.0:  # noqa: ASYNC110 - until it works on the job
+            await asyncio.sleep(0.02)
+        child.kill()
+        with pytest.raises(NotDecoded, match="ended unexpectedly") as error:
+            await job
+        assert error.value.fault is Fault.LOST
+        await prepared(pool, file)
+        (child,) = psutil.Process().children()
+        os.kill(child.pid, signal.SIGKILL)  # while it is idle
+        psutil.wait_procs([child], 1)
+        await prepared(pool, file)
+
+
+async def test_a_cancelled_job_keeps_its_decoder() -> None:
+    file, slow = saved(photograph()), many_scans(1000, 500)
+    async with pool_of(seconds=60.0) as pool:
+        await prepared(pool, file)
+        before = {child.pid for child in psutil.Process().children()}
+        job = asyncio.create_task(pool.measure(slow, Modality.IMAGE))
+        (child,) = pool._all
+        while not child.busy:  # noqa: ASYNC110 - until it has the job
+            await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
+        assert {child.pid for child in psutil.Process().children()} == before
+
+
+async def test_decoders_start_as_they_are_needed() -> None:
+    files = [saved(photograph(200 + side, 300)) for side in range(6)]
+    async with pool_of(processes=2) as pool:
+        assert not psutil.Process().children()
+        for file, result in zip(files, await asyncio.gather(*(prepared(pool, file) for file in files)), strict=True):
+            assert_equal(*result, expected(file, MODELS["patches"]))
+        assert len(psutil.Process().children()) == 2
+
+
+@pytest.mark.parametrize(("name", "kind", "codec"), [("patches", "mp4", "libx264"), ("ratio", "webm", "libvpx-vp9")])
+async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) -> None:
+    file = clip(moving(45), 15.0, kind, codec)
+    settings = Model.from_message(MODELS[name]).video_preprocessor
+    assert settings
+    assert settings.sampling
+    indices = sampled(45, 15.0, settings.sampling, settings.temporal_patch_size)
+    async with pool_of(MODELS[name]) as pool:
+        found, pixels = await prepared(pool, file, Modality.VIDEO)
+    assert found.frame_seconds == tuple(index / 15.0 for index in indices)
+    assert_equal(found, pixels, preparation.clip(frames_of(file, indices), settings))
+
+
+async def test_hostile_clips_are_refused() -> None:
+    good = clip(moving(12))
+    damaged = bytearray(good)
+    damaged[len(good) // 3 : len(good) * 2 // 3] = bytes(len(good) * 2 // 3 - len(good) // 3)
+    files = {
+        "is neither an MP4 nor a WebM file": saved(photograph()),
+        "has no video": sound(),
+        "cannot be decoded": good[: len(good) // 2],
+    }
+    async with pool_of() as pool:
+        for reason, file in files.items():
+            with pytest.raises(NotDecoded, match=reason) as error:
+                await prepared(pool, file, Modality.VIDEO)
+            assert error.value.fault in (Fault.UNSUPPORTED, Fault.MALFORMED)
+        with pytest.raises(NotDecoded, match="is not a JPEG"):
+            await prepared(pool, good)
+        with suppress(NotDecoded):  # FFmpeg conceals some damage
+            await prepared(pool, bytes(damaged), Modality.VIDEO)
+        await prepared(pool, good, Modality.VIDEO)
