@@ -4,18 +4,21 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import skimage
 
 from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 
 ROOT = Path(__file__).parents[2]
 TARGET = "localhost:50051"
+PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +54,9 @@ def recipes() -> list[str]:
     return [found for found in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if found.startswith("grpcurl ")]
 
 
-@pytest.mark.parametrize(("recipe", "tokens"), [(0, 1)])
+@pytest.mark.parametrize(("recipe", "tokens"), [(0, 260), (1, 1)], ids=["photograph", "pixels"])
 def test_grpcurl_encodes(server: ServerProcess, recipe: int, tokens: int, tmp_path: Path) -> None:
+    shutil.copy(PHOTO, tmp_path / "photo.jpg")
     script = recipes()[recipe]
     assert TARGET in script
     search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

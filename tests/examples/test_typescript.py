@@ -10,16 +10,19 @@ from typing import Any
 
 import grpc
 import pytest
+import skimage
 from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
 from fake_service import WIDTH, Running, abort, retry_info, running
 from servers import ServerProcess, serving
+from vitwire import Client, Item
 from vitwire.v1 import encoder_pb2 as pb
 
 __all__ = ["running"]  # the fixture
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "typescript"
+PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 TOKEN = "a-token-that-is-long-enough"
 
 
@@ -47,6 +50,19 @@ def test_a_random_picture(server: ServerProcess) -> None:
     width = re.fullmatch(r"tiny-qwen3_vl \(qwen3_vl\), width (\d+)", model)
     assert width
     assert re.fullmatch(rf"noise: 64 x {width[1]}, path GRAPH, tokens 64, \[(-?\d+\.\d{{4}} ){{4}}\.\.\.\]", item)
+
+
+def test_photographs(server: ServerProcess) -> None:
+    """The same rows as the Python client's, which the second call finds in the cache."""
+    with Client(server.target, token=TOKEN) as client:
+        (expected,) = client.encode([Item.from_file(PHOTO)], output_type="float32")
+    for path in ("GRAPH|CACHE", "CACHE"):
+        ran = run(server.target, str(PHOTO), str(PHOTO))
+        assert (ran.returncode, ran.stderr) == (0, "")
+        shape, first = "{} x {}".format(*expected.shape), " ".join(f"{x:.4f}" for x in expected.numpy()[0, :4])
+        line = rf"{PHOTO}: {shape}, path ({path}), tokens {expected.shape[0]}, \[{first} \.\.\.\]"
+        assert all(re.fullmatch(line, each) for each in ran.stdout.splitlines()[1:]), ran.stdout
+        assert len(ran.stdout.splitlines()) == 3
 
 
 @pytest.mark.parametrize("token", ["", "another-token-of-the-same-length"])
