@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.towers.family import Accepts, Family
@@ -37,7 +38,18 @@ def short_table() -> Iterator[str]:
 
 def long_table() -> Iterator[str]:
     """One line for each row."""
-    header = ("model_type", "models", "tower", "images", "videos", "graphs", "EVS", "transformers", "what is special")
+    header = (
+        "model_type",
+        "models",
+        "tower",
+        "images",
+        "videos",
+        "graphs",
+        "EVS",
+        "transformers",
+        "attach",
+        "what is special",
+    )
     return _table(header, [_line(row) for row in FAMILIES.values()])
 
 
@@ -51,6 +63,7 @@ def _line(row: Family) -> tuple[str, ...]:
         "yes",
         "yes" if row.videos is not Accepts.NOTHING and row.prunes else "no",
         row.transformers,
+        "yes" if tower_type(row.model_type) in LAYOUTS else "no",
         row.special,
     )
 

@@ -1,23 +1,19 @@
 """Every model that transformers generates with gives the same tokens when its tower is a server's."""
 
+from typing import Any
+
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from checkpoints import MODEL_TYPES, Checkpoints
+from vitwire.integrations.transformers import attach
 from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
 from vitwire_server.towers.registry import FAMILIES
-from vlms import TowerEncoder, assert_generates_alike, language_model
+from vlms import TowerEncoder, assert_generates_alike, cases, generated, language_model
 
-EVERYDAY = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_5",
-    "glm4v",
-    "internvl",
-    "llava_onevision",
-    "gemma3",
-)
+EVERYDAY = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "glm4v", "internvl", "gemma3")
+"""Qwen3-VL and LLaVA-OneVision generate with real servers, in tests/e2e."""
 WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
 """Those with a language model, in a layout that transformers reads."""
 
@@ -28,6 +24,22 @@ WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "sig
 def test_the_same_tokens_with_the_tower_of_a_server(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
     assert_generates_alike(language_model(model_type, folder), TowerEncoder(folder))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("qwen3_vl", "depth"), pytest.param("internvl", "num_hidden_layers", marks=pytest.mark.matrix)],
+)
+def test_a_model_can_be_loaded_without_its_tower(model_type: str, layers: str, checkpoints: Checkpoints) -> None:
+    folder = checkpoints(model_type)
+    local = language_model(model_type, folder)
+    _, inputs = next(cases(local))
+    config = AutoConfig.from_pretrained(folder)
+    setattr(config.vision_config, layers, 0)
+    auto: Any = AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    attach(model, TowerEncoder(folder), keep=False)
+    assert generated(model, inputs) == generated(local, inputs)
 
 
 def test_every_model_that_generates_has_a_layout() -> None:

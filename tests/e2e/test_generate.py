@@ -8,8 +8,9 @@ import pytest
 from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 from vitwire import Client
+from vitwire.integrations.transformers import attach, detach
 from vitwire.integrations.transformers._layouts import LAYOUTS
-from vlms import assert_generates_alike, language_model
+from vlms import assert_generates_alike, cases, generated, language_model
 
 EVERYDAY = ("qwen3_vl", "llava_onevision")
 
@@ -30,4 +31,13 @@ def test_the_same_tokens_with_a_remote_tower(served: tuple[Any, ServerProcess]) 
     model, process = served
     with Client(process.target) as client:
         assert_generates_alike(model, client)
-    assert_generates_alike(model, process.target)
+
+
+def test_a_target_is_connected_to(served: tuple[Any, ServerProcess]) -> None:
+    model, process = served
+    _, inputs = next(cases(model))
+    tokens = generated(model, inputs)
+    attach(model, process.target)
+    assert generated(model, inputs) == tokens
+    detach(model)
+    assert generated(model, inputs) == tokens

@@ -158,6 +158,10 @@ def clip(config: Any) -> Pictures:
 # -- prompts ---------------------------------------------------------------------------------------
 
 
+TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
+"""Inputs with a value for each token of a prompt."""
+
+
 def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> Inputs:
     """Token ids with a placeholder per row, for prompts with so many rows for each of their items, padded left."""
     # GLM has the placeholders of images in clips too.

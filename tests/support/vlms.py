@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from client_models import client_model
-from prompts import Inputs, clip, images, prompt
+from prompts import TOKENS, Inputs, clip, images, prompt
 from rigs import Rig
 from vitwire import Embedding, Item, Model
 from vitwire._embedding import Report
@@ -47,18 +47,24 @@ def owner_of(model: Any) -> Any:
 
 
 def cases(model: Any) -> Iterator[tuple[str, Inputs]]:
-    """Several images in a prompt, prompts with different numbers of images in a batch, and a clip."""
+    """Several images in a prompt, prompts with different numbers of images in a batch, a clip, images and a clip."""
     owner = owner_of(model)
     config, pictures = owner.config, images(owner.config)
     counts = pictures.counts(owner)
-    if "batch_num_images" in pictures.arguments:
+    whole = None
+    if "batch_num_images" in pictures.arguments:  # images of one prompt would be cut in another way
         yield "batch", prompt(config, pictures, [[count] for count in counts])
     else:
-        yield "images", prompt(config, pictures, [counts])
+        whole = prompt(config, pictures, [counts])
+        yield "images", whole
         yield "batch", prompt(config, pictures, [counts[:1], counts[1:]])
     if hasattr(owner, "get_video_features"):
         pictures = clip(config)
-        yield "clip", prompt(config, pictures, [pictures.counts(owner)])
+        alone = prompt(config, pictures, [pictures.counts(owner)])
+        yield "clip", alone
+        if whole and not config.model_type.startswith("glm"):  # whose placeholders are the same for both
+            both = {name: torch.cat([whole[name], alone[name]], 1) for name in TOKENS}
+            yield "images and clip", {**whole, **alone, **both}
 
 
 def generated(model: Any, inputs: Inputs) -> list[list[int]]:

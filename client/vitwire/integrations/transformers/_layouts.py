@@ -114,6 +114,7 @@ def _packed(call: Call, rows: list[Tensor]) -> Features:
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
+"""The arguments say the size of each item."""
 _TILES = Layout(_one_each, _stacked)
 
 LAYOUTS: Mapping[str, Layout] = {

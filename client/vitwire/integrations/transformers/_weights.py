@@ -20,7 +20,6 @@ _PROJECTORS = (
     "high_res_vision_proj",
 )
 
-
 _ABSENT = (
     "this vision tower is in a Vitwire service. An attached model calls it in get_image_features and "
     "get_video_features; a model that was detached after attach(keep=False) has to be loaded again for images"
@@ -58,19 +57,14 @@ class Original:
 
     def __init__(self, owner: PreTrainedModel, *, keep: bool) -> None:
         self._owner = owner
-        self._modules = {name: child for name, child in owner.named_children() if name in (*_TOWERS, *_PROJECTORS)}
-        for name, child in self._modules.items():
-            # Llama 4 projects rows outside its feature method, so the projector must still be callable.
-            replaced = RemoteTower(getattr(child, "config", None)) if name in _TOWERS else nn.Identity()
-            setattr(owner, name, replaced)
         self._place = _place(owner)
+        self._modules = _replaced(owner)
         self._devices = {name: tensor.device for name, tensor in self._tensors()}
-        on_device = any(device.type == "cuda" for device in self._devices.values())
         if not keep:
-            self._modules = {}
+            self._modules.clear()
         for _, tensor in self._tensors():
             tensor.data = tensor.data.cpu()
-        if on_device:
+        if any(device.type == "cuda" for device in self._devices.values()):
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
@@ -90,6 +84,15 @@ class Original:
             for name, tensor in chain(child.named_parameters(prefix), child.named_buffers(prefix)):
                 if not tensor.is_meta:
                     yield name, tensor
+
+
+def _replaced(owner: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules by name, once others stand in their places."""
+    modules = {name: child for name, child in owner.named_children() if name in (*_TOWERS, *_PROJECTORS)}
+    for name, child in modules.items():
+        # Llama 4 projects rows outside its feature method, so the projector must still be callable.
+        setattr(owner, name, RemoteTower(getattr(child, "config", None)) if name in _TOWERS else nn.Identity())
+    return modules
 
 
 def _place(owner: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
