@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test engine-test full-test acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test engine-test example-test full-test acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -95,6 +95,10 @@ engine-test: $(READY) $(ENGINES:%=.tools/%/.ready) ## integrations driven by the
 	.tools/$*/bin/python -m pip install --quiet --requirement tests/engines/$*/requirements.txt
 	.tools/$*/bin/python -m pip install --quiet --no-deps --requirement tests/engines/$*/engine.txt
 	touch $@
+
+example-test: $(READY) ## the TypeScript example, with Node 20 or newer against real servers (installs its packages)
+	cd examples/typescript && npm ci --ignore-scripts && npm run generate && npm run build
+	$(BIN)/python -m pytest tests/examples $(FLAGS)
 
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)

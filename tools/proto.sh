@@ -5,6 +5,7 @@
 #   tools/proto.sh generate   write client/vitwire/v1
 #   tools/proto.sh check      lint, breaking changes, stubs current
 #   tools/proto.sh freeze     make today's contract the one that must not break
+#   tools/proto.sh typescript write examples/typescript/src/gen (after npm ci there)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools=.tools
@@ -50,10 +51,17 @@ check() {
     done
 }
 
+typescript() {
+    cp "$(site)/google/rpc/error_details.proto" "$workspace/google/rpc"
+    rm -rf examples/typescript/src/gen
+    "$buf" generate "$workspace" --template examples/typescript/buf.gen.yaml
+}
+
 install
 case "${1:-}" in
     generate) generate client ;;
     check) assemble; check ;;
     freeze) assemble; "$buf" build "$workspace" -o "$baseline" ;;
-    *) echo "usage: tools/proto.sh generate|check|freeze" >&2; exit 2 ;;
+    typescript) assemble; typescript ;;
+    *) echo "usage: tools/proto.sh generate|check|freeze|typescript" >&2; exit 2 ;;
 esac

@@ -46,8 +46,10 @@ class Exchange:
         return self.part.is_routed and self.hint is not None
 
     def metadata(self, of_request: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-        """Metadata of the next attempt."""
-        return of_request if self.hint is None else (*of_request, (CONTENT_HEADER, self.hint))
+        """Metadata of the next attempt; a hint of the caller is kept."""
+        if self.hint is None or any(key == CONTENT_HEADER for key, _ in of_request):
+            return of_request
+        return (*of_request, (CONTENT_HEADER, self.hint))
 
     def begin(self) -> bool:
         """Start an attempt; False if it has to wait for memory that other requests lease."""

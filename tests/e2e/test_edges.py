@@ -165,6 +165,14 @@ def test_request_ids_and_labels_name_the_edge(server: ServerProcess) -> None:
             assert re.search(rf"\[rpc-{number}\]", line_with(server, f"wanted-{number}"))
 
 
+def test_edges_are_one_replica(server: ServerProcess) -> None:
+    with stubs(server) as each:
+        calls = [stub.Encode(request(image(level=63)), timeout=LONG) for stub in each]
+        assert all(list(call) for call in calls)
+        names = {dict(call.trailing_metadata())["x-vitwire-replica"] for call in calls}
+    assert len(names) == 1
+
+
 def line_with(server: ServerProcess, word: str) -> str:
     return server.wait_for(rf"(?m)^.*{word}.*$")[0]
 

@@ -1,18 +1,24 @@
 """What the README shows, run as it is written."""
 
+import base64
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import skimage
 
 from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 
 ROOT = Path(__file__).parents[2]
 TARGET = "localhost:50051"
+PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,34 @@ def test_the_client_in_ten_lines(server: ServerProcess) -> None:
     shape, *rows = ran.stdout.splitlines()
     assert re.fullmatch(r"\(\d+, \d+\) (graph|eager)", shape)
     assert len(rows) == 3
+
+
+def recipes() -> list[str]:
+    """The commands of docs/client.md that call grpcurl."""
+    text = (ROOT / "docs" / "client.md").read_text(encoding="utf-8")
+    return [found for found in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if found.startswith("grpcurl ")]
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [(0, 260), (1, 1)], ids=["photograph", "pixels"])
+def test_grpcurl_encodes(server: ServerProcess, recipe: int, tokens: int, tmp_path: Path) -> None:
+    shutil.copy(PHOTO, tmp_path / "photo.jpg")
+    script = recipes()[recipe]
+    assert TARGET in script
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script.replace(TARGET, server.target)],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": search},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    answer = json.loads(ran.stdout)
+    assert answer["report"]["tokens"] == tokens
+    rows, columns = map(int, answer["chunk"]["shape"])
+    assert (rows, len(base64.b64decode(answer["chunk"]["data"]))) == (tokens, tokens * columns * 2)
 
 
 def test_it_is_a_page() -> None:

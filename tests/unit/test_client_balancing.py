@@ -178,6 +178,8 @@ async def test_calls_send_a_hint_of_the_first_content_id(make: Call, running: Ru
         assert (running.fake.methods[-1], running.fake.metadata[HINT]) == ("EncodeStream", hint_of("large"))
         await client.encode([item(1)])
         assert HINT not in running.fake.metadata
+        await client.with_options(metadata={HINT: "chat-7"}).encode([item(1, content_id="second")])
+        assert running.fake.metadata[HINT] == "chat-7"
 
 
 @both
