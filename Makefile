@@ -84,7 +84,7 @@ ENGINES := vllm sglang
 
 engine-test: $(READY) $(ENGINES:%=.tools/%/.ready) ## integrations driven by the code of vLLM and SGLang (installs them, 4 GB); ENGINES=vllm
 	set -e; for engine in $(ENGINES); do PYTHONPATH=client:tests/support:. VITWIRE_PYTHON=$(abspath $(BIN)/python) \
-		.tools/$$engine/bin/python -m pytest -c tests/engines/pytest.ini tests/engines/$$engine $(FLAGS); done
+		.tools/$$engine/bin/python -m pytest -c tests/engines/pytest.ini --rootdir . --confcutdir tests/engines tests/engines/$$engine $(FLAGS); done
 
 # Each engine in its own environment: the CPU build of torch first, then the engine without its CUDA dependencies.
 .tools/%/.ready: tests/engines/%/requirements.txt tests/engines/%/engine.txt

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitwire import Item
+from vitwire._balancing import Share
 from vitwire._channel import ENCODE, ENCODE_STREAM
 from vitwire._model import Model
-from vitwire._protocol import Options, split
+from vitwire._protocol import Options, parts_of
 
 PIXELS = ("uint8", "float16", "float32")
 """Types of pixels. uint8 leaves out the second frame of an image, as `Client.encode_images` does."""
@@ -39,7 +40,8 @@ def random_image(model: Model, side: int, pixels: str, seed: int) -> Item:
 
 def serialised(items: Sequence[Item], model: Model) -> Messages:
     """What the client sends for these items in one request."""
-    (part,) = split(dict(enumerate(items)), Options.of(None, "interactive"), 1, model)
+    shares = [Share(tuple(range(len(items))), None)]
+    (part,) = parts_of(dict(enumerate(items)), shares, Options.of(None, "interactive"), model)
     if part.one_message:
         return Messages(ENCODE.path, [ENCODE.serializer(part.request())])
     return Messages(ENCODE_STREAM.path, [ENCODE_STREAM.serializer(frame) for frame in part.uploads()])

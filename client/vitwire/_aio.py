@@ -7,57 +7,35 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
+import grpc
+
 from vitwire._aio_ahead import AsyncAhead, Items
 from vitwire._aio_transport import AsyncTransport
-from vitwire._channel import Tls, bearer, credentials
-from vitwire._connections import CONNECTIONS
-from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
+from vitwire._base import BaseClient, Call
+from vitwire._deadline import HEALTH_SECONDS
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._exchange import may_mean_other_model
-from vitwire._items import Item, without_pixels
+from vitwire._items import Item, Modality, without_pixels
 from vitwire._model import Model
-from vitwire._nixl import POOL_BYTES, Delivery, Nixl
 from vitwire._prepare import clip_items, image_items
-from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
-from vitwire._retry import MAX_RETRIES, Policy
-from vitwire._target import checked_target
+from vitwire._processors import batch_items, identified
+from vitwire._protocol import Priority, Result, embeddings, needs_upload
 
 if TYPE_CHECKING:
     from vitwire._prepare import Clip, ImageLike
 
 
-class AsyncClient:
+class AsyncClient(BaseClient[AsyncTransport]):
     """A connection to an encoder service, bound to the event loop that first uses it. Share one, close it when done.
 
     The arguments are those of `Client`. Cancelling a call cancels its RPCs on the server.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        tls: Tls = None,
-        token: str | None = None,
-        timeout: float | None = None,
-        spread: int = 1,
-        connections: int = CONNECTIONS,
-        max_retries: int = MAX_RETRIES,
-        wait_for_ready: bool = False,
-        delivery: Delivery = "auto",
-        device: str | None = None,
-        delivery_bytes: int = POOL_BYTES,
-    ) -> None:
-        if spread < 1:
-            raise ValueError(f"spread must be at least 1, got {spread}")
-        self._policy = Policy(max_retries, wait_for_ready)
-        self._timeout = timeout
-        self._spread = spread
-        self._model: Model | None = None
-        self._nixl = Nixl(delivery, device, delivery_bytes)
-        self._transport = AsyncTransport(
-            checked_target(target), credentials(tls), bearer(token), self._policy, connections
-        )
+    @staticmethod
+    def _connected(
+        target: str, credentials: grpc.ChannelCredentials | None, connections: int, max_in_flight: int | None
+    ) -> AsyncTransport:
+        return AsyncTransport(target, credentials, connections, max_in_flight)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -66,10 +44,10 @@ class AsyncClient:
         items: Sequence[Item],
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
     ) -> list[Embedding]:
         """Encode items; returns their embeddings in the same order. As `Client.encode`."""
-        return await self._encode(items, self._deadline(timeout), Options.of(output_type, priority))
+        return await self._encode(items, self._call(timeout, output_type, priority))
 
     @overload
     def iter_encode(
@@ -77,7 +55,7 @@ class AsyncClient:
         items: Items,
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
         *,
         return_exceptions: Literal[False] = False,
     ) -> AsyncGenerator[tuple[int, Embedding], None]: ...
@@ -88,7 +66,7 @@ class AsyncClient:
         items: Items,
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
         *,
         return_exceptions: Literal[True],
     ) -> AsyncGenerator[Result, None]: ...
@@ -98,7 +76,7 @@ class AsyncClient:
         items: Items,
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
         *,
         return_exceptions: bool = False,
     ) -> AsyncGenerator[Result, None]:
@@ -108,10 +86,9 @@ class AsyncClient:
 
         Leaving the loop cancels the rest: at once within `contextlib.aclosing`, else when the generator is collected.
         """
-        deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
-        options = Options.of(output_type, priority, stream=return_exceptions)
-        async with aclosing(self._results_of(items, deadline, options)) as results:
+        call = self._call(timeout, output_type, priority, stream=return_exceptions)
+        async with aclosing(self._results_of(items, call)) as results:
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:
                     errors.append(result)
@@ -125,53 +102,82 @@ class AsyncClient:
         items: Sequence[Item],
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
     ) -> list[Embedding]:
-        """Sends pixels of items with a `content_id` only if needed. As `Client.encode_cached`."""
-        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
-        lookups = {index: without_pixels(item) for index, item in enumerate(items)}
-        async with aclosing(self._results(lookups, deadline, options)) as found:
-            results = {index: result async for index, result in found}
-        uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
-        async with aclosing(self._results(uploads, deadline, options)) as uploaded:
-            return embeddings(results | {index: result async for index, result in uploaded})
+        """Sends the content of items with a `content_id` only if needed. As `Client.encode_cached`."""
+        return await self._encode_cached(items, self._call(timeout, output_type, priority))
+
+    async def encode_batch(
+        self,
+        pixel_values: object,
+        grid_thw: object = None,
+        *,
+        modality: Modality = "image",
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+        crops: object = None,
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """Encode what a Hugging Face processor returned, split in a thread. As `Client.encode_batch`."""
+        call = self._call(timeout, output_type, priority)
+        items = await asyncio.to_thread(
+            batch_items,
+            pixel_values,
+            grid_thw,
+            modality=modality,
+            content_ids=content_ids,
+            keep_ratio=keep_ratio,
+            crops=crops,
+            model=await self._get_model(call),
+        )
+        return await self._encode_known(items, call, content_ids)
 
     async def encode_images(
         self,
         images: "Sequence[ImageLike]",
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
     ) -> list[Embedding]:
         """Encode images, prepared in threads for the server's model. As `Client.encode_images`."""
-        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
-        items = await asyncio.to_thread(image_items, images, await self._get_model(deadline))
-        return await self._encode(items, deadline, options)
+        call = self._call(timeout, output_type, priority)
+        items = await asyncio.to_thread(image_items, images, await self._get_model(call))
+        return await self._encode_known(identified(items, content_ids), call, content_ids)
 
     async def encode_clips(
         self,
         clips: "Sequence[Clip]",
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
     ) -> list[Embedding]:
         """Encode clips, prepared in threads for the server's model. As `Client.encode_clips`."""
-        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
-        items = await asyncio.to_thread(clip_items, clips, await self._get_model(deadline))
-        return await self._encode(items, deadline, options)
+        call = self._call(timeout, output_type, priority)
+        items = await asyncio.to_thread(clip_items, clips, await self._get_model(call))
+        return await self._encode_known(identified(items, content_ids, keep_ratio), call, content_ids)
 
     async def model(self, timeout: float | None = None) -> Model:  # noqa: ASYNC109  # as above
         """The server's model and limits, cached. As `Client.model`."""
-        return await self._get_model(self._deadline(timeout))
+        return await self._get_model(self._call(timeout))
 
     async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # as above
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN. As `Client.health`."""
-        return await self._transport.health(service, self._deadline(timeout, HEALTH_SECONDS))
+        context = self._context()
+        with context.naming_errors():
+            return await self._shared.transport.health(service, self._deadline(timeout, HEALTH_SECONDS), context)
 
     async def close(self) -> None:
-        """Close the connection and cancel requests in flight."""
-        await self._transport.close()
-        await asyncio.to_thread(self._nixl.close)
+        """Close the connections and cancel requests in flight. Of no effect on a client made by `with_options`."""
+        if self._end():
+            await self._shared.transport.close()
+            await asyncio.to_thread(self._shared.nixl.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -181,45 +187,48 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _encode(self, items: Sequence[Item], deadline: Deadline, options: Options) -> list[Embedding]:
-        async with aclosing(self._results(dict(enumerate(items)), deadline, options)) as results:
-            return embeddings({index: result async for index, result in results})
+    async def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        return embeddings(await self._collected(dict(enumerate(items)), call))
 
-    def _results_of(self, items: Items, deadline: Deadline, options: Options) -> AsyncGenerator[Result, None]:
+    async def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        if not items:
+            return []
+        model = await self._get_model(call)
+        call = replace(call, shares=self._shares(enumerate(items), model))  # pixels go where rows were looked up
+        results = await self._collected({index: without_pixels(item) for index, item in enumerate(items)}, call)
+        uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
+        return embeddings(results | await self._collected(uploads, call))
+
+    async def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
+        """Items that the cache may have, if there are content ids."""
+        return await (self._encode(items, call) if content_ids is None else self._encode_cached(items, call))
+
+    async def _collected(self, items: Mapping[int, Item], call: Call) -> dict[int, Embedding | VitwireError]:
+        async with aclosing(self._results(items, call)) as results:
+            return {index: result async for index, result in results}
+
+    def _results_of(self, items: Items, call: Call) -> AsyncGenerator[Result, None]:
         """As `_results`; an iterable that is not a sequence is read ahead."""
         if isinstance(items, Sequence):
-            return self._results(dict(enumerate(items)), deadline, options)
-        return AsyncAhead(items, lambda group: self._results(group, deadline.for_request(), options)).results()
+            return self._results(dict(enumerate(items)), call)
+        return AsyncAhead(items, lambda group: self._results(group, call.for_request())).results()
 
-    async def _results(
-        self, items: Mapping[int, Item], deadline: Deadline, options: Options
-    ) -> AsyncGenerator[Result, None]:
+    async def _results(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Result, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""
         if not items:
             return
-        model = await self._get_model(deadline)
-        options = replace(options, leasing=self._nixl.leasing(model, options.output_type))
-        parts = split(items, options, self._spread, model)
-        deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
-        try:
-            async with aclosing(self._transport.encode(parts, model.deepstack_levels, deadline)) as stream:
-                async for index, result in stream:
-                    if isinstance(result, VitwireError):
-                        self._forget_model_after(result)
-                    yield index, result
-        except VitwireError as error:
-            self._forget_model_after(error)
-            raise
+        model, transport, context = await self._get_model(call), self._shared.transport, self._context()
+        with self._observed(context, len(items)):
+            parts = self._parts(items, call, model)
+            async with transport.slots.hold(call.deadline.left_to_wait()):
+                deadline = self._covering(items, call)
+                async with aclosing(transport.encode(parts, model.deepstack_levels, deadline, context)) as stream:
+                    async for result in stream:
+                        yield self._noted(result, context)
 
-    async def _get_model(self, deadline: Deadline) -> Model:
-        if self._model is None:
-            self._model = await self._transport.model(deadline)
-        return self._model
-
-    def _forget_model_after(self, error: VitwireError) -> None:
-        """Forget the model if the error may mean that the server has another one now."""
-        if may_mean_other_model(error):
-            self._model = None
-
-    def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:
-        return Deadline(self._timeout if timeout is None else timeout, default)
+    async def _get_model(self, call: Call) -> Model:
+        if self._shared.model is None:
+            context = self._context()
+            with context.naming_errors():
+                self._shared.model = await self._shared.transport.model(call.deadline, context)
+        return self._shared.model

@@ -8,14 +8,15 @@ from contextlib import aclosing, suppress
 import grpc.aio
 
 from vitwire import _channel
-from vitwire._channel import Metadata
 from vitwire._connections import Connection, Connections
+from vitwire._context import Context, Metadata
 from vitwire._deadline import Deadline
 from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
 from vitwire._protocol import Part, Result
-from vitwire._retry import Attempts, Policy
+from vitwire._retry import Attempts
+from vitwire._slots import AsyncSlots
 from vitwire._transport import Calls, Transport
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -27,48 +28,53 @@ class AsyncTransport:
         self,
         target: str,
         credentials: grpc.ChannelCredentials | None,
-        token: str | None,
-        policy: Policy,
         connections: int,
+        max_in_flight: int | None = None,
     ) -> None:
         self._target = target
         self._credentials = credentials
-        self._token = token
-        self._policy = policy
-        self._threaded = Transport(target, credentials, token, policy, connections)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that first used the client; channels belong to it."""
+        self.slots = AsyncSlots(max_in_flight)
+        """Of requests; the caller of `encode` holds one."""
+        self._threaded = Transport(target, credentials, connections)
         self._connections: Connections[grpc.aio.Channel] = Connections(self._open, connections)
+        self.replicas = self._threaded.replicas
 
-    async def encode(self, parts: Sequence[Part], levels: int, deadline: Deadline) -> AsyncGenerator[Result, None]:
+    async def encode(
+        self, parts: Sequence[Part], levels: int, deadline: Deadline, context: Context
+    ) -> AsyncGenerator[Result, None]:
         """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
-        metadata = _channel.metadata(self._token)
+        self._check_loop()
         one = self._connections.common(parts, stream=False)
         stream = self._threaded.common(parts, stream=True)
-        exchanges = [Exchange(part, levels, Attempts(self._policy, deadline)) for part in parts]
-        streams = [self._results(exchange, metadata, one, stream) for exchange in exchanges]
+        exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
+        streams = [self._results(exchange, context.metadata, one, stream) for exchange in exchanges]
         async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as results:
             async for result in results:
                 yield result
 
-    async def model(self, deadline: Deadline) -> Model:
+    async def model(self, deadline: Deadline, context: Context) -> Model:
+        self._check_loop()
         get_model = self._connections.control(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
-        metadata = _channel.metadata(self._token)
-        attempts = Attempts(self._policy, deadline)
+        attempts = Attempts(context.policy, deadline)
         while True:
             accept_timeout = attempts.accept_timeout()
             try:
                 timeout = attempts.left() if accept_timeout is None else accept_timeout
-                return model_of(await get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
+                return model_of(await get_model(pb.GetModelRequest(), timeout=timeout, metadata=context.metadata))
             except grpc.RpcError as error:
                 if accept_timeout is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     attempts.unanswered()
                     continue
-                delay = attempts.delay(await self._with_reason(error, attempts))
+                delay = attempts.delay(await self._with_reason(error, attempts, context.metadata))
             await asyncio.sleep(delay)
 
-    async def health(self, service: str, deadline: Deadline) -> str:
+    async def health(self, service: str, deadline: Deadline, context: Context) -> str:
+        self._check_loop()
         check = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
         try:
-            status = await check(service, timeout=deadline.left(), metadata=_channel.metadata(self._token))
+            status = await check(service, timeout=deadline.left(), metadata=context.metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
@@ -108,9 +114,12 @@ class AsyncTransport:
         while exchange.part.one_message:
             await _begun(exchange)
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self._connections.bulk(part.transfer_bytes, stream=False, again=again) as connection:
+            with self._connections.bulk(
+                part.transfer_bytes, stream=False, routed=exchange.is_routed, again=again
+            ) as connection:
                 encode = connection.channel.unary_stream(*_channel.ENCODE)
-                call = encode(part.request(), timeout=exchange.attempts.left(), metadata=metadata)
+                left = exchange.attempts.left()
+                call = encode(part.request(), timeout=left, metadata=exchange.metadata(metadata))
                 try:
                     if not await _accepted(call, accept_timeout):
                         again = exchange.unanswered(connection)
@@ -118,11 +127,14 @@ class AsyncTransport:
                     async for response in call:
                         if (result := exchange.feed(response)) is not None:
                             yield result
+                    self.replicas.saw(await call.trailing_metadata())
                     delay = exchange.finish()
                 except grpc.RpcError as error:
                     if exchange.is_complete:
                         return
-                    delay = exchange.failed(await self._with_reason(error, exchange.attempts, part), connection)
+                    delay = exchange.failed(
+                        await self._with_reason(error, exchange.attempts, metadata, part), connection
+                    )
                 except asyncio.CancelledError as error:
                     raise _cancelled(error) from None
                 finally:
@@ -135,19 +147,20 @@ class AsyncTransport:
                 return
             await asyncio.sleep(delay)
 
-    async def _with_reason(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
+    async def _with_reason(
+        self, error: grpc.RpcError, attempts: Attempts, metadata: Metadata, part: Part | None = None
+    ) -> VitwireError:
         """The error; if gRPC only reports that no server is ready, the reason that a server gives instead."""
         failure = from_rpc(error, part.indices if part else ())
         if not isinstance(failure, Unavailable) or is_from_server(error):
             return failure
         if attempts.needs_reason():
-            attempts.reason = await self._reason(attempts.reason)
+            attempts.reason = await self._reason(attempts.reason, metadata)
         return attempts.reason or failure
 
-    async def _reason(self, known: VitwireError | None) -> VitwireError | None:
+    async def _reason(self, known: VitwireError | None, metadata: Metadata) -> VitwireError | None:
         """Why no server is ready: None if one is ready, `known` if none answers."""
         get_model = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
-        metadata = _channel.metadata(self._token)
         try:
             await get_model(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
@@ -185,6 +198,14 @@ class AsyncTransport:
                 yield result
         finally:
             calls.cancel()
+
+    def _check_loop(self) -> None:
+        """Raises RuntimeError in another event loop than the first; gRPC would wait without end."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError("the client was used in another event loop; make a client in each event loop")
 
     def _open(self, options: _channel.ChannelOptions) -> grpc.aio.Channel:
         """A channel, which belongs to the running loop."""

@@ -30,11 +30,17 @@ class Assembler:
     """
 
     def __init__(
-        self, indices: Sequence[int], levels: int, expected: Sequence[Expected] = (), leases: Leases | None = None
+        self,
+        indices: Sequence[int],
+        levels: int,
+        expected: Sequence[Expected] = (),
+        leases: Leases | None = None,
+        request_id: str = "",
     ) -> None:
         self._indices = indices
         self._levels = levels
         self._leases = leases
+        self._request_id = request_id
         self._expected = expected or [Expected()] * len(indices)
         self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
 
@@ -72,7 +78,7 @@ class Assembler:
         """The embedding that the server wrote into the lease of its item."""
         lease = self._leases.delivered(message.item) if self._leases else None
         placement, expected = message.placement, self._expected[message.item]
-        report = Report.from_message(message.report)
+        report = Report.from_message(message.report, self._request_id)
         try:
             if lease is None:
                 raise ValueError("the server delivered rows of an item without a region")
@@ -100,7 +106,7 @@ class Assembler:
             rows.add(chunk, data)
             if not chunk.last:
                 return None
-            report = Report.from_message(message.report)
+            report = Report.from_message(message.report, self._request_id)
             if problem := report_problem(report, len(rows.array)):
                 raise ValueError(f"the server sent {problem}")
         except ValueError as error:

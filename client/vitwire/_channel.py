@@ -1,17 +1,16 @@
-"""What both clients pass to gRPC: options, credentials, metadata, methods and health messages."""
+"""What both clients pass to gRPC: options, credentials, methods and health messages."""
 
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
-from uuid import uuid4
 
 import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
+from vitwire._balancing import CONTENT_HEADER
 from vitwire._protocol import Response
 from vitwire._retry import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire.v1 import encoder_pb2 as pb
@@ -20,20 +19,21 @@ from vitwire.wire import Frame, Malformed, Request, read_chunk, read_plain, writ
 Q = TypeVar("Q")
 R = TypeVar("R")
 Tls = bool | str | os.PathLike[str] | grpc.ChannelCredentials | None
-Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, int | str], ...]
 
 SERVICE = "vitwire.v1.EncoderService"
 
 REASON_SECONDS = 1.0
 """How long to ask why no server is ready."""
-ACKNOWLEDGE = "x-vitwire-acknowledge"
-"""Asks the server for its headers as soon as it accepts a call. Proxies repeat no call whose headers they passed on, so
-only a client that repeats calls by itself asks for it."""
-_BALANCED: dict[str, object] = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "healthCheckConfig": {"serviceName": SERVICE},
-}
+_RING_HASH_HEADER = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
+"""Environment variable that enables gRPC's ring hash on a header (gRFC A76), which 1.85 does not do by default."""
+
+
+def _service_config(policy: str, **settings: object) -> tuple[str, str]:
+    config = {"loadBalancingConfig": [{policy: settings}], "healthCheckConfig": {"serviceName": SERVICE}}
+    return "grpc.service_config", json.dumps(config)
+
+
 _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -55,9 +55,15 @@ _COMMON_OPTIONS: ChannelOptions = (
     # gRPC 1.85 waits a minute for the answer to a ping by default.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT * 1000),
 )
-OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, ("grpc.service_config", json.dumps(_BALANCED)))
-BULK_OPTIONS: ChannelOptions = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-"""For channels with connections of their own; else gRPC shares one between all channels with the same options."""
+OPTIONS: ChannelOptions = (*_COMMON_OPTIONS, _service_config("round_robin"))
+_OWN_CONNECTIONS = ("grpc.use_local_subchannel_pool", 1)
+"""Else gRPC shares one connection between all channels with the same options."""
+BULK_OPTIONS: ChannelOptions = (*OPTIONS, _OWN_CONNECTIONS)
+_ROUTED_OPTIONS: ChannelOptions = (
+    *_COMMON_OPTIONS,
+    _service_config("ring_hash_experimental", requestHashHeader=CONTENT_HEADER),
+    _OWN_CONNECTIONS,
+)
 HEALTH_OPTIONS = _COMMON_OPTIONS
 """Without health checking, which would hide the unhealthy servers that are queried."""
 
@@ -68,6 +74,8 @@ class StreamCall(Protocol):
     def __iter__(self) -> Iterator[Response]: ...
 
     def initial_metadata(self) -> object: ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def cancel(self) -> object: ...
 
@@ -118,27 +126,7 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials() if tls else None
 
 
-def bearer(token: str | None) -> str | None:
-    """The token. Raises ValueError, without the token in its message, if it is not valid in a header."""
-    if token and not (token.isascii() and token.isprintable()):
-        raise ValueError("the token has characters other than printable ASCII, such as a line break")
-    return token
-
-
-def metadata(token: str | None) -> Metadata:
-    """Metadata of one call; the server logs the request id with what goes wrong on its side."""
-    pairs = [("x-request-id", uuid4().hex), (ACKNOWLEDGE, "1"), *_trace_context()]
-    return (*pairs, ("authorization", f"Bearer {token}")) if token else tuple(pairs)
-
-
-def _trace_context() -> Metadata:
-    """The caller's span in W3C format, if the program has imported OpenTelemetry."""
-    if "opentelemetry.trace" not in sys.modules:
-        return ()
-    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # imported by the program
-        TraceContextTextMapPropagator,
-    )
-
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier)
-    return tuple(carrier.items())
+def routed_options() -> ChannelOptions:
+    """For bulk channels that choose the replica of a call by the hash of its hint."""
+    os.environ.setdefault(_RING_HASH_HEADER, "true")
+    return _ROUTED_OPTIONS

@@ -5,27 +5,25 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, overload
 
+import grpc
+
 from vitwire._ahead import Ahead
-from vitwire._channel import Tls, bearer, credentials
-from vitwire._connections import CONNECTIONS
-from vitwire._deadline import HEALTH_SECONDS, MODEL_SECONDS, Deadline
+from vitwire._base import BaseClient, Call
+from vitwire._deadline import HEALTH_SECONDS
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._exchange import may_mean_other_model
-from vitwire._items import Item, without_pixels
+from vitwire._items import Item, Modality, without_pixels
 from vitwire._model import Model
-from vitwire._nixl import POOL_BYTES, Delivery, Nixl
 from vitwire._prepare import clip_items, image_items
-from vitwire._protocol import Options, Priority, Result, embeddings, needs_upload, split
-from vitwire._retry import MAX_RETRIES, Policy
-from vitwire._target import checked_target
+from vitwire._processors import batch_items, identified
+from vitwire._protocol import Priority, Result, embeddings, needs_upload
 from vitwire._transport import Calls, Transport
 
 if TYPE_CHECKING:
     from vitwire._prepare import Clip, ImageLike
 
 
-class Client:
+class Client(BaseClient[Transport]):
     """A connection to an encoder service. Thread-safe: share one, and close it when done.
 
     target: `host:port`, `dns:///name:port` (balanced over all addresses of the name) or `unix:path`.
@@ -34,42 +32,31 @@ class Client:
     token: bearer token, sent with every request.
     timeout: default seconds per call. None depends on the work: 60 s plus 25 ms per patch, with 10 minutes instead of
         60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
-    spread: maximum RPCs that a request is split into, to share it between replicas.
+    output_type: default type of the rows: float32, float16 or bfloat16. None is the server's dtype.
+    priority: default priority of requests: "interactive", or "batch" for those that may wait behind others.
+    spread: maximum RPCs that a request is split into, by tokens, to share it between replicas. "auto": one for each
+        budget's worth of tokens, at most one per replica that answered within the last minute.
+    affinity: send items with equal content ids to the same replica, whose cache may have them: each content id of a
+        request is an RPC of its own, sent to one of the target's addresses by the hash of the content id.
     connections: maximum connections for requests of one message, and for streams; opened when requests overlap.
+    max_in_flight: maximum requests in flight; further ones wait in the client, within an explicit timeout.
     max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
         answer, or a full server says when to retry; the count restarts whenever an item is answered.
     wait_for_ready: wait, within the timeout, for a server that is starting or loading its model.
+    metadata: sent with every request, in addition to the client's own; keys are not case-sensitive.
     delivery: "stream": embeddings come in responses. "nixl": the server writes them into memory of this process
         through NIXL; a call fails where that is not possible. "auto": as "nixl" where possible, else as "stream".
     device: CUDA device, such as "cuda:0", that NIXL delivers to; None for host memory.
     delivery_bytes: memory for embeddings that NIXL delivers. Embeddings hold it until they are garbage-collected.
 
-    Raises ValueError for an invalid target. docs/client.md has the details.
+    Raises ValueError for an invalid argument. docs/client.md has the details. Pickling keeps the arguments.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        tls: Tls = None,
-        token: str | None = None,
-        timeout: float | None = None,
-        spread: int = 1,
-        connections: int = CONNECTIONS,
-        max_retries: int = MAX_RETRIES,
-        wait_for_ready: bool = False,
-        delivery: Delivery = "auto",
-        device: str | None = None,
-        delivery_bytes: int = POOL_BYTES,
-    ) -> None:
-        if spread < 1:
-            raise ValueError(f"spread must be at least 1, got {spread}")
-        self._policy = Policy(max_retries, wait_for_ready)
-        self._timeout = timeout
-        self._spread = spread
-        self._model: Model | None = None
-        self._nixl = Nixl(delivery, device, delivery_bytes)
-        self._transport = Transport(checked_target(target), credentials(tls), bearer(token), self._policy, connections)
+    @staticmethod
+    def _connected(
+        target: str, credentials: grpc.ChannelCredentials | None, connections: int, max_in_flight: int | None
+    ) -> Transport:
+        return Transport(target, credentials, connections, max_in_flight)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -78,15 +65,16 @@ class Client:
         items: Sequence[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
     ) -> list[Embedding]:
         """Encode items; returns their embeddings in the same order.
 
         timeout: seconds for the whole call, including preparation; default: the client's.
-        output_type: type of the rows; default: the server's dtype.
+        output_type: type of the rows; default: the client's, else the server's dtype.
+        priority: "interactive" or "batch"; default: the client's.
         Raises the error of the first item that failed, with its position as `.item`, or the error of the request.
         """
-        return self._encode(items, self._deadline(timeout), Options.of(output_type, priority))
+        return self._encode(items, self._call(timeout, output_type, priority))
 
     @overload
     def iter_encode(
@@ -94,7 +82,7 @@ class Client:
         items: Iterable[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
         *,
         return_exceptions: Literal[False] = False,
     ) -> Generator[tuple[int, Embedding], None, None]: ...
@@ -105,7 +93,7 @@ class Client:
         items: Iterable[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
         *,
         return_exceptions: Literal[True],
     ) -> Generator[Result, None, None]: ...
@@ -115,7 +103,7 @@ class Client:
         items: Iterable[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
         *,
         return_exceptions: bool = False,
     ) -> Generator[Result, None, None]:
@@ -133,10 +121,9 @@ class Client:
         return_exceptions: yield the error of an item instead of its embedding. The request is then always a stream, so
             an invalid item does not fail the others.
         """
-        deadline = self._deadline(timeout)
         errors: list[VitwireError] = []
-        options = Options.of(output_type, priority, stream=return_exceptions)
-        for index, result in self._results_of(items, deadline, options):
+        call = self._call(timeout, output_type, priority, stream=return_exceptions)
+        for index, result in self._results_of(items, call):
             if isinstance(result, VitwireError) and not return_exceptions:
                 errors.append(result)
             else:
@@ -149,50 +136,94 @@ class Client:
         items: Sequence[Item],
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
     ) -> list[Embedding]:
-        """As `encode`, but sends the pixels of items with a `content_id` only if the server has not cached them."""
-        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
-        lookups = {index: without_pixels(item) for index, item in enumerate(items)}
-        results = dict(self._results(lookups, deadline, options))
-        uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
-        return embeddings(results | dict(self._results(uploads, deadline, options)))
+        """As `encode`, but sends the content of items with a `content_id` only if the server has not cached them."""
+        return self._encode_cached(items, self._call(timeout, output_type, priority))
+
+    def encode_batch(
+        self,
+        pixel_values: object,
+        grid_thw: object = None,
+        *,
+        modality: Modality = "image",
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+        crops: object = None,
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """Encode what a Hugging Face processor returned; returns the embeddings of its images or clips, in order.
+
+        pixel_values: `pixel_values`, or `pixel_values_videos` with modality="video": a numpy array, a torch tensor of
+            any floating type on any device, or a list of them. Or all outputs of the processor, as a BatchFeature or
+            dict: see `Item.from_processor`.
+        grid_thw: the processor's `image_grid_thw` or `video_grid_thw`, `(items, 3)`; for tile towers the number of
+            tiles of each image. Not needed if pixel_values are all outputs, or if each image is one tile.
+        content_ids: keys of the contents in the server's cache; pixels are then sent only if they are not cached.
+        keep_ratio: share of the tokens of clips to keep; see `Item`.
+        crops: all crops, of towers that take them; grid_thw is then the number of crops of each image.
+
+        Raises InvalidItem, naming the field (`grid_thw[3]`), where the tensors disagree. The other arguments and errors
+        are those of `encode`.
+        """
+        call = self._call(timeout, output_type, priority)
+        items = batch_items(
+            pixel_values,
+            grid_thw,
+            modality=modality,
+            content_ids=content_ids,
+            keep_ratio=keep_ratio,
+            crops=crops,
+            model=self._get_model(call),
+        )
+        return self._encode_known(items, call, content_ids)
 
     def encode_images(
         self,
         images: "Sequence[ImageLike]",
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
     ) -> list[Embedding]:
         """Encode images, prepared for the server's model; arguments and errors as for `encode`.
 
         images: paths, Pillow images or uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`.
+        content_ids: as for `encode_batch`.
         Raises InvalidItem for an invalid image, and OSError for a file that cannot be opened.
         """
-        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
-        return self._encode(image_items(images, self._get_model(deadline)), deadline, options)
+        call = self._call(timeout, output_type, priority)
+        items = identified(image_items(images, self._get_model(call)), content_ids)
+        return self._encode_known(items, call, content_ids)
 
     def encode_clips(
         self,
         clips: "Sequence[Clip]",
         timeout: float | None = None,
         output_type: DType | None = None,
-        priority: Priority = "interactive",
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
     ) -> list[Embedding]:
         """Encode clips, prepared for the server's model; arguments and errors as for `encode`.
 
         clips: the sampled frames of each clip: a uint8 array `(F, H, W, 3)` or a sequence of images of one size.
+        content_ids, keep_ratio: as for `encode_batch`.
         """
-        deadline, options = self._deadline(timeout), Options.of(output_type, priority)
-        return self._encode(clip_items(clips, self._get_model(deadline)), deadline, options)
+        call = self._call(timeout, output_type, priority)
+        items = identified(clip_items(clips, self._get_model(call)), content_ids, keep_ratio)
+        return self._encode_known(items, call, content_ids)
 
     def model(self, timeout: float | None = None) -> Model:
         """The server's model and limits; cached until an error suggests that the server has another model.
 
         timeout: seconds; default: the client's, else 60 s.
         """
-        return self._get_model(self._deadline(timeout))
+        return self._get_model(self._call(timeout))
 
     def health(self, service: str = "", timeout: float | None = None) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN, from one of the target's addresses.
@@ -201,12 +232,15 @@ class Client:
         timeout: seconds; default: the client's, else 10 s.
         Raises Unavailable when no server answers; there are no retries.
         """
-        return self._transport.health(service, self._deadline(timeout, HEALTH_SECONDS))
+        context = self._context()
+        with context.naming_errors():
+            return self._shared.transport.health(service, self._deadline(timeout, HEALTH_SECONDS), context)
 
     def close(self) -> None:
-        """Close the connection and cancel requests in flight."""
-        self._transport.close()
-        self._nixl.close()
+        """Close the connections and cancel requests in flight. Of no effect on a client made by `with_options`."""
+        if self._end():
+            self._shared.transport.close()
+            self._shared.nixl.close()
 
     def __enter__(self) -> Self:
         return self
@@ -216,43 +250,45 @@ class Client:
     ) -> None:
         self.close()
 
-    def _encode(self, items: Sequence[Item], deadline: Deadline, options: Options) -> list[Embedding]:
-        return embeddings(dict(self._results(dict(enumerate(items)), deadline, options)))
+    def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        return embeddings(dict(self._results(dict(enumerate(items)), call)))
 
-    def _results_of(self, items: Iterable[Item], deadline: Deadline, options: Options) -> Generator[Result, None, None]:
+    def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        if not items:
+            return []
+        call = replace(call, shares=self._shares(enumerate(items), self._get_model(call)))  # pixels go where rows were
+        lookups = {index: without_pixels(item) for index, item in enumerate(items)}
+        results = dict(self._results(lookups, call))
+        uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
+        return embeddings(results | dict(self._results(uploads, call)))
+
+    def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
+        """Items that the cache may have, if there are content ids."""
+        return self._encode(items, call) if content_ids is None else self._encode_cached(items, call)
+
+    def _results_of(self, items: Iterable[Item], call: Call) -> Generator[Result, None, None]:
         """As `_results`; an iterable that is not a sequence is read ahead."""
         if isinstance(items, Sequence):
-            return self._results(dict(enumerate(items)), deadline, options)
-        return Ahead(items, lambda group, calls: self._results(group, deadline.for_request(), options, calls)).results()
+            return self._results(dict(enumerate(items)), call)
+        return Ahead(items, lambda group, calls: self._results(group, call.for_request(), calls)).results()
 
     def _results(
-        self, items: Mapping[int, Item], deadline: Deadline, options: Options, calls: Calls | None = None
+        self, items: Mapping[int, Item], call: Call, calls: Calls | None = None
     ) -> Generator[Result, None, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""
         if not items:
             return
-        model = self._get_model(deadline)
-        options = replace(options, leasing=self._nixl.leasing(model, options.output_type))
-        parts = split(items, options, self._spread, model)
-        deadline = deadline.covering(items.values(), patient=options.patient or self._policy.wait_for_ready)
-        try:
-            for index, result in self._transport.encode(parts, model.deepstack_levels, deadline, calls):
-                if isinstance(result, VitwireError):
-                    self._forget_model_after(result)
-                yield index, result
-        except VitwireError as error:
-            self._forget_model_after(error)
-            raise
+        model, transport, context = self._get_model(call), self._shared.transport, self._context()
+        with self._observed(context, len(items)):
+            parts = self._parts(items, call, model)
+            with transport.slots.hold(call.deadline.left_to_wait()):
+                deadline = self._covering(items, call)
+                for result in transport.encode(parts, model.deepstack_levels, deadline, context, calls):
+                    yield self._noted(result, context)
 
-    def _get_model(self, deadline: Deadline) -> Model:
-        if self._model is None:
-            self._model = self._transport.model(deadline)
-        return self._model
-
-    def _forget_model_after(self, error: VitwireError) -> None:
-        """Forget the model if the error may mean that the server has another one now."""
-        if may_mean_other_model(error):
-            self._model = None
-
-    def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:
-        return Deadline(self._timeout if timeout is None else timeout, default)
+    def _get_model(self, call: Call) -> Model:
+        if self._shared.model is None:
+            context = self._context()
+            with context.naming_errors():
+                self._shared.model = self._shared.transport.model(call.deadline, context)
+        return self._shared.model

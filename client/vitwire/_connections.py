@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from vitwire._channel import BULK_OPTIONS, ChannelOptions
+from vitwire._channel import BULK_OPTIONS, ChannelOptions, routed_options
 from vitwire._protocol import Part
 
 C = TypeVar("C")
@@ -26,6 +26,8 @@ class Connection(Generic[C]):
     """A channel for bulk calls: one HTTP/2 connection to each address of the target."""
 
     channel: C
+    is_routed: bool = False
+    """Whether the channel chooses replicas by the hint of a call, rather than in turn."""
     load: int = 0
     """Bytes of the calls in flight, in both directions."""
     _avoided_until: float = 0.0
@@ -58,7 +60,8 @@ class Connections(Generic[C]):
         self._process: int | None = None
         """The process that opened the first channel; gRPC's threads do not survive a fork."""
         self._control: dict[ChannelOptions, C] = {}
-        self._bulk: dict[bool, list[Connection[C]]] = {True: [], False: []}
+        self._bulk: dict[tuple[bool, bool], list[Connection[C]]] = {}
+        """By whether calls are streams, and whether they are routed by a hint."""
 
     def control(self, options: ChannelOptions) -> C:
         """The channel for short calls with these options. Raises RuntimeError after `close` or in a forked process."""
@@ -69,15 +72,19 @@ class Connections(Generic[C]):
             return self._control[options]
 
     @contextmanager
-    def bulk(self, nbytes: int, *, stream: bool, again: Connection[C] | None = None) -> Iterator[Connection[C]]:
+    def bulk(
+        self, nbytes: int, *, stream: bool, routed: bool = False, again: Connection[C] | None = None
+    ) -> Iterator[Connection[C]]:
         """The connection for a call that transfers `nbytes`, counted as in flight until the end of the block.
 
-        again: use this connection. Raises RuntimeError after `close` or in a forked process.
+        routed: the call's hint decides about its replica.
+        again: use this connection, if it chooses replicas as the call requires.
+        Raises RuntimeError after `close` or in a forked process.
         """
         nbytes += _CALL_BYTES
         with self._lock:
             self._check()
-            connection = again or self._choose(self._bulk[stream])
+            connection = again if again and again.is_routed is routed else self._choose(stream, routed)
             connection.load += nbytes
         try:
             yield connection
@@ -90,23 +97,26 @@ class Connections(Generic[C]):
 
         They share it, so that its round robin sends them to different replicas. None for fewer than two parts.
         """
-        if sum(part.one_message is not stream for part in parts) < 2:
+        if sum(part.one_message is not stream and not part.is_routed for part in parts) < 2:
             return None
         with self._lock:
             self._check()
-            return self._choose(self._bulk[stream])
+            return self._choose(stream, routed=False)
 
     def close(self) -> list[C]:
-        """Refuse further calls; returns the channels, for the caller to close."""
+        """Refuse further calls; returns the channels, for the caller to close. In a forked process, there are none."""
         with self._lock:
             self._closed = True
+            if self._process not in (None, os.getpid()):
+                return []
             return [*self._control.values(), *(each.channel for kind in self._bulk.values() for each in kind)]
 
-    def _choose(self, connections: list[Connection[C]]) -> Connection[C]:
+    def _choose(self, stream: bool, routed: bool) -> Connection[C]:
         """The first idle connection, else a new one, else the one with the fewest bytes in flight."""
+        connections = self._bulk.setdefault((stream, routed), [])
         best = min(connections, key=lambda each: (each.is_avoided, each.load), default=None)
         if best is None or ((best.load or best.is_avoided) and len(connections) < self._limit):
-            best = Connection(self._open(BULK_OPTIONS))
+            best = Connection(self._open(routed_options() if routed else BULK_OPTIONS), routed)
             connections.append(best)
         return best
 

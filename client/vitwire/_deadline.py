@@ -48,6 +48,13 @@ class Deadline:
         """This deadline if the caller set it; else a new one, from now, for one of many requests."""
         return Deadline(None, self._default) if self._is_default else self
 
+    def left_to_wait(self) -> float | None:
+        """Seconds that a request may wait for others of its client: those left if the caller set the deadline.
+
+        The default deadline begins with the request, so there is no limit.
+        """
+        return None if self._is_default else self.left()
+
     def left(self) -> float | None:
         """Seconds left; None without a deadline. Raises DeadlineExceeded if none are left."""
         if self._at is None:

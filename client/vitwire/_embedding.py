@@ -45,13 +45,15 @@ class Report:
     """Indices of the tokens that pruning kept; empty when pruning was off."""
     delivery_fallback: str = ""
     """Why NIXL was not used for this item; empty if it was, or was not asked for."""
+    request_id: str = ""
+    """Id of the request in the server's logs and traces."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """Grid that the server chose for an encoded item; zeros for other items."""
     frame_seconds: tuple[float, ...] = ()
     """Seconds from the start of an encoded clip to each frame that was used."""
 
     @classmethod
-    def from_message(cls, message: pb.ItemReport) -> "Report":
+    def from_message(cls, message: pb.ItemReport, request_id: str = "") -> "Report":
         return cls(
             path=_PATHS.get(message.path, "unspecified"),
             fallback_reason=message.fallback_reason,
@@ -61,6 +63,7 @@ class Report:
             encoded=message.encoded.seconds + message.encoded.nanos / 1e9,
             kept=tuple(message.kept),
             delivery_fallback=message.delivery_fallback,
+            request_id=request_id,
             grid=(message.grid.t, message.grid.h, message.grid.w),
             frame_seconds=tuple(message.frame_seconds),
         )
@@ -89,17 +92,24 @@ class Embedding:
         """The rows as float32, `(tokens, width)`; the conversion is exact. A view if they were received as float32."""
         return _float32(self._host(), self.dtype)
 
-    def torch(self) -> "torch.Tensor":
-        """The rows in the server's dtype, `(tokens, width)`, sharing this object's memory.
+    def torch(self, device: "str | torch.device | None" = None) -> "torch.Tensor":
+        """The rows in the server's dtype, `(tokens, width)`.
 
-        On the client's `device` if they were delivered there, else on the CPU.
+        device: default: where they are, sharing this object's memory: the client's `device` if they were delivered
+            there, else the CPU. Rows are copied from the host to a CUDA device through pinned memory, in the order of
+            the current stream, without waiting for the work that is enqueued there.
         """
         import torch  # noqa: PLC0415  # not a dependency of the client
 
-        if not isinstance(self._rows, np.ndarray):
-            return self._rows
-        tensor = torch.from_numpy(self._rows)
-        return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
+        tensor = self._rows if not isinstance(self._rows, np.ndarray) else torch.from_numpy(self._rows)
+        if self.dtype == "bfloat16":
+            tensor = tensor.view(torch.bfloat16)
+        if device is None:
+            return tensor
+        wanted = torch.device(device)
+        if tensor.is_cpu and wanted.type == "cuda":
+            return tensor.pin_memory().to(wanted, non_blocking=True)
+        return tensor.to(wanted)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """As `numpy()`, for `np.asarray`. Raises ValueError if `copy=False` is impossible."""

@@ -23,6 +23,8 @@ from google.rpc.status_pb2 import Status
 
 _STATUS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+REQUEST_ID_KEY = "x-request-id"
+"""Of the id of a request in its metadata, and, as the server has it, in the trailers."""
 
 
 class Violation(NamedTuple):
@@ -36,15 +38,24 @@ class VitwireError(Exception):
     """Base class of all errors of this package.
 
     `code` is the name of the gRPC status (`"UNAVAILABLE"`); `item` is the position of the item that failed, None
-    if the whole request failed.
+    if the whole request failed; `request_id` is the id of the request in the server's logs and traces, None if none
+    was sent.
     """
 
     default_code: ClassVar[str] = "UNKNOWN"
 
-    def __init__(self, message: str, *, code: str | None = None, item: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, code: str | None = None, item: int | None = None, request_id: str | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code or self.default_code
         self.item = item
+        self.request_id = request_id
+
+    def __repr__(self) -> str:
+        fields = {"code": self.code, "item": self.item, "request_id": self.request_id}
+        named = "".join(f", {name}={value!r}" for name, value in fields.items() if value is not None)
+        return f"{type(self).__name__}({str(self)!r}{named})"
 
 
 class InvalidItem(VitwireError):
@@ -58,9 +69,10 @@ class InvalidItem(VitwireError):
         *,
         code: str | None = None,
         item: int | None = None,
+        request_id: str | None = None,
         violations: Sequence[Violation] = (),
     ) -> None:
-        super().__init__(message, code=code, item=item)
+        super().__init__(message, code=code, item=item, request_id=request_id)
         self.violations = tuple(violations)
 
 
@@ -87,9 +99,10 @@ class Overloaded(VitwireError):
         *,
         code: str | None = None,
         item: int | None = None,
+        request_id: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(message, code=code, item=item)
+        super().__init__(message, code=code, item=item, request_id=request_id)
         self.retry_after = retry_after
 
 
@@ -140,6 +153,8 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     translated = _error(code, error.details() or "", details, indices=indices)
     if isinstance(translated, Overloaded) and translated.retry_after is None:
         translated.retry_after = _milliseconds(metadata.get(_PUSHBACK_KEY, ""))
+    if isinstance(request_id := metadata.get(REQUEST_ID_KEY), str):
+        translated.request_id = request_id
     return translated
 
 

@@ -4,7 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from vitwire._assembler import Assembler
+from vitwire._balancing import CONTENT_HEADER
 from vitwire._connections import C, Connection
+from vitwire._context import log
 from vitwire._errors import (
     DeadlineExceeded,
     EncodeFailed,
@@ -27,13 +29,25 @@ ROOM_SECONDS = 0.002
 class Exchange:
     """Tracks the items not yet answered, so that a retry sends only those. Encoding twice is harmless."""
 
-    def __init__(self, part: Part, levels: int, attempts: Attempts) -> None:
+    def __init__(self, part: Part, levels: int, attempts: Attempts, request_id: str = "") -> None:
         self.part = part
         """The items that the next attempt sends."""
         self.attempts = attempts
+        self.hint = part.hint
+        """Sent with the first attempt only: the replica that it leads to did not answer, or is full."""
         self._levels = levels
+        self._request_id = request_id
         self._answered: set[int] = set()
         self._overloaded: dict[int, Overloaded] = {}
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the hint decides about the replica of the next attempt."""
+        return self.part.is_routed and self.hint is not None
+
+    def metadata(self, of_request: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Metadata of the next attempt."""
+        return of_request if self.hint is None else (*of_request, (CONTENT_HEADER, self.hint))
 
     def begin(self) -> bool:
         """Start an attempt; False if it has to wait for memory that other requests lease."""
@@ -45,7 +59,7 @@ class Exchange:
             return False
         self.part = replace(part, leases=leases)
         self._overloaded.clear()
-        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected, leases)
+        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected, leases, self._request_id)
         return True
 
     def check_deadline(self) -> None:
@@ -81,6 +95,8 @@ class Exchange:
 
     def unanswered(self, connection: Connection[C]) -> Connection[C] | None:
         """After an attempt that the server did not accept: the connection for the next one, None for any."""
+        self.hint = None
+        log.info("request %s: the server did not accept it in time; sending it again", self._request_id)
         if not self.attempts.unanswered():
             return connection
         connection.avoid()
@@ -95,7 +111,9 @@ class Exchange:
             self.part.leases.release()  # the server refused the request as a whole
         if isinstance(failure, Unavailable):
             connection.avoid()
+        self.hint = None
         delay = self.attempts.delay(failure)
+        log.info("request %s: %s; sending it again in %.1f s", self._request_id, failure, delay)
         if isinstance(failure, Overloaded):
             self.part = self.part.yielding()
         return delay
@@ -106,12 +124,18 @@ class Exchange:
         Raises EncodeFailed if items are missing.
         """
         self._assembler.finish()
+        self.hint = None
         if not self._overloaded:
             return None
         try:
-            return self.attempts.delay(max(self._overloaded.values(), key=lambda error: error.retry_after or 0.0))
+            delay = self.attempts.delay(max(self._overloaded.values(), key=lambda error: error.retry_after or 0.0))
         except Overloaded:
             return None
+        log.info(
+            "request %s: the server refused %d items; sending them again in %.1f s",
+            self._request_id, len(self._overloaded), delay,
+        )  # fmt: skip
+        return delay
 
     def refused(self) -> list[Result]:
         """After the last attempt: the items that the server refused."""

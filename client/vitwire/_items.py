@@ -3,10 +3,10 @@
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ import numpy.typing as npt
 from vitwire._errors import InvalidItem, Violation
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
+
+if TYPE_CHECKING:
+    from vitwire._model import Model
 
 Modality = Literal["image", "video"]
 Array = npt.NDArray[Any]
@@ -115,6 +118,44 @@ class Item:
         t, h, w = (int(side) for side in self.grid)
         object.__setattr__(self, "grid", (t, h, w))
 
+    @classmethod
+    def from_processor(
+        cls,
+        outputs: Mapping[str, object],
+        model: "Model | None" = None,
+        *,
+        grid_thw: object = None,
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+    ) -> "list[Item]":
+        """The items of a Hugging Face processor's outputs: images, then videos, in order.
+
+        outputs: the BatchFeature or dict, with tensors of numpy or torch, on any device; `pixel_values` and
+            `pixel_values_videos` are used, with the keys that belong to them.
+        model: `client.model()`; needed where outputs do not say enough (Pixtral, Mistral 3, DeepSeek-VL).
+        grid_thw: grids of the images, or their numbers of tiles, if the outputs have none (InternVL, Llama 4).
+        content_ids: one for each item; None for an item without.
+        keep_ratio: of videos; see `Item`.
+
+        Raises InvalidItem, naming the field, where outputs are not consistent.
+        """
+        from vitwire._processors import processor_items  # noqa: PLC0415  # it imports this module
+
+        return processor_items(outputs, model, grid_thw=grid_thw, content_ids=content_ids, keep_ratio=keep_ratio)
+
+    def __repr__(self) -> str:
+        """With the types and shapes of its tensors rather than their values."""
+        shown = {
+            "pixels": self.pixels if self.pixels is None else _outline(self.pixels),
+            "crops": self.crops if self.crops is None else _outline(self.crops),
+            "encoded": self.encoded if self.encoded is None else f"{len(self.encoded)} bytes",
+            "grid": self.grid if any(self.grid) else None,
+            "modality": self.modality,
+            "content_id": None if self.content_id is None else repr(self.content_id),
+            "keep_ratio": self.keep_ratio or None,
+        }
+        return f"Item({', '.join(f'{name}={value}' for name, value in shown.items() if value is not None)})"
+
     def _violations(self) -> Iterator[Violation]:
         if self.encoded is not None:
             yield from self._encoded_violations()
@@ -146,7 +187,7 @@ class Item:
 def pixel_bytes(item: Item) -> int:
     """Bytes of the pixels, in the type they are sent in, or of the file."""
     tensors = [tensor for tensor in (item.pixels, item.crops) if tensor is not None]
-    of_tensors = sum(math.prod(tensor.shape) * _TYPE_BYTES[_type_name(tensor)] for tensor in tensors)
+    of_tensors = sum(math.prod(tensor.shape) * _TYPE_BYTES[type_name(tensor)] for tensor in tensors)
     return of_tensors + (_view(item.encoded).nbytes if item.encoded is not None else 0)
 
 
@@ -208,20 +249,25 @@ def _view(encoded: bytes | bytearray | memoryview) -> memoryview:
 def _problem(tensor: object) -> str | None:
     if not isinstance(tensor, np.ndarray | TorchTensor):
         return f"expected a numpy array or a torch tensor, got {type(tensor).__name__}"
-    if _type_name(tensor) not in DATA_TYPES:
+    if type_name(tensor) not in DATA_TYPES:
         return f"expected a dtype of {', '.join(DATA_TYPES)}, got {tensor.dtype}"
     if len(tensor.shape) < 2:
         return f"expected rows of values, got the shape {tuple(tensor.shape)}"
     return None
 
 
-def _type_name(tensor: Pixels) -> str:
+def _outline(tensor: Pixels) -> str:
+    return f"{type_name(tensor)}{tuple(tensor.shape)}"
+
+
+def type_name(tensor: Pixels) -> str:
+    """Name of the dtype, such as float32."""
     return tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
     """Set type and shape in `message`; returns the bytes."""
-    message.data_type = DATA_TYPES[_type_name(tensor)]
+    message.data_type = DATA_TYPES[type_name(tensor)]
     message.shape.extend(tensor.shape)
     array = tensor if isinstance(tensor, np.ndarray) else _from_torch(tensor)
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
@@ -232,7 +278,7 @@ def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
 def _from_torch(tensor: TorchTensor) -> Array:
     """The tensor as array, sharing memory if on the host; bfloat16, which numpy lacks, as uint16."""
     host = tensor.detach().cpu().contiguous()
-    if _type_name(tensor) == "bfloat16":
+    if type_name(tensor) == "bfloat16":
         host = host.view(sys.modules["torch"].uint16)
     array: Array = host.numpy()
     return array

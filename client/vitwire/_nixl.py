@@ -1,6 +1,5 @@
 """Delivery of rows through NIXL: whether a request uses it, and what happens when it fails."""
 
-import logging
 import os
 import threading
 import time
@@ -10,6 +9,7 @@ from weakref import finalize
 
 import numpy as np
 
+from vitwire._context import log
 from vitwire._embedding import DTYPES, STORAGE
 from vitwire._errors import EncodeFailed
 from vitwire._expected import Expected
@@ -19,7 +19,6 @@ from vitwire.agents import MISSING, AgentError, is_installed
 from vitwire.regions import rounded
 from vitwire.v1 import encoder_pb2 as pb
 
-_log = logging.getLogger("vitwire")
 Delivery = Literal["auto", "stream", "nixl"]
 DELIVERIES: tuple[Delivery, ...] = ("auto", "stream", "nixl")
 POOL_BYTES = 256 << 20
@@ -102,7 +101,7 @@ class Nixl:
                 return
             self._retire()
             seconds = self._wait()
-        _log.warning("NIXL delivery failed (%s): embeddings come in responses for the next %d s", reason, seconds)
+        log.warning("NIXL delivery failed (%s): embeddings come in responses for the next %d s", reason, seconds)
 
     def succeeded(self) -> None:
         """The server delivered rows."""
@@ -113,7 +112,9 @@ class Nixl:
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
-        if pool:
+        if pool and self._process != os.getpid():
+            _inherited.append(pool)
+        elif pool:
             pool.close()
 
     def _wait(self) -> float:
@@ -133,7 +134,7 @@ class Nixl:
             raise EncodeFailed(f"delivery='nixl' is not possible: {reason}", code="FAILED_PRECONDITION")
         if reason != self._logged:
             self._logged = reason
-            _log.info("embeddings come in responses, NIXL is not used: %s", reason)
+            log.info("embeddings come in responses, NIXL is not used: %s", reason)
 
 
 class Leasing:

@@ -1,10 +1,10 @@
 """The protocol without I/O, shared by both clients: items to messages, response frames to embeddings."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vitwire._deadline import patches_of
+from vitwire._balancing import Share
 from vitwire._embedding import OUTPUT_TYPES, DType, Embedding
 from vitwire._errors import NotCached, VitwireError
 from vitwire._expected import Expected
@@ -74,6 +74,10 @@ class Part:
     expected: tuple[Expected, ...]
     options: Options
     limits: Limits
+    hint: str | None = None
+    """Hint of the replica that may have these items cached; see `_balancing`."""
+    is_routed: bool = False
+    """Whether the client itself chooses the replica by the hint."""
     leases: Leases | None = None
     """Memory for the rows of each item, in this attempt."""
 
@@ -81,7 +85,7 @@ class Part:
         """The part without the items at these positions of the caller's request."""
         rows = [row for row in zip(self.indices, self.items, self.expected, strict=True) if row[0] not in answered]
         indices, items, expected = zip(*rows, strict=True) if rows else ((), (), ())
-        return Part(indices, items, expected, self.options, self.limits)
+        return Part(indices, items, expected, self.options, self.limits, self.hint, self.is_routed)
 
     def yielding(self) -> "Part":
         """For a server that is full: as a stream, unless its message is received at once."""
@@ -145,24 +149,16 @@ class Part:
             yield message
 
 
-def split(items: Mapping[int, Item], options: Options, count: int, model: Model) -> list[Part]:
-    """At most `count` parts of about the same number of patches, none empty; items by position.
+def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Options, model: Model) -> list[Part]:
+    """The messages of each share, without those items of a share that are not among `items`; no part is empty."""
+    present = [({index: items[index] for index in share.indices if index in items}, share) for share in shares]
+    return [_part(own, share, options, model) for own, share in present if own]
 
-    Longest processing time first (Graham 1969): items by descending size, each to the lightest part.
-    """
-    wire = {index: to_wire(item) for index, item in items.items()}
-    shares: list[list[int]] = [[] for _ in range(min(count, len(wire)))]
-    loads = [0] * len(shares)
-    patches = {index: patches_of(item) for index, item in items.items()}
-    for index in sorted(patches, key=lambda index: -patches[index]):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(index)
-        loads[lightest] += patches[index]
-    expected = {index: Expected.of(item, model) for index, item in items.items()}
-    return [
-        Part(tuple(own), tuple(wire[i] for i in own), tuple(expected[i] for i in own), options, model.limits)
-        for own in map(sorted, shares)
-    ]
+
+def _part(items: Mapping[int, Item], share: Share, options: Options, model: Model) -> Part:
+    wire = tuple(to_wire(item) for item in items.values())
+    expected = tuple(Expected.of(item, model) for item in items.values())
+    return Part(tuple(items), wire, expected, options, model.limits, share.hint, share.is_routed)
 
 
 def needs_upload(result: Embedding | VitwireError, item: Item) -> bool:

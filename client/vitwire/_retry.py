@@ -107,10 +107,13 @@ class Attempts:
         """The failure to raise, with the number of attempts or the previous error."""
         if isinstance(failure, DeadlineExceeded) and self._refusal is not None:
             return DeadlineExceeded(
-                f"{failure} (previous error: {self._refusal})", code=failure.code, item=failure.item
+                f"{failure} (previous error: {self._refusal})",
+                code=failure.code,
+                item=failure.item,
+                request_id=failure.request_id,
             )
         if not isinstance(failure, Unavailable):
             return failure
         seconds = time.monotonic() - self._began
         tried = f"gave up after {self._count} attempt{'s' * (self._count > 1)} in {seconds:.1f} s"
-        return Unavailable(f"{failure} ({tried})", code=failure.code, item=failure.item)
+        return Unavailable(f"{failure} ({tried})", code=failure.code, item=failure.item, request_id=failure.request_id)

@@ -8,14 +8,17 @@ from queue import SimpleQueue
 import grpc
 
 from vitwire import _channel
-from vitwire._channel import Metadata, StreamCall
+from vitwire._balancing import Replicas
+from vitwire._channel import StreamCall
 from vitwire._connections import Connection, Connections
+from vitwire._context import Context, Metadata
 from vitwire._deadline import Deadline
 from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
 from vitwire._protocol import Part, Result
-from vitwire._retry import Attempts, Policy
+from vitwire._retry import Attempts
+from vitwire._slots import Slots
 from vitwire._timers import Timers
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -30,51 +33,54 @@ class Transport:
         self,
         target: str,
         credentials: grpc.ChannelCredentials | None,
-        token: str | None,
-        policy: Policy,
         connections: int,
+        max_in_flight: int | None = None,
     ) -> None:
         self._target = target
         self._credentials = credentials
-        self._token = token
-        self._policy = policy
+        self.slots = Slots(max_in_flight)
+        """Of requests; the caller of `encode` holds one."""
         self._timers = Timers()
         self._connections: Connections[grpc.Channel] = Connections(self._open, connections)
+        self.replicas = Replicas()
 
     def encode(
-        self, parts: Sequence[Part], levels: int, deadline: Deadline, calls: "Calls | None" = None
+        self,
+        parts: Sequence[Part],
+        levels: int,
+        deadline: Deadline,
+        context: Context,
+        calls: "Calls | None" = None,
     ) -> Iterator[Result]:
         """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
-        metadata = _channel.metadata(self._token)
         calls = calls or Calls()
-        exchanges = [Exchange(part, levels, Attempts(self._policy, deadline)) for part in parts]
+        exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
         common = {stream: self.common(parts, stream=stream) for stream in (True, False)}
-        streams = [self.results(each, metadata, calls, common[not each.part.one_message]) for each in exchanges]
+        streams = [self.results(each, context.metadata, calls, common[not each.part.one_message]) for each in exchanges]
         try:
             yield from streams[0] if len(streams) == 1 else _merged(streams)
         finally:
             calls.cancel()
 
-    def model(self, deadline: Deadline) -> Model:
+    def model(self, deadline: Deadline, context: Context) -> Model:
         get_model = self._connections.control(_channel.OPTIONS).unary_unary(*_channel.GET_MODEL)
-        metadata = _channel.metadata(self._token)
-        attempts = Attempts(self._policy, deadline)
+        attempts = Attempts(context.policy, deadline)
         while True:
             accept_timeout = attempts.accept_timeout()
             try:
                 timeout = attempts.left() if accept_timeout is None else accept_timeout
-                return model_of(get_model(pb.GetModelRequest(), timeout=timeout, metadata=metadata))
+                return model_of(get_model(pb.GetModelRequest(), timeout=timeout, metadata=context.metadata))
             except grpc.RpcError as error:
                 if accept_timeout is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     attempts.unanswered()
                     continue
-                delay = attempts.delay(self._with_reason(error, attempts))
+                delay = attempts.delay(self._with_reason(error, attempts, context.metadata))
             time.sleep(delay)
 
-    def health(self, service: str, deadline: Deadline) -> str:
+    def health(self, service: str, deadline: Deadline, context: Context) -> str:
         check = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.HEALTH)
         try:
-            status = check(service, timeout=deadline.left(), metadata=_channel.metadata(self._token))
+            status = check(service, timeout=deadline.left(), metadata=context.metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
@@ -109,7 +115,9 @@ class Transport:
                 if not calls.wait(ROOM_SECONDS):
                     return
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self._connections.bulk(part.transfer_bytes, stream=not part.one_message, again=again) as connection:
+            with self._connections.bulk(
+                part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
+            ) as connection:
                 call = calls.add(self._start(connection.channel, exchange, metadata))
                 try:
                     if not self._accepted(call, accept_timeout):
@@ -118,11 +126,12 @@ class Transport:
                     for response in call:
                         if (result := exchange.feed(response)) is not None:
                             yield result
+                    self.replicas.saw(call.trailing_metadata())
                     delay = exchange.finish()
                 except grpc.RpcError as error:
                     if exchange.is_complete:
                         return
-                    delay = exchange.failed(self._with_reason(error, exchange.attempts, part), connection)
+                    delay = exchange.failed(self._with_reason(error, exchange.attempts, metadata, part), connection)
                 finally:
                     calls.drop(call)
                     exchange.close()
@@ -132,19 +141,20 @@ class Transport:
                 return
             calls.wait(delay)
 
-    def _with_reason(self, error: grpc.RpcError, attempts: Attempts, part: Part | None = None) -> VitwireError:
+    def _with_reason(
+        self, error: grpc.RpcError, attempts: Attempts, metadata: Metadata, part: Part | None = None
+    ) -> VitwireError:
         """The error; if gRPC only reports that no server is ready, the reason that a server gives instead."""
         failure = from_rpc(error, part.indices if part else ())
         if not isinstance(failure, Unavailable) or is_from_server(error):
             return failure
         if attempts.needs_reason():
-            attempts.reason = self._reason(attempts.reason)
+            attempts.reason = self._reason(attempts.reason, metadata)
         return attempts.reason or failure
 
-    def _reason(self, known: VitwireError | None) -> VitwireError | None:
+    def _reason(self, known: VitwireError | None, metadata: Metadata) -> VitwireError | None:
         """Why no server is ready: None if one is ready, `known` if none answers."""
         get_model = self._connections.control(_channel.HEALTH_OPTIONS).unary_unary(*_channel.GET_MODEL)
-        metadata = _channel.metadata(self._token)
         try:
             get_model(pb.GetModelRequest(), timeout=_channel.REASON_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
@@ -152,7 +162,7 @@ class Transport:
         return None
 
     def _start(self, channel: grpc.Channel, exchange: Exchange, metadata: Metadata) -> StreamCall:
-        part, timeout = exchange.part, exchange.attempts.left()
+        part, timeout, metadata = exchange.part, exchange.attempts.left(), exchange.metadata(metadata)
         if part.one_message:
             encode = channel.unary_stream(*_channel.ENCODE)
             return encode(part.request(), timeout=timeout, metadata=metadata)

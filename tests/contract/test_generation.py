@@ -1,30 +1,22 @@
 """Every whole demo model that transformers knows loads with it and generates, from text and from an image."""
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import CONFIG_MAPPING
 
 from checkpoints import MODEL_TYPES, Checkpoints
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 from vitwire_server.towers.registry import FAMILIES
+from vlms import language_model
 
 WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
 """Those with a language model, in a layout that transformers reads."""
-OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}
 SQUARE = {"kimi_k25", "paddleocr_vl"}
 """Their processors emit patches as `(C, p, p)`."""
 NEW = 3
-
-
-def language_model(model_type: str, folder: Path) -> Any:
-    """The part that generates text: of omni models the thinker, as audio needs voices that are files of their own."""
-    auto: Any = AutoModelForMultimodalLM if model_type in OMNI else AutoModelForImageTextToText
-    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
-    return getattr(model, "thinker", model)
 
 
 def image_prompt(model_type: str, model: Any) -> dict[str, torch.Tensor]:

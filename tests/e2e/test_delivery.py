@@ -155,7 +155,7 @@ async def test_cancelled_calls_leave_memory_that_is_not_used_again(server: Serve
     expected = plain(server, items(1, side=32))[0]
     async with AsyncClient(server.target, delivery="nixl", delivery_bytes=1 << 20) as client:
         await client.encode(items(1))
-        pool = client._nixl._pool
+        pool = client._shared.nixl._pool
         for _ in range(40):
             call = asyncio.create_task(client.encode(items(1, side=32)))
             await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ async def test_a_frozen_replica_fails_no_sequential_call(
         await until_shared(encode, item, pair)
     finally:
         await asyncio.to_thread(client.close) if isinstance(client, Client) else await client.close()
+
+
+@pytest.mark.matrix
+def test_content_of_a_frozen_replica_is_encoded_by_another(pair: list[ServerProcess]) -> None:
+    with Client(both(pair), timeout=TIMEOUT, affinity=True) as client:
+        named = [replace(SMALL, content_id=str(number)) for number in range(12)]
+        before = [each.metric("vitwire_items_total") for each in pair]
+        client.encode(named)
+        assert all(each.metric("vitwire_items_total") > then for each, then in zip(pair, before, strict=True))
+        with frozen(pair[0]):
+            for item in named[:6]:
+                client.encode([item])
+        client.encode(named)
 
 
 def test_a_frozen_server_is_found_without_a_timeout(pair: list[ServerProcess]) -> None:

@@ -1,15 +1,10 @@
 """Two replicas behind a real Envoy, under load: a rolling restart, and a replica that is killed."""
 
 import asyncio
-import json
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -18,28 +13,16 @@ import load
 from checkpoints import Checkpoints
 from faults import Note, scaled
 from load import image, request
+from proxies import Config, address, envoy, free_ports
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Item
 
 pytestmark = pytest.mark.timeout(900)
-ENVOY = Path(sys.executable).with_name("envoy")
 SERVICE = "vitwire.v1.EncoderService"
 WORKERS = 8
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in held]
-
-
-def address(port: int) -> dict[str, object]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-
-
-def config(front: int, admin: int, replicas: list[int]) -> dict[str, object]:
+def config(replicas: list[int]) -> Config:
     """Health by grpc_health_check; what was refused before an answer began is tried on the other replica."""
     router = {
         "name": "envoy.filters.http.router",
@@ -95,50 +78,8 @@ def config(front: int, admin: int, replicas: list[int]) -> dict[str, object]:
             "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address(port)}} for port in replicas]}],
         },
     }
-    listener = {"name": "front", "address": address(front), "filter_chains": [{"filters": filters}]}
-    return {
-        "admin": {"address": address(admin)},
-        "static_resources": {"listeners": [listener], "clusters": [cluster]},
-    }
-
-
-class Envoy:
-    """A running Envoy in front of replicas."""
-
-    def __init__(self, front: int, admin: int) -> None:
-        self.target = f"127.0.0.1:{front}"
-        self._admin = admin
-
-    def healthy(self) -> int:
-        """How many replicas get traffic."""
-        try:
-            with urlopen(f"http://127.0.0.1:{self._admin}/clusters?format=json", timeout=5) as answer:
-                clusters = json.load(answer)["cluster_statuses"]
-        except OSError:
-            return 0
-        hosts = [host for cluster in clusters for host in cluster.get("host_statuses", [])]
-        return sum(
-            host["health_status"].get("eds_health_status") == "HEALTHY" and len(host["health_status"]) == 1
-            for host in hosts
-        )
-
-    async def wait_for(self, healthy: int) -> None:
-        while await asyncio.to_thread(self.healthy) != healthy:  # noqa: ASYNC110 - another process changes it
-            await asyncio.sleep(0.05)
-
-
-@contextmanager
-def envoy(replicas: list[int], folder: Path) -> Iterator[Envoy]:
-    front, admin = free_ports(2)
-    file = folder / "envoy.json"
-    file.write_text(json.dumps(config(front, admin, replicas)))
-    words = [str(ENVOY), "-c", str(file), "--concurrency", "1", "--log-level", "error", "--disable-hot-restart"]
-    process = subprocess.Popen(words)
-    try:
-        yield Envoy(front, admin)
-    finally:
-        process.terminate()
-        process.wait(30)
+    listener = {"name": "front", "filter_chains": [{"filters": filters}]}
+    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
 
 
 class Replica:
@@ -170,7 +111,7 @@ def replicas(checkpoints: Checkpoints) -> Iterator[list[Replica]]:
 
 async def test_a_rolling_restart_fails_no_request(replicas: list[Replica], tmp_path: Path, note: Note) -> None:
     rounds = scaled(3)
-    with envoy([replica.port for replica in replicas], tmp_path) as front:
+    with envoy(config([replica.port for replica in replicas]), tmp_path) as front:
         await asyncio.wait_for(front.wait_for(2), 30)
         stop, start = asyncio.Event(), time.monotonic()
         loading = asyncio.create_task(load.closed(front.target, request(image(8, 8)), workers=WORKERS, stop=stop))
@@ -203,7 +144,7 @@ async def test_a_killed_replica_takes_down_no_more_than_what_it_held(
     replicas: list[Replica], tmp_path: Path, note: Note
 ) -> None:
     rounds = scaled(5)
-    with envoy([replica.port for replica in replicas], tmp_path) as front:
+    with envoy(config([replica.port for replica in replicas]), tmp_path) as front:
         await asyncio.wait_for(front.wait_for(2), 30)
         stop = asyncio.Event()
         loading = asyncio.create_task(load.closed(front.target, request(image(8, 8)), workers=WORKERS, stop=stop))

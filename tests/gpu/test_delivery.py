@@ -142,6 +142,8 @@ def test_leases_on_a_device_are_free_once_work_on_them_is_done(device: torch.dev
     del rows
     memory.collect()
     assert not released.is_set()
+    view.fill_(0)  # the first launch of a kernel loads it, which may wait for the device
+    torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     view.fill_(1)
     del view

@@ -21,6 +21,15 @@ class InThread:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         return lambda *args, **kwargs: asyncio.to_thread(getattr(self.client, name), *args, **kwargs)
 
+    def with_options(self, **options: Any) -> "InThread":
+        derived = object.__new__(InThread)
+        derived.client = self.client.with_options(**options)
+        return derived
+
+    @property
+    def is_closed(self) -> bool:
+        return self.client.is_closed
+
     async def iter_encode(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         results = self.client.iter_encode(*args, **kwargs)
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from vitwire._model import Model
+from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.items import DType
 from vitwire_server.core.models import Limits, ModelCard
@@ -34,3 +35,16 @@ def client_model(folder: Path) -> Model:
         version="0",
     )
     return Model.from_message(model_message(card))
+
+
+def described(*, tiling: bool) -> Model:
+    """A client's description of a model with patches of 14, by hand; with tiling, each image is one tile."""
+    settings = pb.Preprocessor(min_pixels=1, max_pixels=1, mean=[0.5] * 3, std=[0.5] * 3, rescale_factor=1, resample=3)
+    if tiling:
+        tile = pb.PixelSize(height=56, width=56)
+        rule = pb.TILING_RULE_SQUARE
+        settings.tiling.CopyFrom(pb.Tiling(rule=rule, tile=tile, min_tiles=1, max_tiles=1))
+    message = pb.GetModelResponse(
+        embedding_width=8, patch_size=14, merge_size=1, temporal_patch_size=1, image_preprocessor=settings
+    )
+    return Model.from_message(message)

@@ -110,6 +110,9 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
     bend: Callable[[Iterator[Any]], Iterator[Any]] = lambda responses: responses
     methods: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
+    """Of the last RPC."""
+    options: list[tuple[int, int]] = field(default_factory=list)
+    """Output type and priority of each request."""
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def _enter(self, method: str, context: grpc.ServicerContext) -> None:
@@ -129,6 +132,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
 
     def Encode(self, request, context):  # noqa: N802, ANN001, ANN201
         self._enter("Encode", context)
+        self.options.append((request.output_type, request.priority))
 
         def responses() -> Iterator[Any]:
             for number in reversed(range(len(request.items))):
@@ -145,6 +149,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
                 kind = request.WhichOneof("message")
                 if kind == "options":
                     output = request.options.output_type
+                    self.options.append((output, request.options.priority))
                 elif kind == "header":
                     headers[request.header.item] = request.header.header
                     received[request.header.item] = b""
@@ -189,7 +194,7 @@ class Running:
 
 
 @contextmanager
-def serving(fake: Fake, port: int = 0, *, shared: bool = False) -> Iterator[Running]:
+def serving(fake: Fake, port: int = 0, *, host: str = "127.0.0.1", shared: bool = False) -> Iterator[Running]:
     """The service on a loopback port, healthy; a free port by default. shared: other servers may listen on it too."""
     pool = ThreadPoolExecutor(64)  # each watch of the health takes a thread
     server = grpc.server(
@@ -201,10 +206,10 @@ def serving(fake: Fake, port: int = 0, *, shared: bool = False) -> Iterator[Runn
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     encoder_pb2_grpc.add_EncoderServiceServicer_to_server(fake, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    port = server.add_insecure_port(f"{host}:{port}")
     server.start()
     try:
-        yield Running(fake, f"127.0.0.1:{port}", checks, server)
+        yield Running(fake, f"{host}:{port}", checks, server)
     finally:
         server.stop(0).wait()
         pool.shutdown()

@@ -35,9 +35,11 @@ def answering(*addresses: str) -> Iterator[NameServer]:
         server = NameServer(sock.getsockname()[1], addresses)
         thread = Thread(target=_serve, args=(sock, server), daemon=True)
         thread.start()
-        yield server
-        sock.sendto(b"", sock.getsockname())
-        thread.join()
+        try:
+            yield server
+        finally:
+            sock.sendto(b"", sock.getsockname())
+            thread.join()
 
 
 def _serve(sock: socket.socket, server: NameServer) -> None:

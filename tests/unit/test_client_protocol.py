@@ -9,10 +9,11 @@ import pytest
 from fake_service import bad_request, expected, item, model_message
 from vitwire import EncodeFailed, InvalidItem, Item, NotCached
 from vitwire._assembler import Assembler
+from vitwire._balancing import Balancing
 from vitwire._embedding import Embedding
 from vitwire._expected import Expected
 from vitwire._model import Limits, Model
-from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Options, Part, split
+from vitwire._protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Options, Part, parts_of
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, write_chunk, write_request
 
@@ -24,6 +25,10 @@ MODEL = replace(Model.from_message(model_message()), limits=LIMITS)
 
 def sized(size: int, **kwargs: Any) -> Item:
     return Item(np.zeros((1, size), np.uint8), (1, 1, 1), **kwargs)
+
+
+def split(items: dict[int, Item], options: Options, count: int, model: Model) -> list[Part]:
+    return parts_of(items, Balancing(count).shares(items, model, 1), options, model)
 
 
 def only(items: list[Item]) -> Part:
@@ -84,12 +89,12 @@ def test_upload_chunks_are_views() -> None:
 
 
 def test_parts_are_balanced_and_none_is_empty() -> None:
-    sizes = (100, 1, 1, 60, 40, 1)
-    items = [Item(np.zeros((size, 1), np.uint8), (1, 1, size)) for size in sizes]
+    sizes = (400, 4, 4, 240, 160, 4)
+    items = [Item(np.zeros((size, 1), np.uint8), (1, 2, size // 2)) for size in sizes]
     parts = split(dict(enumerate(items)), OPTIONS, 2, MODEL)
     assert sorted(index for part in parts for index in part.indices) == list(range(6))
     loads = [sum(each.size for each in part.items) for part in parts]
-    assert max(loads) - min(loads) <= 3
+    assert max(loads) - min(loads) <= 12
     for part in parts:
         assert part.indices == tuple(sorted(part.indices))
     assert [part.indices for part in split({0: sized(1)}, OPTIONS, 4, MODEL)] == [(0,)]

@@ -1,18 +1,17 @@
-"""The vision tower of Hugging Face models put aside for a service, and back."""
+"""The vision tower of Hugging Face models replaced by a service, and back."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedModel
 
-from vitwire import Embedding, Item, Model
+from vitwire import AsyncClient, Embedding, Item, Model, Unavailable
 from vitwire._embedding import Report
 from vitwire._model import Limits
 from vitwire.integrations.transformers import RemoteTower, attach, detach
@@ -57,7 +56,7 @@ class Local:
     """A client whose service is the model's own tower."""
 
     def __init__(self, model: PreTrainedModel, **changes: Any) -> None:
-        self.tower = model.model.visual
+        self.tower = copy.deepcopy(model.model.visual)
         self.items: list[Item] = []
         config = self.tower.config
         self.levels = len(getattr(config, "deepstack_visual_indexes", ()))
@@ -93,7 +92,9 @@ class Local:
         return [self._encode(item) for item in items]
 
     def _encode(self, item: Item) -> Embedding:
-        out = self.tower(item.pixels, grid_thw=torch.tensor([item.grid]))
+        pixels = item.pixels
+        assert isinstance(pixels, torch.Tensor)
+        out = self.tower(pixels.to(self.tower.dtype), grid_thw=torch.tensor([item.grid]))
         rows = torch.cat([out.pooler_output, *getattr(out, "deepstack_features", [])], -1)
         if rows.dtype == torch.bfloat16:
             return Embedding(rows.view(torch.uint16).numpy(), "bfloat16", self.levels, Report())
@@ -130,10 +131,9 @@ def test_a_model_answers_the_same_with_a_remote_tower(family: str, dtype: torch.
         sent["mm_token_type_ids"] = (sent["input_ids"] == IMAGE).int() + 2 * (sent["input_ids"] == VIDEO).int()
     before = model(**sent).logits
     client = Local(model)
-    remote = attach(model, client)
-    assert model.model.visual is remote
-    assert isinstance(remote, RemoteTower)
-    assert list(remote.parameters()) == []
+    attach(model, client)
+    assert isinstance(model.model.visual, RemoteTower)
+    assert list(model.model.visual.parameters()) == []
     after = model(**sent).logits
     assert [item.grid for item in client.items] == [(1, 2, 4), (1, 4, 4), (2, 2, 4)]
     assert [item.modality for item in client.items] == ["image", "image", "video"]
@@ -144,21 +144,114 @@ def test_a_model_answers_the_same_with_a_remote_tower(family: str, dtype: torch.
 
 
 @torch.no_grad()
-def test_rows_follow_the_model() -> None:
+def test_rows_and_the_restored_tower_follow_the_model() -> None:
     model = tiny("qwen3_vl")
-    remote = attach(model, Local(model))
-    assert (remote.dtype, remote.device, remote.spatial_merge_size) == (torch.float32, torch.device("cpu"), 2)
+    attach(model, Local(model))
     pixels, grid = torch.randn(8, 96), torch.tensor([[1, 2, 4]])
-    assert remote(pixels, grid_thw=grid).pooler_output.dtype == torch.float32
+    assert model.get_image_features(pixels, grid).pooler_output[0].dtype == torch.float32
     model.to(torch.bfloat16)
-    assert remote.dtype == torch.bfloat16
-    assert remote.original.dtype == torch.float32
-    out = remote(pixels, grid_thw=grid)
-    assert out.pooler_output.shape == (2, 32)
-    assert [each.shape for each in out.deepstack_features] == [(2, 32)] * 2
-    assert out.deepstack_features[0].dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="8 patches, got 7"):
-        remote(pixels[:7], grid_thw=grid)
+    out = model.get_image_features(pixels, image_grid_thw=grid)
+    assert [each.shape for each in out.pooler_output] == [(2, 32)]
+    assert [[each.shape for each in level] for level in out.deepstack_features] == [[(2, 32)]] * 2
+    assert out.deepstack_features[0][0].dtype == torch.bfloat16
+    as_tuple = model.get_image_features(pixels, grid, return_dict=False)
+    assert torch.equal(as_tuple[0][0], out.pooler_output[0])
+    detach(model)
+    assert model.model.visual.dtype == torch.bfloat16
+    assert model.get_image_features(pixels, grid).pooler_output[0].dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_pixels_are_sent_in_the_dtype_that_the_service_computes_in() -> None:
+    model = tiny("qwen2_vl")
+    client = Local(model, dtype="bfloat16")
+    attach(model, client)
+    model.get_image_features(torch.randn(8, 96), torch.tensor([[1, 2, 4]]))
+    pixels = client.items[0].pixels
+    assert pixels is not None
+    assert pixels.dtype == torch.bfloat16
+
+
+def test_weights_that_are_not_kept_are_released() -> None:
+    model = tiny("qwen3_vl")
+    tower = weakref.ref(model.model.visual)
+    text = {"input_ids": torch.tensor([[1, 5, 6, 7]])}
+    pixels, grid = torch.randn(8, 96), torch.tensor([[1, 2, 4]])
+    logits = model(**text).logits
+    client = Local(model)
+    attach(model, client, keep=False)
+    gc.collect()
+    assert tower() is None
+    before = model.get_image_features(pixels, grid).pooler_output
+    detach(model)
+    assert torch.equal(model(**text).logits, logits)
+    with pytest.raises(AttributeError, match=r"attach\(keep=False\) has to be loaded again"):
+        model.get_image_features(pixels, grid)
+    with pytest.raises(RuntimeError, match="this vision tower is in a Vitwire service"):
+        model.model.visual(pixels, grid)
+    attach(model, client)
+    assert torch.equal(model.get_image_features(pixels, grid).pooler_output[0], before[0])
+
+
+def test_a_prompt_without_images_does_not_call_the_service() -> None:
+    model = tiny("qwen3_vl")
+    client = Local(model)
+    attach(model, client)
+    model.generate(torch.tensor([[1, 5, 6, 7]]), max_new_tokens=2)
+    assert client.items == []
+
+
+@torch.no_grad()
+def test_beams_share_the_embeddings_of_their_prompt() -> None:
+    model = tiny("qwen3_vl")
+    sent, settings = inputs(), {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": False}
+    local = model.generate(**sent, **settings)
+    client = Local(model)
+    attach(model, client)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(**sent, **settings), local)
+    assert len(client.items) == 3
+
+
+def test_the_language_model_can_be_trained_and_pixels_cannot() -> None:
+    model = tiny("qwen3_vl")
+    attach(model, Local(model))
+    sent = inputs()
+    model(**sent, labels=sent["input_ids"]).loss.backward()
+    assert model.get_input_embeddings().weight.grad is not None
+    sent["pixel_values"].requires_grad_()
+    with pytest.raises(ValueError, match="pixel_values requires a gradient"):
+        model(**sent)
+    with torch.no_grad():
+        model(**sent)
+
+
+def test_what_was_on_the_module_before_is_restored() -> None:
+    model = tiny("qwen3_vl")
+    calls: list[str] = []
+    original = model.model.get_image_features
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        calls.append("image")
+        return original(*args, **kwargs)
+
+    model.model.get_image_features = traced
+    attach(model, Local(model))
+    detach(model)
+    model.get_image_features(torch.randn(8, 96), torch.tensor([[1, 2, 4]]))
+    assert calls == ["image"]
+    assert not any("vitwire" in name or name == "get_video_features" for name in vars(model.model))
+
+
+def test_an_attached_model_is_attached_anew_after_detach() -> None:
+    model = tiny("qwen2_vl")
+    for _ in range(2):
+        attach(model.model, Local(tiny("qwen2_vl")))
+        with pytest.raises(ValueError, match="already remote"):
+            attach(model, Local(tiny("qwen2_vl")))
+        detach(model)
+    with pytest.raises(ValueError, match="nothing to detach"):
+        detach(model)
 
 
 @pytest.mark.parametrize(
@@ -167,38 +260,34 @@ def test_rows_follow_the_model() -> None:
         ({"model_type": "qwen2_vl"}, "the model is a qwen3_vl"),
         ({"embedding_width": 32}, "32 wide with 2 deepstack levels, the model expects 96 with 2"),
         ({"deepstack_levels": 0}, "0 deepstack levels"),
+        ({"weights_fingerprint": "abc"}, "the fingerprint abc, not def"),
     ],
 )
 def test_another_tower_is_refused(changes: dict[str, Any], message: str) -> None:
     model = tiny("qwen3_vl")
     with pytest.raises(ValueError, match=message):
-        attach(model, Local(model, **changes))
+        attach(model, Local(model, **{"weights_fingerprint": "def"} | changes), weights_fingerprint="def")
     assert not isinstance(model.model.visual, RemoteTower)
 
 
-def test_what_cannot_be_attached_or_detached_is_said() -> None:
+def test_a_target_without_a_server_leaves_the_model_as_it_was() -> None:
     model = tiny("qwen3_vl")
+    with pytest.raises(ValueError, match="http"):
+        attach(model, "http://127.0.0.1:1")
+    with pytest.raises(Unavailable):
+        attach(model, "127.0.0.1:1")
+    assert not isinstance(model.model.visual, RemoteTower)
+
+
+def test_what_cannot_be_attached_is_refused() -> None:
+    model = tiny("qwen3_vl")
+    with pytest.raises(ValueError, match="Qwen3VLTextModel has no vision tower"):
+        attach(model.model.language_model, Local(model))
     with pytest.raises(ValueError, match="nothing to detach"):
         detach(model)
-    client = Local(model)
-    attach(model, client)
-    with pytest.raises(ValueError, match="already remote"):
-        attach(model, client)
-    with pytest.raises(ValueError, match="no vision tower"):
-        attach(model.model.language_model, client)
-    detach(model)
-    attach(model.model, client)
-    detach(model)
-
-
-def test_a_tower_that_is_called_otherwise_is_refused() -> None:
-    model = tiny("qwen3_vl")
-
-    class Otherwise(torch.nn.Module):
-        config = model.model.visual.config
-
-        def forward(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> None: ...
-
-    model.model.visual = Otherwise()
-    with pytest.raises(ValueError, match="Otherwise does not take hidden_states and grid_thw"):
-        attach(model, Local(tiny("qwen3_vl")))
+    with pytest.raises(TypeError, match=r"needs a vitwire\.Client, got an AsyncClient"):
+        attach(model, AsyncClient("127.0.0.1:1"))  # type: ignore[arg-type]  # what the test is about
+    settings = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    siglip = AutoModel.from_config(AutoConfig.for_model("siglip2", text_config=settings, vision_config=settings))
+    with pytest.raises(ValueError, match="a siglip2 cannot be attached; models that can: qwen2_vl, "):
+        attach(siglip, Local(model))

@@ -16,12 +16,16 @@ from vitwire.cli._bench import bench
 from vitwire.cli._connection import INTERRUPTED, warn
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info
+from vitwire.cli._router import router
+from vitwire.cli._sglang import sglang_encoder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(encode)
 app.command()(info)
 app.command()(health)
 app.command()(bench)
+app.command()(router)
+app.command()(sglang_encoder)
 
 
 def _version(wanted: bool) -> None:

@@ -3,14 +3,14 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import grpc
 import typer
 
-from vitwire import Client, Model, VitwireError
+from vitwire import AsyncClient, Client, Model, VitwireError
 from vitwire._connections import CONNECTIONS
 from vitwire._retry import MAX_RETRIES
 
@@ -39,7 +39,7 @@ class Connection:
     """How to reach the service."""
 
     target: str
-    token: str | None
+    token: str | None = field(repr=False)
     tls: bool
     ca: Path | None
     cert: Path | None
@@ -64,6 +64,18 @@ class Connection:
                 connections=self.connections,
             ) as client:
                 yield client
+
+    def async_client(self) -> AsyncClient:
+        """A client for asyncio, to be made in the event loop that uses it. Raises ValueError or OSError."""
+        return AsyncClient(
+            self.target,
+            tls=self._credentials(),
+            token=self.token,
+            timeout=self.timeout,
+            wait_for_ready=self.wait,
+            max_retries=self.max_retries,
+            connections=self.connections,
+        )
 
     def model(self, client: Client) -> Model:
         """The service's model; with `wait`, once a server is ready, with a notice on stderr if that takes time."""

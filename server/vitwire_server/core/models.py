@@ -1,8 +1,9 @@
 """Description of the model that a server holds."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from uuid import uuid4
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
@@ -251,3 +252,5 @@ class ModelCard:
     """Whether rows can be written into clients' memory."""
     encodings: tuple[Encoding, ...] = ()
     """Files that are decoded."""
+    replica: str = field(default_factory=lambda: uuid4().hex)
+    """Random name of this engine, by which clients count replicas."""

@@ -10,7 +10,7 @@ from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.tiles import TILES
 
-_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **RASTER})
+DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **RASTER})
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
@@ -19,9 +19,9 @@ def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
     It has the layout that its authors publish. The same arguments write the same bytes. Files have the mode that
     the umask gives. Raises ValueError if there is no tiny model of this type.
     """
-    if model_type not in _MODELS:
-        raise ValueError(f"no demo checkpoint of model_type {model_type!r}; there are: {', '.join(_MODELS)}")
-    write(model_type, _MODELS[model_type], out, seed)
+    if model_type not in DEMO_MODELS:
+        raise ValueError(f"no demo checkpoint of model_type {model_type!r}; there are: {', '.join(DEMO_MODELS)}")
+    write(model_type, DEMO_MODELS[model_type], out, seed)
     mode = (out / "config.json").stat().st_mode
     for path in out.glob("*.safetensors"):  # which safetensors makes readable by their owner alone
         path.chmod(stat.S_IMODE(mode))

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
+_REPLICA = "x-vitwire-replica"
 _IDLE_FACTOR = 10
 """A stream with nothing in flight may stay open for this many times as long as an upload may stall."""
 Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
@@ -112,7 +113,8 @@ class EncoderService:
 
     @contextmanager
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
-        """A call that is always closed."""
+        """A call that is always closed; the client learns which replica served it."""
+        context.set_trailing_metadata((*(context.trailing_metadata() or ()), (_REPLICA, serving.card.replica)))
         call = Call(serving, principal(context), caller_of(context).name, context.time_remaining())
         try:
             yield call

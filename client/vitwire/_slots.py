@@ -1,0 +1,64 @@
+"""How many requests of a client may be in flight at a time."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from vitwire._errors import DeadlineExceeded
+
+
+def checked_limit(limit: int | None) -> int | None:
+    """The limit; None for no limit. Raises ValueError for one below 1."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"max_in_flight must be at least 1, got {limit}")
+    return limit
+
+
+class Slots:
+    """For threads."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = checked_limit(limit)
+        self._free = threading.Semaphore(limit) if limit else None
+
+    @contextmanager
+    def hold(self, seconds: float | None) -> Iterator[None]:
+        """Take a slot for the block, once one is free. Raises DeadlineExceeded if that takes longer than `seconds`."""
+        if self._free is None:
+            yield
+            return
+        if not self._free.acquire(timeout=seconds):
+            raise _late(self._limit)
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+class AsyncSlots:
+    """For the tasks of an event loop."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = checked_limit(limit)
+        self._free = asyncio.Semaphore(limit) if limit else None
+
+    @asynccontextmanager
+    async def hold(self, seconds: float | None) -> AsyncIterator[None]:
+        """As `Slots.hold`."""
+        if self._free is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._free.acquire()
+        except TimeoutError:
+            raise _late(self._limit) from None
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+def _late(limit: int | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the timeout passed while max_in_flight={limit} other requests were in flight")

@@ -1,0 +1,126 @@
+"""Images as SGLang's requests name them, to items: `data:` URIs, base64, URLs and paths."""
+
+import asyncio
+import binascii
+import os
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from vitwire import InvalidItem, Item, Model
+from vitwire._images import MAX_DECODED_PIXELS
+from vitwire.integrations.sglang.parts import Refused
+from vitwire.router.encoding import item_of
+
+Fetch = Callable[[str], Awaitable[bytes]]
+
+_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """What images may be, and where they may come from."""
+
+    max_images: int = 64
+    """Images per part."""
+    max_image_bytes: int = 20 << 20
+    max_image_pixels: int = MAX_DECODED_PIXELS
+    folders: tuple[Path, ...] = ()
+    """Folders that paths may be in."""
+
+
+class Media:
+    """Reads and prepares images in threads. `fetch` gets the bytes behind a URL; without it, URLs are refused."""
+
+    def __init__(self, limits: MediaLimits, fetch: Fetch | None = None) -> None:
+        self._limits = limits
+        self._fetch = fetch
+        self._folders = tuple(folder.resolve(strict=True) for folder in limits.folders)
+        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vitwire-images")
+
+    async def items(self, sources: Sequence[str], model: Model) -> list[Item]:
+        """One item per image, in order. Raises Refused, naming the first image that cannot be used."""
+        if len(sources) > self._limits.max_images:
+            raise Refused(f"mm_items: {len(sources)} images exceed the limit of {self._limits.max_images}")
+        prepared = [self._item(source, index, model) for index, source in enumerate(sources)]
+        items = await asyncio.gather(*prepared, return_exceptions=True)
+        for found in items:
+            if isinstance(found, BaseException):
+                raise found
+        return [item for item in items if isinstance(item, Item)]
+
+    def close(self) -> None:
+        """Drop the threads; work that has begun runs to its end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _item(self, source: str, index: int, model: Model) -> Item:
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            if source.startswith(("http://", "https://")):
+                encoded = await self._fetched(source)
+            else:
+                encoded = await run(self._threads, self._read, source)
+            return await run(self._threads, item_of, encoded, model, self._limits.max_image_pixels)
+        except Refused as error:
+            raise Refused(f"mm_items[{index}]: {error}", error.status) from error
+        except InvalidItem as error:
+            raise Refused(f"mm_items[{index}]: {error}") from error
+
+    async def _fetched(self, url: str) -> bytes:
+        if self._fetch is None:
+            raise Refused("this encoder fetches no URLs; send the image as data:image/...;base64,...")
+        return await self._fetch(url)
+
+    def _read(self, source: str) -> bytes:
+        """The bytes of an image in the request or in a file, told apart as SGLang does."""
+        if source.startswith("data:"):
+            head, comma, payload = source.partition(",")
+            if not comma or not head.lower().endswith(";base64"):
+                raise Refused("expected data:image/...;base64,...")
+            return self._from_base64(payload)
+        if source.startswith("file://"):
+            return self._from_file(unquote(urlparse(source).path))
+        if source.startswith("/") and source[-5:].lower().endswith(_EXTENSIONS):
+            return self._from_file(source)
+        return self._from_base64(source)
+
+    def _from_base64(self, payload: str) -> bytes:
+        if len(payload) // 4 * 3 > self._limits.max_image_bytes + 2:
+            raise self._too_large()
+        try:
+            return binascii.a2b_base64(payload.encode("ascii"), strict_mode=True)
+        except (binascii.Error, UnicodeEncodeError) as error:
+            raise Refused("expected a data: URI, base64 or a URL of an image") from error
+
+    def _from_file(self, name: str) -> bytes:
+        """The bytes of a regular file in one of the folders, links followed first."""
+        if not self._folders:
+            raise Refused("this encoder reads no files; send the image as data:image/...;base64,...")
+        try:
+            path = Path(name).resolve(strict=True)
+            if not any(path.is_relative_to(folder) for folder in self._folders):
+                raise Refused("the file is not in a folder that images may be read from")
+            with open(path, "rb", opener=_opened) as file:  # Path.open has no opener
+                encoded = file.read(self._limits.max_image_bytes + 1)
+        except (OSError, ValueError) as error:
+            raise Refused("the file cannot be read") from error
+        if len(encoded) > self._limits.max_image_bytes:
+            raise self._too_large()
+        return encoded
+
+    def _too_large(self) -> Refused:
+        limit = self._limits.max_image_bytes
+        return Refused(f"the image exceeds the limit of {limit} bytes", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+
+def _opened(path: str, flags: int) -> int:
+    """A descriptor of a regular file; opening a pipe or a device neither blocks nor succeeds."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("not a regular file")
+    return descriptor

@@ -1,0 +1,119 @@
+"""Replace a model's vision tower by a service, and back."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from vitwire._aio import AsyncClient
+from vitwire._client import Client
+from vitwire._items import Modality
+from vitwire._model import Model
+from vitwire.integrations.transformers._features import Encoder, RemoteFeatures
+from vitwire.integrations.transformers._layouts import LAYOUTS, Layout, tower_type
+from vitwire.integrations.transformers._weights import Original, has_tower
+
+_ATTACHED = "_vitwire"
+"""Attribute of an attached module that holds its `_Attached`."""
+_METHODS: Mapping[str, Modality] = {"get_image_features": "image", "get_video_features": "video"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """What `detach` needs."""
+
+    original: Original
+    methods: Mapping[str, object]
+    """What the module itself, rather than its class, had under the names of the replaced methods; None if nothing."""
+    client: Client | None
+    """The client, if `attach` made it."""
+
+
+def attach(
+    model: nn.Module, client: Encoder | str, *, keep: bool = True, weights_fingerprint: str | None = None
+) -> None:
+    """Replace the model's vision tower and projector by a service, in place.
+
+    client: a `vitwire.Client`, or the target of one that `detach` closes.
+    keep: move the weights to the host, for `detach`. False drops them.
+    weights_fingerprint: the one that `Client.model()` must report.
+
+    Raises ValueError if the model has no tower that can be replaced or the service has another one, and the errors
+    of `Client.model()`; the model is unchanged then.
+    """
+    owner = _owner(model)
+    if _ATTACHED in vars(owner):
+        raise ValueError("the model's vision tower is already remote; detach it first")
+    layout = _layout(owner)
+    if isinstance(client, AsyncClient):
+        raise TypeError("attach needs a vitwire.Client, got an AsyncClient")
+    with ExitStack() as opened:
+        own = opened.enter_context(Client(client)) if isinstance(client, str) else None
+        encoder: Encoder = own or cast("Encoder", client)
+        described = encoder.model()
+        _check(owner, described, weights_fingerprint)
+        opened.pop_all()
+    methods = {name: vars(owner).get(name) for name in _METHODS if hasattr(owner, name)}
+    for name in methods:
+        setattr(owner, name, RemoteFeatures(owner, _METHODS[name], layout, encoder, described))
+    setattr(owner, _ATTACHED, _Attached(Original(owner, keep=keep), methods, own))
+
+
+def detach(model: nn.Module) -> None:
+    """Restore the model as it was before `attach`, and close the client if `attach` made it.
+
+    A model that was attached with `keep=False` takes text only, until it is attached again.
+    Raises ValueError if the model is not attached.
+    """
+    owner = _owner(model)
+    attached: _Attached | None = vars(owner).get(_ATTACHED)
+    if attached is None:
+        raise ValueError("the model's vision tower is not remote; there is nothing to detach")
+    delattr(owner, _ATTACHED)
+    for name, before in attached.methods.items():
+        delattr(owner, name)
+        if before is not None:
+            setattr(owner, name, before)
+    attached.original.restore()
+    if attached.client:
+        attached.client.close()
+
+
+def _owner(model: nn.Module) -> PreTrainedModel:
+    """The module that has the tower as a child, and the methods that call it."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and hasattr(module, "get_image_features") and has_tower(module):
+            return module
+    raise ValueError(f"{type(model).__name__} has no vision tower that can be replaced")
+
+
+def _layout(owner: PreTrainedModel) -> Layout:
+    model_type = owner.config.model_type
+    if tower_type(model_type) not in LAYOUTS:
+        raise ValueError(f"a {model_type} cannot be attached; models that can: {', '.join(LAYOUTS)}")
+    return LAYOUTS[tower_type(model_type)]
+
+
+def _check(owner: PreTrainedModel, remote: Model, fingerprint: str | None) -> None:
+    """Raises ValueError if the service has another tower than the model."""
+    model_type = owner.config.model_type
+    if tower_type(remote.model_type) != tower_type(model_type):
+        raise ValueError(
+            f"the service has {remote.model_id}, a {remote.model_type or 'nameless'} tower; the model is a {model_type}"
+        )
+    vision: Any = owner.config.vision_config
+    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    weight: Any = owner.get_input_embeddings().weight
+    width = weight.shape[-1] * (1 + levels)
+    if (remote.deepstack_levels, remote.embedding_width) != (levels, width):
+        raise ValueError(
+            f"the service's embeddings are {remote.embedding_width} wide with {remote.deepstack_levels} "
+            f"deepstack levels, the model expects {width} with {levels}"
+        )
+    if fingerprint is not None and remote.weights_fingerprint != fingerprint:
+        raise ValueError(
+            f"the service's weights have the fingerprint {remote.weights_fingerprint or 'unknown'}, not {fingerprint}"
+        )

@@ -1,0 +1,162 @@
+"""How models take pixels: from the arguments of their feature methods to items, and from rows to features.
+
+The arguments are named as in the outputs of the models' processors, so `Item.from_processor` makes the items.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitwire._items import Item, Modality
+from vitwire._model import Model
+
+Features = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `get_image_features` or `get_video_features`."""
+
+    model: Any
+    """The module whose method is called, a PreTrainedModel."""
+    modality: Modality
+    arguments: Mapping[str, Any]
+    """By the names in the method's signature."""
+
+    @property
+    def pixels(self) -> Tensor:
+        """The main argument."""
+        pixels: Tensor = self.arguments["pixel_values_videos" if self.modality == "video" else "pixel_values"]
+        return pixels
+
+
+def _each(call: Call, rows: list[Tensor]) -> Features:
+    del call
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way of taking pixels."""
+
+    tiles: Callable[[Call], list[int] | None] = lambda _: None
+    """Numbers of tiles of each item, where the arguments do not say them."""
+    features: Callable[[Call, list[Tensor]], Features] = _each
+    """From the rows of each item to what the model's own method returns as `pooler_output`."""
+    before_projector: bool = False
+    """The model projects what the method returns as `last_hidden_state`."""
+
+    def items(self, call: Call, described: Model) -> list[Item]:
+        """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""
+        dtype: torch.dtype = getattr(torch, described.dtype, torch.float32)
+        outputs = {name: _sent(name, value, dtype) for name, value in call.arguments.items()}
+        return Item.from_processor(outputs, described, grid_thw=self.tiles(call))
+
+
+def _sent(name: str, value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401  # any argument
+    """Pixels in the dtype that the service converts them to, if it is narrower; other arguments as they are."""
+    if not isinstance(value, Tensor) or "pixel_values" not in name:
+        return value
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, which a remote vision tower cannot compute; detach it first")
+    return value.to(dtype) if value.dtype == torch.float32 else value
+
+
+def _stacked(call: Call, rows: list[Tensor]) -> Features:
+    del call
+    return torch.stack(rows)
+
+
+def _one_each(call: Call) -> list[int]:
+    """Each tile by itself: which tiles are of one image is not known here, and no row depends on it."""
+    return [1] * len(call.pixels)
+
+
+# -- LLaVA-OneVision -------------------------------------------------------------------------------
+
+
+def _cut_images(call: Call) -> list[int] | None:
+    """Tiles of each image; images that share a prompt with others are not cut."""
+    from transformers.models.llava_onevision import modeling_llava_onevision  # noqa: PLC0415  # of one model
+
+    sizes = call.arguments.get("image_sizes")
+    if call.modality == "video" or sizes is None:
+        return None
+    config, images = call.model.config, call.arguments.get("batch_num_images")
+    alone = [True] * len(sizes) if images is None else [int(n) == 1 for n in images for _ in range(int(n))]
+    count = modeling_llava_onevision.image_size_to_num_patches
+    return [
+        count(size, config.image_grid_pinpoints, config.vision_config.image_size) if cut else 1
+        for size, cut in zip(sizes, alone, strict=True)
+    ]
+
+
+def _packed(call: Call, rows: list[Tensor]) -> Features:
+    """As the model itself packs rows of tiles: without padding, with line breaks; frames pooled."""
+    model, vision = call.model, call.model.config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    tiles = [own.unflatten(0, (-1, tokens)) for own in rows]
+    if call.modality == "video":
+        line_break = model.image_newline[None].to(rows[0].device)
+        return torch.stack([torch.cat([model.apply_pooling(clip).flatten(0, 1), line_break]) for clip in tiles])
+    features, _ = model.pack_image_features(
+        tiles,
+        call.arguments["image_sizes"],
+        image_newline=model.image_newline,
+        vision_aspect_ratio=call.arguments.get("vision_aspect_ratio") or model.config.vision_aspect_ratio,
+    )
+    return features  # type: ignore[no-any-return]
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+_LISTED = Layout()
+_TILES = Layout(_one_each, _stacked)
+
+LAYOUTS: Mapping[str, Layout] = {
+    "qwen2_vl": _LISTED,
+    "qwen2_5_vl": _LISTED,
+    "qwen3_vl": _LISTED,
+    "qwen3_vl_moe": _LISTED,
+    "qwen3_5": _LISTED,
+    "qwen3_5_moe": _LISTED,
+    "qwen2_5_omni_thinker": _LISTED,
+    "qwen3_omni_moe_thinker": _LISTED,
+    "glm4v": _LISTED,
+    "glm46v": _LISTED,
+    "glm4v_moe": _LISTED,
+    "glm_ocr": _LISTED,
+    "kimi_k25": _LISTED,
+    "paddleocr_vl": _LISTED,
+    "minimax_m3_vl": _LISTED,
+    "ernie4_5_vl_moe": _LISTED,
+    "internvl": _TILES,
+    "llava_onevision": Layout(_cut_images, _packed),
+    "gemma4": _LISTED,
+    "gemma3": _TILES,
+    "deepseek_vl": _TILES,
+    "deepseek_vl_hybrid": Layout(features=_stacked),
+    "deepseek_ocr2": _LISTED,
+    "llama4": Layout(_one_each, _stacked, before_projector=True),
+    "step3p7": _LISTED,
+    "llava": _LISTED,
+    "mistral3": _LISTED,
+}
+"""By the `model_type` of the module that has the methods."""
+
+_SAME = {
+    "qwen2_5_omni": "qwen2_5_omni_thinker",
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker",
+    "internvl_chat": "internvl",
+    "step3_vl": "step3p7",
+    "step_robotics": "step3p7",
+}
+"""Checkpoints of another layout, or with more parts, of the same tower."""
+
+
+def tower_type(model_type: str) -> str:
+    """The name in `LAYOUTS`, if it is there, of a model or of the service that has its tower."""
+    return _SAME.get(model_type, model_type)

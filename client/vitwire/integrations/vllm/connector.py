@@ -1,0 +1,219 @@
+"""The EC connector that vLLM loads: fetches embeddings of images that a router has had encoded by Vitwire.
+
+vLLM makes one in the scheduler's process, which decides what is fetched, loaded and dropped (`table.py`), and one in
+each worker, which does it (`worker.py`). Orders travel with each step's metadata, outcomes with its output; both are
+passed on in steps without tokens too, by vLLM's model runner V2.
+"""
+
+import time
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
+from vllm.platforms import current_platform
+
+from vitwire._items import Modality
+from vitwire.integrations.vllm.settings import Settings
+from vitwire.integrations.vllm.stats import VitwireECPromMetrics, VitwireECStats
+from vitwire.integrations.vllm.table import Content, Outcome, Step, Table
+from vitwire.integrations.vllm.worker import Expected, Fetcher
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
+    from vllm.v1.request import Request
+
+_NEEDED = ("ensure_cache_available", "take_unavailable_requests", "build_connector_worker_meta")
+_MODALITIES: tuple[Modality, ...] = ("image", "video")
+
+
+@dataclass
+class VitwireECMetadata(ECConnectorMetadata):  # type: ignore[misc]  # vLLM has no type information
+    """From the scheduler to the workers."""
+
+    step: Step
+
+
+@dataclass
+class VitwireECWorkerMetadata(ECConnectorWorkerMetadata):  # type: ignore[misc]  # as above
+    """From the workers to the scheduler: outcomes by number of the fetch, one for each worker."""
+
+    outcomes: dict[int, list[Outcome]]
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> "VitwireECWorkerMetadata":
+        assert isinstance(other, VitwireECWorkerMetadata)
+        for number, outcomes in other.outcomes.items():
+            self.outcomes.setdefault(number, []).extend(outcomes)
+        return self
+
+
+class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
+    """Consumer of embeddings that a Vitwire server has cached under the `uuid` of each image.
+
+    Takes the items without pixels and without embeddings; vLLM encodes others itself. Raises ValueError for settings,
+    versions and features of vLLM that it cannot work with.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        _check(vllm_config)
+        config = vllm_config.ec_transfer_config
+        self._settings = settings = Settings.of(config.ec_connector_extra_config)
+        self._table = Table(
+            held_tokens=settings.held_tokens or vllm_config.scheduler_config.encoder_cache_size,
+            workers=_reporting_workers(vllm_config),
+            seconds=2 * (settings.timeout + settings.wait),
+        )
+        self._fetcher = Fetcher(settings, _expected(vllm_config)) if role is ECConnectorRole.WORKER else None
+
+    def shutdown(self) -> None:
+        if self._fetcher:
+            self._fetcher.close()
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def start_load_caches(self, encoder_cache: MutableMapping[str, torch.Tensor], **_: object) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, VitwireECMetadata)
+        assert self._fetcher is not None
+        self._fetcher.follow(metadata.step, encoder_cache)
+
+    def save_caches(self, encoder_cache: MutableMapping[str, torch.Tensor], mm_hash: str, **_: object) -> None:
+        """Nothing: a consumer."""
+
+    def build_connector_worker_meta(self) -> VitwireECWorkerMetadata | None:
+        assert self._fetcher is not None
+        outcomes = self._fetcher.take_outcomes()
+        return VitwireECWorkerMetadata(outcomes) if outcomes else None
+
+    # -- scheduler ---------------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
+        needed, passed = [], []
+        for index, feature in enumerate(request.mm_features):
+            if feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens:
+                passed.append(feature.identifier)
+            elif content := _content(request, index):
+                needed.append(content)
+        still = {content.identifier for content in needed}
+        self._table.release(request.request_id, (each for each in passed if each not in still))
+        return self._table.ensure(request.request_id, needed, time.monotonic(), urgent=num_computed_tokens > 0)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._table.has(identifier)
+
+    def update_state_after_alloc(self, request: "Request", index: int) -> None:
+        self._table.allocated(request.mm_features[index].identifier)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> VitwireECMetadata:
+        return VitwireECMetadata(self._table.take_step(scheduler_output.free_encoder_mm_hashes))
+
+    def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
+        metadata = connector_output.ec_connector_worker_meta
+        if isinstance(metadata, VitwireECWorkerMetadata):
+            for number, outcomes in metadata.outcomes.items():
+                self._table.reported(number, outcomes)
+
+    def take_unavailable_requests(self) -> set[str]:
+        return self._table.take_failed()
+
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        self._table.finished(request.request_id, _identifiers(request.mm_features))
+        return False, None
+
+    # -- statistics --------------------------------------------------------------------------------
+
+    def get_ec_connector_stats(self) -> VitwireECStats | None:
+        """The scheduler's; the workers' outcomes are counted there."""
+        stats = VitwireECStats.of(self._table.take_counts())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> VitwireECStats:
+        return VitwireECStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> VitwireECPromMetrics:  # noqa: ANN401  # vLLM's
+        return VitwireECPromMetrics(*arguments, **named)
+
+
+def _check(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for a version or features of vLLM that the connector cannot work with."""
+    if missing := [name for name in _NEEDED if not hasattr(ECConnectorBase, name)]:
+        raise ValueError(f"VitwireECConnector needs vLLM 0.33 or newer: this one has no {', '.join(missing)}")
+    if vllm_config.ec_transfer_config.ec_role != "ec_consumer":
+        raise ValueError(
+            f"VitwireECConnector: ec_role must be ec_consumer, not {vllm_config.ec_transfer_config.ec_role}"
+        )
+    if not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "VitwireECConnector needs vLLM's model runner V2, as V1 does not call connectors in steps without tokens: "
+            "set VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:
+        raise ValueError(f"VitwireECConnector: {vllm_config.model_config.model} takes no images")
+    if getattr(multimodal, "video_pruning_rate", None):
+        raise ValueError("VitwireECConnector: --video-pruning-rate changes embeddings in the worker; turn it off")
+    if vllm_config.lora_config and getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
+        raise ValueError("VitwireECConnector: vLLM would apply tower LoRAs that Vitwire does not; turn them off")
+
+
+def _reporting_workers(vllm_config: VllmConfig) -> int:
+    """Workers whose outcomes reach the scheduler: those of the first pipeline stage, where all outputs are merged."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend != "mp":
+        return 1
+    return int(parallel.tensor_parallel_size) * int(getattr(parallel, "prefill_context_parallel_size", 1))
+
+
+def _expected(vllm_config: VllmConfig) -> Expected:
+    model = vllm_config.model_config
+    vision = getattr(model.hf_config, "vision_config", None) or getattr(
+        getattr(model.hf_config, "thinker_config", None), "vision_config", None
+    )
+    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    kind = current_platform.device_type or "cpu"
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return Expected(model.get_inputs_embeds_size() * (1 + levels), model.dtype, device)
+
+
+def _content(request: "Request", index: int) -> Content | None:
+    """What has to be fetched for a feature; None if vLLM encodes it itself."""
+    feature: MultiModalFeatureSpec = request.mm_features[index]
+    grid = f"{feature.modality}_grid_thw"
+    if feature.modality not in _MODALITIES or not feature.data or grid not in feature.data:
+        return None
+    if any("pixel_values" in name or name.endswith("_embeds") for name in feature.data):
+        return None
+    t, h, w = feature.data[grid].data.flatten().tolist()
+    modality = _MODALITIES[feature.modality == "video"]
+    return Content(
+        feature.identifier, _content_id(request, index), modality, (t, h, w), request.get_num_encoder_embeds(index)
+    )
+
+
+def _content_id(request: "Request", index: int) -> str:
+    """The uuid of the image.
+
+    vLLM replaces uuids by hashes where media or processor options are set, so a request may repeat them in
+    `ec_transfer_params`: `{"content_ids": [...]}`, in the order of its images.
+    """
+    feature = request.mm_features[index]
+    content_ids = (request.ec_transfer_params or {}).get("content_ids")
+    if isinstance(content_ids, list) and index < len(content_ids) and isinstance(content_ids[index], str):
+        return str(content_ids[index])
+    return str(feature.mm_hash or feature.identifier)
+
+
+def _identifiers(features: "Iterable[MultiModalFeatureSpec]") -> list[str]:
+    return [feature.identifier for feature in features]

@@ -1,0 +1,163 @@
+"""Embeddings as inputs of vLLM: `multi_modal_data` of its offline API, content parts of its OpenAI server.
+
+Rows keep their deepstack levels, `[main | level 0 | ...]`: vLLM's Qwen3-VL splits them itself. Shapes are those that
+the parsers of vLLM 0.33 take; docs/vllm.md has the models.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vitwire._embedding import Embedding
+from vitwire._items import Modality
+from vitwire._model import Model
+from vitwire.integrations.vllm.tensors import torch_base64
+
+Grid = tuple[int, int, int]
+
+_WITH_GRIDS = {
+    "qwen2_vl": "",
+    "qwen2_5_vl": "second_per_grid_ts",
+    "qwen2_5_omni": "second_per_grid_ts",
+    "qwen2_5_omni_thinker": "second_per_grid_ts",
+    "qwen3_omni_moe": "second_per_grid_ts",
+    "qwen3_omni_moe_thinker": "second_per_grid_ts",
+    "qwen3_vl": "timestamps",
+    "qwen3_vl_moe": "timestamps",
+    "qwen3_5": "timestamps",
+    "qwen3_5_moe": "timestamps",
+}
+"""Models whose embeddings come with their grids, and the field that has the times of a clip."""
+_WITHOUT_GRIDS = ("internvl", "internvl_chat")
+"""Models that take the rows alone, and of images only."""
+
+
+def image_embeds(
+    embeddings: Sequence[Embedding],
+    model: Model,
+    *,
+    modality: Modality = "image",
+    timestamps: Sequence[Sequence[float]] | None = None,
+) -> dict[str, Any]:
+    """`multi_modal_data` of a prompt for vLLM's offline API, made with `enable_mm_embeds=True`. Needs torch.
+
+    embeddings: those of the prompt's images (or clips), in order.
+    model: `Client.model()` of the server that encoded them.
+    timestamps: of each clip, the seconds of each of its `t` groups of frames; Qwen3-VL and Qwen3.5 need them.
+    Raises ValueError for a model or an embedding that vLLM has no input for.
+    """
+    for number, embedding in enumerate(embeddings):
+        _check(embedding, model, modality, f"embeddings[{number}]")
+    rows = [embedding.torch() for embedding in embeddings]
+    if model.model_type in _WITHOUT_GRIDS:
+        return {modality: [tensor.cpu() for tensor in rows]}
+    import torch  # noqa: PLC0415  # not a dependency of the client
+
+    fields: dict[str, Any] = {
+        f"{modality}_embeds": torch.cat(rows).cpu(),
+        f"{modality}_grid_thw": torch.tensor([embedding.grid for embedding in embeddings]),
+    }
+    times = [
+        _times(embedding.grid, model, modality, None if timestamps is None else timestamps[number])
+        for number, embedding in enumerate(embeddings)
+    ]
+    for name in times[0] if times else ():
+        fields[name] = [torch.tensor(each[name]) for each in times]
+    return {modality: fields}
+
+
+def image_part(embedding: Embedding, model: Model, *, uuid: str | None = None) -> dict[str, Any]:
+    """A content part of a chat completion with the embedding inline; the server needs `--enable-mm-embeds`.
+
+    model: `Client.model()` of the server that encoded it.
+    uuid: names the content in vLLM's caches, in place of a hash of the embedding; use a hash of the image.
+    Raises ValueError for a model or an embedding that vLLM has no input for.
+    """
+    return _part(embedding, model, "image", {}, uuid)
+
+
+def video_part(
+    embedding: Embedding, model: Model, *, timestamps: Sequence[float] | None = None, uuid: str | None = None
+) -> dict[str, Any]:
+    """As `image_part`, of a clip; `timestamps` are the seconds of each of its `t` groups of frames."""
+    return _part(embedding, model, "video", _times(embedding.grid, model, "video", timestamps), uuid)
+
+
+def reference_part(
+    grid: Grid,
+    model: Model,
+    uuid: str,
+    *,
+    modality: Modality = "image",
+    timestamps: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """A content part without the embedding, which vLLM's `VitwireECConnector` fetches from the server.
+
+    uuid: the `content_id` under which the server has the embedding cached.
+    Raises ValueError for a model that vLLM does not take such parts for, and for an invalid uuid.
+    """
+    if not uuid:
+        raise ValueError("uuid must be the content_id of a cached embedding, got an empty one")
+    if model.model_type not in _WITH_GRIDS:
+        raise ValueError(_unsupported(model, "a part without its embedding", _WITH_GRIDS))
+    _tokens(grid, model, "grid")
+    metadata = {f"{modality}_grid_thw": list(grid)} | _times(grid, model, modality, timestamps)
+    kind = f"{modality}_embeds"
+    return {"type": kind, kind: metadata, "uuid": uuid}
+
+
+def _part(
+    embedding: Embedding, model: Model, modality: Modality, times: dict[str, list[float]], uuid: str | None
+) -> dict[str, Any]:
+    _check(embedding, model, modality, "embedding")
+    kind = f"{modality}_embeds"
+    rows = torch_base64(embedding._host(), embedding.dtype)  # noqa: SLF001  # the rows as received, without torch
+    content: str | dict[str, str] = rows
+    if model.model_type in _WITH_GRIDS:
+        grid = torch_base64(np.array(embedding.grid, np.int64), "int64")
+        content = {kind: rows, f"{modality}_grid_thw": grid} | {
+            name: torch_base64(np.array(values, np.float32), "float32") for name, values in times.items()
+        }
+    return {"type": kind, kind: content} | ({"uuid": uuid} if uuid else {})
+
+
+def _check(embedding: Embedding, model: Model, modality: Modality, field: str) -> None:
+    """Raises ValueError if vLLM cannot take this embedding."""
+    if model.model_type not in _WITH_GRIDS and (model.model_type not in _WITHOUT_GRIDS or modality == "video"):
+        raise ValueError(_unsupported(model, f"embeddings of {modality}s", (*_WITH_GRIDS, *_WITHOUT_GRIDS)))
+    if embedding.report.kept:
+        raise ValueError(f"{field}: its tokens were pruned, and vLLM expects all of them; encode without keep_ratio")
+    rows, width = embedding.shape
+    if width != model.embedding_width:
+        raise ValueError(f"{field}: rows are {width} wide, those of {model.model_id} are {model.embedding_width}")
+    if model.model_type in _WITH_GRIDS and rows != (tokens := _tokens(embedding.grid, model, f"{field}.grid")):
+        raise ValueError(f"{field}: {rows} rows, its grid {embedding.grid} has {tokens}")
+
+
+def _tokens(grid: Grid, model: Model, field: str) -> int:
+    """Tokens of a grid. Raises ValueError for one that the model cannot have."""
+    t, h, w = grid
+    if min(grid) < 1 or h % model.merge_size or w % model.merge_size:
+        raise ValueError(f"{field}: {grid} is not (t, h, w) with h and w multiples of {model.merge_size}")
+    return t * h * w // model.merge_size**2
+
+
+def _times(grid: Grid, model: Model, modality: Modality, timestamps: Sequence[float] | None) -> dict[str, list[float]]:
+    """The field with the times of a clip. Raises ValueError if it is missing or does not fit the grid."""
+    name = _WITH_GRIDS.get(model.model_type)
+    if modality == "image":
+        return {}
+    if timestamps is not None and len(timestamps) != grid[0]:
+        raise ValueError(f"timestamps: {len(timestamps)} for a clip of {grid[0]} groups of frames")
+    if name == "timestamps":
+        if timestamps is None:
+            raise ValueError(f"timestamps: {model.model_type} needs the seconds of each group of frames")
+        return {name: [float(each) for each in timestamps]}
+    if name and timestamps is not None and len(timestamps) > 1:
+        return {name: [float(timestamps[1] - timestamps[0])]}
+    return {}
+
+
+def _unsupported(model: Model, what: str, supported: Sequence[str] | dict[str, str]) -> str:
+    return f"vLLM does not take {what} for {model.model_type or 'a nameless model'}; it does for {', '.join(supported)}"

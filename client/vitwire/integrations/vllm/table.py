@@ -1,0 +1,228 @@
+"""The scheduler's view of fetched embeddings: which are fetched, held by the workers, or in the encoder cache."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from vitwire._items import Modality
+
+_log = logging.getLogger("vitwire.vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One image or clip of a request, whose embedding comes from the Vitwire server."""
+
+    identifier: str
+    """Its key in vLLM's encoder cache."""
+    content_id: str
+    """Its key in the Vitwire server's cache."""
+    modality: Modality
+    grid: tuple[int, int, int]
+    rows: int
+    """Embeddings that the prompt has places for."""
+
+
+class Order(NamedTuple):
+    """A content to fetch or to load. Numbers are never reused, so a late report cannot be mistaken for another's."""
+
+    number: int
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a fetch ended on a worker."""
+
+    error: str = ""
+    missing: bool = False
+    """Whether the server does not have the content cached."""
+    seconds: float = 0.0
+    streamed_bytes: int = 0
+    nixl_bytes: int = 0
+
+
+class _State(Enum):
+    FETCHING = auto()
+    HELD = auto()
+    """All workers have it, outside their encoder caches."""
+    RESIDENT = auto()
+    """In the encoder caches, or ordered to be loaded there in this step."""
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    number: int
+    content: Content
+    deadline: float
+    waiters: set[str]
+    reports: int = 0
+    state: _State = _State.FETCHING
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its rows are outside the encoder cache."""
+        return self.state is not _State.RESIDENT
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the last `take_counts`."""
+
+    fetched: int = 0
+    missing: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    streamed_bytes: int = 0
+    nixl_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """Orders for the workers in one step."""
+
+    fetches: list[Order] = field(default_factory=list)
+    loads: list[Order] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
+
+
+class Table:
+    """Records by identifier. A content is fetched once, for all requests that wait for it.
+
+    held_tokens: rows outside the encoder cache. A request is admitted as a whole, so that no two requests wait for
+        room that the other one has; one alone is always admitted.
+    workers: number of workers that report each fetch.
+    seconds: after which a fetch that was not reported fails its requests.
+    """
+
+    def __init__(self, held_tokens: int, workers: int, seconds: float) -> None:
+        self._held_tokens = held_tokens
+        self._workers = workers
+        self._seconds = seconds
+        self._records: dict[str, _Record] = {}
+        self._by_number: dict[int, _Record] = {}
+        self._last_number = 0
+        self._step = Step()
+        self._failed: set[str] = set()
+        self._counts = Counts()
+
+    def ensure(self, request: str, contents: Sequence[Content], now: float, *, urgent: bool) -> bool:
+        """Whether all contents can be loaded; orders the fetches of the others.
+
+        urgent: the request holds KV blocks, which others may wait for: admit it without regard to room.
+        """
+        if request in self._failed:
+            return False
+        missing = {each.identifier: each for each in contents if each.identifier not in self._records}
+        if missing and not self._admits(missing.values(), urgent=urgent):
+            return False
+        for content in missing.values():
+            self._fetch(content, now)
+        ready = True
+        for record in [self._records[each.identifier] for each in contents]:
+            record.waiters.add(request)
+            if record.state is _State.FETCHING:
+                ready = False
+                if now > record.deadline:
+                    self._fail(record, Outcome(error=f"no worker reported it within {self._seconds:g} s"))
+                    return False
+        return ready
+
+    def has(self, identifier: str) -> bool:
+        """Whether the workers can load it."""
+        record = self._records.get(identifier)
+        return record is not None and record.state is not _State.FETCHING
+
+    def allocated(self, identifier: str) -> None:
+        """vLLM made room for it in its encoder cache: load it in this step, unless it is already there."""
+        record = self._records.get(identifier)
+        if record is not None and record.state is not _State.FETCHING:
+            record.state = _State.RESIDENT
+            self._step.loads.append(Order(record.number, record.content))
+
+    def finished(self, request: str, identifiers: Iterable[str]) -> None:
+        """The request is over."""
+        self._failed.discard(request)
+        self.release(request, identifiers)
+
+    def release(self, request: str, identifiers: Iterable[str]) -> None:
+        """The request does not need these: drop what is fetched for it alone."""
+        for identifier in identifiers:
+            record = self._records.get(identifier)
+            if record is None:
+                continue
+            record.waiters.discard(request)
+            if not record.waiters and record.is_ahead:
+                self._drop(record)
+
+    def reported(self, number: int, outcomes: Sequence[Outcome]) -> None:
+        """Outcomes of a fetch on some of the workers."""
+        record = self._by_number.get(number)
+        for outcome in outcomes:
+            self._counts.seconds += outcome.seconds
+            self._counts.streamed_bytes += outcome.streamed_bytes
+            self._counts.nixl_bytes += outcome.nixl_bytes
+        if record is None or record.state is not _State.FETCHING:
+            return
+        record.reports += len(outcomes)
+        if failure := next((each for each in outcomes if each.error), None):
+            self._fail(record, failure)
+        elif record.reports >= self._workers:
+            record.state = _State.HELD
+            self._counts.fetched += 1
+
+    def take_failed(self) -> set[str]:
+        """Requests whose contents cannot be had."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_counts(self) -> Counts:
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    def take_step(self, freed: Iterable[str]) -> Step:
+        """The orders of this step, in which the workers free these entries of their encoder caches before they load."""
+        step, self._step = self._step, Step()
+        for identifier in freed:
+            record = self._records.get(identifier)
+            if record is not None and record.state is _State.RESIDENT:
+                self._forget(record)
+                step.loads = [order for order in step.loads if order.number != record.number]
+                step.drops.append(record.number)
+        return step
+
+    def _admits(self, contents: Iterable[Content], *, urgent: bool) -> bool:
+        ahead = sum(record.content.rows for record in self._records.values() if record.is_ahead)
+        return urgent or not ahead or ahead + sum(each.rows for each in contents) <= self._held_tokens
+
+    def _fetch(self, content: Content, now: float) -> None:
+        self._last_number += 1
+        record = _Record(self._last_number, content, now + self._seconds, set())
+        self._records[content.identifier] = self._by_number[record.number] = record
+        self._step.fetches.append(Order(record.number, content))
+
+    def _fail(self, record: _Record, outcome: Outcome) -> None:
+        if outcome.missing:
+            self._counts.missing += 1
+        else:
+            self._counts.failed += 1
+        content = record.content
+        _log.warning(
+            "%s %r cannot be fetched, requests fail (%s): %s",
+            content.modality,
+            content.content_id,
+            ", ".join(sorted(record.waiters)),
+            outcome.error,
+        )
+        self._failed |= record.waiters
+        self._drop(record)
+
+    def _drop(self, record: _Record) -> None:
+        self._forget(record)
+        self._step.fetches = [order for order in self._step.fetches if order.number != record.number]
+        self._step.drops.append(record.number)
+
+    def _forget(self, record: _Record) -> None:
+        del self._records[record.content.identifier], self._by_number[record.number]

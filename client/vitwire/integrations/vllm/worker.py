@@ -1,0 +1,130 @@
+"""The workers' side of the EC connector: fetches embeddings, and puts them into the encoder cache when ordered to."""
+
+import logging
+import queue
+import time
+from collections.abc import MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from vitwire._embedding import Embedding
+from vitwire._errors import NotCached
+from vitwire._items import Item
+from vitwire.integrations.vllm.settings import Settings
+from vitwire.integrations.vllm.table import Content, Order, Outcome, Step
+
+_log = logging.getLogger("vitwire.vllm")
+_PAUSE_SECONDS = 0.05
+"""Between two requests for content that is not cached yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the language model takes."""
+
+    width: int
+    """Columns of an embedding, including deepstack levels."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Fetcher:
+    """Fetches in threads, of which each has its own request. All methods are called by the worker's main thread."""
+
+    def __init__(self, settings: Settings, expected: Expected) -> None:
+        on_cuda = expected.device.type == "cuda"
+        self._settings = settings
+        self._expected = expected
+        self._client = settings.client(str(expected.device) if on_cuda else None)
+        prepare = partial(torch.cuda.set_device, expected.device) if on_cuda else None
+        self._threads = ThreadPoolExecutor(settings.threads, "vitwire-ec", prepare)
+        self._held: dict[int, Future[torch.Tensor]] = {}
+        self._ended: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+
+    def follow(self, step: Step, encoder_cache: MutableMapping[str, torch.Tensor]) -> None:
+        """Carry out the orders of a step. Raises RuntimeError if an embedding that must be loaded cannot be had."""
+        for order in step.fetches:
+            self._held[order.number] = self._threads.submit(self._fetch, order)
+        for order in step.loads:
+            if order.content.identifier not in encoder_cache:
+                encoder_cache[order.content.identifier] = self._load(order)
+            self._release(order.number)
+        for number in step.drops:
+            self._release(number)
+
+    def take_outcomes(self) -> dict[int, list[Outcome]]:
+        """Fetches that ended since the last call."""
+        outcomes: dict[int, list[Outcome]] = {}
+        while not self._ended.empty():
+            number, outcome = self._ended.get()
+            outcomes.setdefault(number, []).append(outcome)
+        return outcomes
+
+    def close(self) -> None:
+        self._client.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._held.clear()
+
+    def _load(self, order: Order) -> torch.Tensor:
+        """The rows on the device, in memory of torch's. Waits only after a reset of vLLM's encoder cache."""
+        held = self._held.get(order.number)
+        if held is None:
+            held = self._threads.submit(self._rows, order.content)
+        try:
+            rows = held.result()
+        except Exception as error:
+            raise RuntimeError(f"{_named(order.content)} was ordered to be loaded, but has gone: {error}") from error
+        return rows.to(self._expected.device, self._expected.dtype, non_blocking=True, copy=True)
+
+    def _release(self, number: int) -> None:
+        if held := self._held.pop(number, None):
+            held.cancel()
+
+    def _fetch(self, order: Order) -> torch.Tensor:
+        """The rows; how it ended is reported in any case, as requests wait for it."""
+        start = time.monotonic()
+        try:
+            rows = self._rows(order.content)
+        except Exception as error:
+            seconds, missing = time.monotonic() - start, isinstance(error, NotCached)
+            text = str(error) if missing else f"{type(error).__name__}: {error}"
+            self._ended.put((order.number, Outcome(text, missing, seconds)))
+            raise
+        nbytes, streamed = rows.nbytes, rows.device.type == "cpu"
+        seconds = time.monotonic() - start
+        outcome = Outcome(seconds=seconds, streamed_bytes=nbytes * streamed, nixl_bytes=nbytes * (not streamed))
+        self._ended.put((order.number, outcome))
+        return rows
+
+    def _rows(self, content: Content) -> torch.Tensor:
+        """The rows as they were delivered; on the host in pinned memory, so that loading them does not wait."""
+        item = Item(None, content.grid, content.modality, content.content_id)
+        end = time.monotonic() + self._settings.wait
+        while True:
+            try:
+                (embedding,) = self._client.encode([item], output_type=self._settings.output_type)
+            except NotCached:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                return self._checked(embedding, content)
+
+    def _checked(self, embedding: Embedding, content: Content) -> torch.Tensor:
+        shape, wanted = embedding.shape, (content.rows, self._expected.width)
+        if shape != wanted:
+            raise ValueError(
+                f"the embedding has shape {shape}, vLLM's model takes {wanted}: the server at {self._settings.target} "
+                "has another model than vLLM, or the content_id names an image of another size"
+            )
+        rows = embedding.torch()
+        if self._expected.device.type == "cuda" and rows.device.type == "cpu":
+            return rows.pin_memory()
+        return rows
+
+
+def _named(content: Content) -> str:
+    return f"{content.modality} {content.content_id!r}"

@@ -1,0 +1,73 @@
+"""How engines take images: the content part that takes the place of an image in the engine's request."""
+
+from base64 import b64encode
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from PIL import Image
+
+from vitwire.router.encoding import Encoded, Encoder, ImageFile, open_image
+from vitwire.router.settings import Settings
+
+Part = dict[str, Any]
+
+
+class Dialect(Protocol):
+    """One way in which an engine takes images."""
+
+    async def part(self, image: ImageFile, encoder: Encoder) -> Part:
+        """The content part for an image.
+
+        Raises VitwireError, or ValueError for a model that the engine has no such input for.
+        """
+
+
+class Inline:
+    """The request carries the embedding."""
+
+    def __init__(self, make: Callable[[Encoded], Part]) -> None:
+        self._make = make
+
+    async def part(self, image: ImageFile, encoder: Encoder) -> Part:
+        """Raises as `Dialect.part`."""
+        encoded = await encoder.encode(image)
+        return await encoder.in_thread(lambda: self._make(encoded))
+
+
+class Reference:
+    """The request carries the content id, by which the engine fetches the embedding from Vitwire's cache."""
+
+    def __init__(self, make: Callable[[Encoded], Part]) -> None:
+        self._make = make
+
+    async def part(self, image: ImageFile, encoder: Encoder) -> Part:
+        """Raises as `Dialect.part`."""
+        return self._make(await encoder.encode(image, cached=True))
+
+
+class PassOn:
+    """The request carries the image, checked; the engine requests its embedding from an encoder of its own protocol."""
+
+    async def part(self, image: ImageFile, encoder: Encoder) -> Part:
+        """Raises as `Dialect.part`."""
+        url = await encoder.in_thread(lambda: _data_uri(image, encoder.max_pixels))
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
+def dialect_of(settings: Settings) -> Dialect:
+    """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have."""
+    mode = settings.mode or ("reference" if settings.engine == "sglang" else "inline")
+    if settings.engine == "sglang":
+        if mode == "inline":
+            raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
+        return PassOn()
+    from vitwire.integrations import vllm  # noqa: PLC0415  # only for this engine
+
+    if mode == "inline":
+        return Inline(lambda each: vllm.image_part(each.embedding, each.model, uuid=each.content_id))
+    return Reference(lambda each: vllm.reference_part(each.embedding.grid, each.model, each.content_id))
+
+
+def _data_uri(image: ImageFile, max_pixels: int) -> str:
+    kind = open_image(image.content, max_pixels)
+    return f"data:{Image.MIME[kind]};base64,{b64encode(image.content).decode()}"

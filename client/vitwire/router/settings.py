@@ -1,0 +1,83 @@
+"""Settings of the router: one table for flags, environment variables and help."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+Engine = Literal["vllm", "sglang"]
+Mode = Literal["inline", "reference"]
+MIB = 1 << 20
+
+
+class Flag(NamedTuple):
+    """The help of a setting, and its lowest value."""
+
+    help: str
+    minimum: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every field is a flag of `vitwire router` and a variable VITWIRE_ROUTER_*. Raises ValueError if invalid."""
+
+    host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Flag("port to listen on; 0 picks a free one and prints it", 0)] = 8080
+    target: Annotated[str, Flag("the encoder: host:port, dns:///name:port or unix:path")] = "127.0.0.1:50051"
+    token: Annotated[str | None, Flag("bearer token for the encoder")] = None
+    tls: Annotated[bool, Flag("use TLS to the encoder, with the system's root certificates unless --ca is set")] = False
+    ca: Annotated[Path | None, Flag("root certificates of the encoder, PEM; implies --tls")] = None
+    cert: Annotated[Path | None, Flag("client certificate for the encoder, PEM, for mutual TLS")] = None
+    key: Annotated[Path | None, Flag("private key of the client certificate, PEM")] = None
+    engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
+    engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
+    engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
+    mode: Annotated[
+        Mode | None,
+        Flag(
+            "inline: requests carry embeddings (vLLM's default); reference: the engine fetches them (SGLang's default)"
+        ),
+    ] = None
+    api_keys_file: Annotated[
+        Path | None, Flag("accept only these API keys, one per line; read again when it changes")
+    ] = None
+    engine_api_key_file: Annotated[
+        Path | None, Flag("file with the API key for the engine, sent in place of the caller's")
+    ] = None
+    allow_image_host: Annotated[
+        tuple[str, ...],
+        Flag("host that image URLs may name: host, host:port or *.domain; repeatable; without it URLs are refused"),
+    ] = ()
+    allow_image_network: Annotated[
+        tuple[str, ...], Flag("network (CIDR) that image hosts may be in although it is not public; repeatable")
+    ] = ()
+    max_header_bytes: Annotated[int, Flag("bytes of a request's line and headers", 1024)] = 32768
+    max_body_bytes: Annotated[int, Flag("bytes of a request's body", 1024)] = 64 * MIB
+    max_buffered_bytes: Annotated[int, Flag("bytes of all bodies held at a time", 1024)] = 2048 * MIB
+    max_requests: Annotated[int, Flag("requests in flight", 1)] = 256
+    max_images: Annotated[int, Flag("images per request", 0)] = 64
+    max_image_bytes: Annotated[int, Flag("bytes of one image file", 1)] = 20 * MIB
+    max_image_pixels: Annotated[int, Flag("pixels of one image", 1)] = 50_000_000
+    max_encoding: Annotated[int, Flag("images being decoded and encoded at a time", 1)] = 32
+    encoder_retries: Annotated[int, Flag("retries when the encoder is unavailable or overloaded", 0)] = 3
+    body_seconds: Annotated[float, Flag("time for a request's body to arrive", 0.001)] = 60.0
+    fetch_seconds: Annotated[float, Flag("time to fetch one image URL, with redirects", 0.001)] = 10.0
+    encode_seconds: Annotated[float, Flag("time to fetch, decode and encode the images of a request", 0.001)] = 60.0
+    engine_connect_seconds: Annotated[float, Flag("time to connect to the engine", 0.001)] = 5.0
+    engine_seconds: Annotated[float, Flag("time without a byte from the engine", 0.001)] = 600.0
+    stall_seconds: Annotated[float, Flag("time that a client which does not read its response is kept", 0.001)] = 60.0
+    lame_duck_seconds: Annotated[
+        float, Flag("time from SIGTERM, with /health failing, until connections are refused", 0)
+    ] = 0.0
+    drain_seconds: Annotated[float, Flag("time for requests in flight to end after that", 0)] = 60.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("lowest level that is logged")] = "info"
+    log_format: Annotated[Literal["text", "json"], Flag("format of log lines")] = "text"
+
+    def __post_init__(self) -> None:
+        if not self.engine_url.startswith(("http://", "https://")):
+            raise ValueError(f"--engine-url {self.engine_url!r} does not start with http:// or https://")
+        if self.engine_url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("--cert and --key must be set together")
+        if self.max_image_bytes > self.max_body_bytes:
+            raise ValueError("--max-image-bytes exceeds --max-body-bytes")

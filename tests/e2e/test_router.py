@@ -1,0 +1,225 @@
+"""`vitwire router` between the real openai client, a real server and a stand-in engine."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import matplotlib as mpl
+import openai
+import pytest
+import skimage
+import torch
+from openai import OpenAI
+
+from checkpoints import Checkpoints
+from engine import WORDS
+from routers import EngineProcess, RouterProcess, engine, router
+from servers import ServerProcess, serving
+from vitwire import Client
+
+HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
+COFFEE = Path(skimage.__file__).parent / "data" / "coffee.png"
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    with serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[EngineProcess]:
+    with engine() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def proxy(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
+    with router(server.target, stand_in.url) as process:
+        yield process
+
+
+@pytest.fixture
+def llm(proxy: RouterProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{proxy.url}/v1", api_key="sk-caller", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def received(stand_in: EngineProcess) -> EngineProcess:
+    """The engine, with nothing recorded."""
+    stand_in.requests()
+    return stand_in
+
+
+def data_uri(file: Path | bytes) -> str:
+    content = file if isinstance(file, bytes) else file.read_bytes()
+    return "data:image/jpeg;base64," + base64.b64encode(content).decode()
+
+
+def image(url: str, **fields: str) -> Json:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def text(words: str) -> Json:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Json) -> list[Any]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(parts)}]
+
+
+def decoded(value: str) -> torch.Tensor:
+    tensor: torch.Tensor = torch.load(io.BytesIO(base64.b64decode(value)), weights_only=True)
+    return tensor
+
+
+def test_text_passes_as_it_is(llm: OpenAI, received: EngineProcess) -> None:
+    answer = llm.chat.completions.create(
+        model="tiny", messages=user(text("Hello")), temperature=0.5, extra_body={"unknown": [1.5, None]}
+    )
+    assert answer.choices[0].message.content == "".join(WORDS)
+    (request,) = received.requests()
+    assert request["body"] == {
+        "model": "tiny", "messages": user(text("Hello")), "temperature": 0.5, "unknown": [1.5, None],
+    }  # fmt: skip
+    assert request["headers"]["authorization"] == "Bearer sk-caller"
+
+
+def test_images_become_embeddings(llm: OpenAI, received: EngineProcess, server: ServerProcess) -> None:
+    messages = user(
+        text("Compare"), image(data_uri(HOPPER), detail="high"), text("with"), image(data_uri(COFFEE)),
+        image(data_uri(HOPPER)) | {"cache_control": {"type": "ephemeral"}}, text("please"),
+    )  # fmt: skip
+    answer = llm.chat.completions.create(model="tiny", messages=messages, seed=7)
+    assert answer.choices[0].message.content == "".join(WORDS)
+    (request,) = received.requests()
+    assert request["body"]["seed"] == 7
+    assert request["body"]["messages"][0] == messages[0]
+    parts = request["body"]["messages"][1]["content"]
+    assert [part["type"] for part in parts] == ["text", "image_embeds", "text", "image_embeds", "image_embeds", "text"]
+    assert [parts[0], parts[2], parts[5]] == [text("Compare"), text("with"), text("please")]
+    assert parts[4] == parts[1] | {"cache_control": {"type": "ephemeral"}}
+    with Client(server.target) as client:
+        expected = client.encode_images([HOPPER, COFFEE])
+    for part, embedding in zip((parts[1], parts[3]), expected, strict=True):
+        rows = decoded(part["image_embeds"]["image_embeds"])
+        assert torch.equal(rows, embedding.torch())
+        assert decoded(part["image_embeds"]["image_grid_thw"]).tolist() == list(embedding.grid)
+    assert parts[1]["uuid"] != parts[3]["uuid"]
+
+
+def test_a_stream_arrives_piece_by_piece(llm: OpenAI, stand_in: EngineProcess) -> None:
+    messages = user(text("What is this?"), image(data_uri(COFFEE)))
+    with llm.chat.completions.create(model="slow", messages=messages, stream=True) as stream:
+        assert next(stream).choices[0].delta.content == WORDS[0]
+        stand_in.test("continue")  # only now does the engine send the rest
+        assert [chunk.choices[0].delta.content for chunk in stream] == WORDS[1:]
+
+
+def test_uploads(proxy: RouterProcess, received: EngineProcess, server: ServerProcess) -> None:
+    request = {"model": "tiny", "messages": user(image("upload:cat"), text("and"), image("upload:cup"))}
+    files = {
+        "request": (None, json.dumps(request)),
+        "cat": ("hopper.jpg", HOPPER.read_bytes()),
+        "cup": ("c", COFFEE.read_bytes()),
+    }
+    answer = httpx2.post(f"{proxy.url}/v1/chat/completions", files=files, timeout=60)
+    assert answer.status_code == 200, answer.text
+    (sent,) = received.requests()
+    assert sent["headers"]["content-type"] == "application/json"
+    parts = sent["body"]["messages"][1]["content"]
+    with Client(server.target) as client:
+        expected = client.encode_images([HOPPER, COFFEE])
+    for part, embedding in zip((parts[0], parts[2]), expected, strict=True):
+        assert torch.equal(decoded(part["image_embeds"]["image_embeds"]), embedding.torch())
+    missing = httpx2.post(
+        f"{proxy.url}/v1/chat/completions", files={"request": (None, json.dumps(request))}, timeout=60
+    )
+    assert missing.status_code == 400
+    assert "no uploaded file 'cat'" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("data:image/png;base64,!!!!", "invalid_base64"),
+        ("data:image/png;base64,QUJD", "invalid_image"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "invalid_image"),
+        ("https://example.org/cat.jpg", "image_url_refused"),
+        ("file:///etc/passwd", "image_url_refused"),
+    ],
+)
+def test_bad_images_are_named(llm: OpenAI, received: EngineProcess, url: str, code: str) -> None:
+    messages = user(text("t"), image(data_uri(HOPPER)), image(url))
+    with pytest.raises(openai.BadRequestError) as caught:
+        llm.chat.completions.create(model="tiny", messages=messages)
+    assert (caught.value.code, caught.value.param) == (code, "messages[1].content[2].image_url")
+    assert caught.value.type == "invalid_request_error"
+    assert "0x" not in str(caught.value)
+    assert received.requests() == []
+
+
+def test_a_truncated_image(llm: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be read as an image"):
+        llm.chat.completions.create(model="tiny", messages=user(image(data_uri(COFFEE.read_bytes()[:5000]))))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, openai.BadRequestError),
+        (401, openai.AuthenticationError),
+        (429, openai.RateLimitError),
+        (503, openai.InternalServerError),
+    ],
+)
+def test_errors_of_the_engine_pass(llm: OpenAI, status: int, kind: type[openai.APIStatusError]) -> None:
+    with pytest.raises(kind, match=f"the engine says {status}") as caught:
+        llm.chat.completions.create(model=f"status-{status}", messages=user(text("t"), image(data_uri(COFFEE))))
+    assert caught.value.response.headers["retry-after"] == "7"
+
+
+def test_other_routes_pass_as_they_are(llm: OpenAI, proxy: RouterProcess, received: EngineProcess) -> None:
+    assert [each.id for each in llm.models.list()] == ["tiny"]
+    body = bytes(range(256)) * 10
+    headers = {"content-type": "application/x-any", "traceparent": "00-a-b-01", "x-request-id": "mine-1"}
+    answer = httpx2.put(f"{proxy.url}/v1/things/a%2Fb?x=1&y=%20", content=body, headers=headers)
+    assert (answer.content, answer.headers["content-type"]) == (body, "application/x-any")
+    assert answer.headers["x-request-id"] == "mine-1"
+    _, request = received.requests()
+    assert (request["method"], request["query"]) == ("PUT", "x=1&y=%20")
+    assert {name: request["headers"][name] for name in headers} == headers
+    for path in ("/reset_prefix_cache", "/v1/../reset_prefix_cache", "/v1/%2e%2e/test/sick", "/test/sick"):
+        raw = httpx2.URL(proxy.url).copy_with(raw_path=path.encode())
+        refused = httpx2.post(raw)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_path")
+    assert httpx2.get(f"{proxy.url}/v1/chat/completions").status_code == 405
+    assert received.requests() == []
+
+
+def test_every_answer_has_a_request_id(llm: OpenAI, received: EngineProcess) -> None:
+    answer = llm.chat.completions.with_raw_response.create(model="tiny", messages=user(text("t")))
+    assert answer.headers["x-engine"] == "stand-in"
+    given = answer.headers["x-request-id"]
+    assert received.requests()[0]["headers"]["x-request-id"] == given
+    assert len(given) == 32
+    with pytest.raises(openai.BadRequestError) as caught:
+        llm.chat.completions.create(
+            model="tiny", messages=user(image("data:x")), extra_headers={"x-request-id": "mine-2"}
+        )
+    assert caught.value.request_id == "mine-2"
+
+
+def test_health_and_metrics(proxy: RouterProcess) -> None:
+    for path in ("/health", "/healthz", "/livez"):
+        assert proxy.page(path)[0] == 200
+    assert proxy.metric("vitwire_router_requests_total", route="chat", code="200") >= 1
+    assert proxy.metric("vitwire_router_images_total", source="data", result="loaded") >= 1
+    assert proxy.metric("vitwire_router_inflight_requests") == 0
+    assert proxy.metric("vitwire_router_buffered_bytes") == 0

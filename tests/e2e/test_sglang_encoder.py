@@ -1,0 +1,318 @@
+"""`vitwire sglang-encoder` as SGLang sees it: plain gRPC and HTTP in, pickled headers and rows over ZMQ out.
+
+tests/engines/sglang drives it by SGLang's own code.
+"""
+
+import base64
+import io
+import json
+import pickle
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import grpc
+import numpy as np
+import pytest
+import torch
+import zmq
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from PIL import Image
+from smg_grpc_proto import sglang_encoder_pb2 as pb
+from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
+
+from checkpoints import Checkpoints
+from servers import ServerProcess, serving, spawn
+from vitwire import Client, Embedding
+
+_SECONDS = 60
+
+
+class Adapter(NamedTuple):
+    server: ServerProcess
+    http: str
+    grpc: str
+
+
+@contextmanager
+def adapting(target: str, *flags: str) -> Iterator[Adapter]:
+    program = ["-c", "from vitwire_cli import main; main()"]
+    command = ["sglang-encoder", "--target", target, "--port", "0", "--grpc-port", "0", *flags]
+    with tempfile.NamedTemporaryFile(prefix="adapter-", suffix=".log") as log:
+        server = ServerProcess(spawn(program, command, log.file), Path(log.name))
+        try:
+            found = server.wait_for(r"listening on grpc://(\S+), (http://\S+)\s")
+            yield Adapter(server, found[2], found[1])
+        finally:
+            if server.process.poll() is None:
+                server.stop()
+
+
+@pytest.fixture(scope="module")
+def vitwire(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    with serving(checkpoints("qwen3_vl"), "--graphs", "off") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def adapter(vitwire: ServerProcess) -> Iterator[Adapter]:
+    with adapting(vitwire.target, "--max-body-bytes", "100000", "--max-images", "3", "--send-seconds", "5") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(3)
+    paths = [folder / "a.png", folder / "b.png"]
+    for path, shape in zip(paths, [(64, 96, 3), (96, 64, 3)], strict=True):
+        Image.fromarray(generator.integers(0, 256, shape, np.uint8)).save(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def embeddings(vitwire: ServerProcess, images: list[Path]) -> list[Embedding]:
+    with Client(vitwire.target) as client:
+        return client.encode_images(images)
+
+
+@pytest.fixture
+def receiver() -> Iterator[tuple[zmq.Socket[bytes], int]]:
+    """A socket as SGLang's receivers bind it, and its port."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = _SECONDS * 1000
+        yield socket, socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+@contextmanager
+def stub(adapter: Adapter) -> Iterator[pb_grpc.SglangEncoderStub]:
+    with grpc.insecure_channel(adapter.grpc) as channel:
+        yield pb_grpc.SglangEncoderStub(channel)
+
+
+def uris(images: Sequence[Path]) -> list[str]:
+    return ["data:image/png;base64," + base64.b64encode(each.read_bytes()).decode() for each in images]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            return getattr(torch, name)
+        return {"EmbeddingData": SimpleNamespace, "Modality": int}[name]
+
+
+def read(frames: Sequence[bytes]) -> tuple[Any, torch.Tensor | None]:
+    """Header and rows of a message."""
+    header = _Unpickler(io.BytesIO(frames[0])).load()
+    if len(frames) == 1:
+        return header, None
+    return header, torch.frombuffer(bytearray(frames[1]), dtype=header.dtype).reshape(header.shape)
+
+
+def post(adapter: Adapter, path: str, body: object) -> tuple[int, Any]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urlopen(Request(adapter.http + path, content), timeout=_SECONDS) as response:
+            return response.status, json.loads(response.read())
+    except HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def part(sources: Sequence[str], port: int | None, **change: object) -> dict[str, object]:
+    found = {"mm_items": list(sources), "req_id": "r_local_part_0", "num_parts": 1, "part_idx": 0, "modality": "IMAGE"}
+    return found | {"prefill_host": "127.0.0.1", "embedding_port": port} | change
+
+
+def test_the_rows_of_several_images_arrive_in_order(
+    adapter: Adapter, images: list[Path], embeddings: list[Embedding], receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+    request = pb.EncodeRequest(
+        mm_items=uris(images), req_id="r", num_parts=3, part_idx=2, prefill_host="127.0.0.1", embedding_port=[port]
+    )
+    with stub(adapter) as encoder:
+        encoder.Encode(request, timeout=_SECONDS)
+    header, rows = read(socket.recv_multipart())
+    assert rows is not None
+    assert torch.equal(rows, torch.cat([each.torch() for each in embeddings]))
+    assert header.grid_dim == [list(each.grid) for each in embeddings]
+    assert (header.req_id, header.num_parts, header.part_idx, header.error_msg) == ("r", 3, 2, None)
+
+
+def test_schedulers_register_before_or_after_the_request(
+    adapter: Adapter, images: list[Path], embeddings: list[Embedding], receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+    registration = pb.SchedulerReceiveUrlRequest(req_id="s", receive_url=f"127.0.0.1:{port}", receive_count=1)
+    request = pb.EncodeRequest(mm_items=uris(images[:1]), req_id="s", num_parts=1, part_idx=0)
+    with stub(adapter) as encoder:
+        encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
+        encoder.Encode(request, timeout=_SECONDS)
+        waiting = encoder.Encode.future(request, timeout=_SECONDS)
+        encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
+        waiting.result()
+    for _ in range(2):
+        header, rows = read(socket.recv_multipart())
+        assert header.req_id == "s"
+        assert rows is not None
+        assert torch.equal(rows, embeddings[0].torch())
+
+
+def test_errors_reach_the_caller_and_the_receiver(
+    adapter: Adapter, images: list[Path], receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+    status, body = post(adapter, "/encode", part([*uris(images[:1]), base64.b64encode(b"no image").decode()], port))
+    assert (status, body["status"], body["req_id"]) == (400, "error", "r_local_part_0")
+    assert body["message"] == "mm_items[1]: not a JPEG, PNG, WebP, GIF or BMP image"
+    header, rows = read(socket.recv_multipart())
+    assert (header.error_msg, header.error_code, rows) == (body["message"], 400, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/encode", b"[" * 50_000, 400, "the body is not JSON"),
+        ("/encode", b"\xff", 400, "the body is not JSON"),
+        ("/encode", b"[]", 400, "expected a JSON object, got list"),
+        ("/encode", {}, 400, "modality: expected a string, got NoneType"),
+        ("/encode", b"x" * 100_001, 413, "the body exceeds the limit of 100000 bytes"),
+        ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images exceed the limit of 3"),
+        ("/encode", part(["http://127.0.0.1:1/a.png"], 5), 400, "mm_items[0]: this encoder fetches no URLs"),
+        ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: this encoder reads no files"),
+        ("/encode", part(["aGk="], 5, prefill_host="ipc:///tmp/x"), 400, "prefill_host and embedding_port: expected"),
+        ("/encode", part(["aGk="], 5, modality="VIDEO"), 400, "modality: this encoder takes images only"),
+        ("/scheduler_receive_url", {"req_id": "r", "receive_url": "x"}, 400, "receive_url: expected host:port"),
+        ("/send", {"req_id": "r"}, 501, "this encoder sends embeddings over ZMQ only"),
+        ("/scheduler_receive_meta_data", {"req_id": "r"}, 501, "this encoder sends embeddings over ZMQ only"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    adapter: Adapter, path: str, body: object, status: int, message: str
+) -> None:
+    found, answer = post(adapter, path, body)
+    assert (found, answer["message"][: len(message)]) == (status, message)
+
+
+def test_grpc_reports_errors_as_statuses(adapter: Adapter) -> None:
+    with stub(adapter) as encoder:
+        for call, code in [
+            (lambda: encoder.Encode(pb.EncodeRequest(), timeout=_SECONDS), grpc.StatusCode.INVALID_ARGUMENT),
+            (
+                lambda: encoder.SchedulerReceiveUrl(pb.SchedulerReceiveUrlRequest(), timeout=_SECONDS),
+                grpc.StatusCode.INVALID_ARGUMENT,
+            ),
+            (lambda: encoder.Send(pb.SendRequest(req_id="r"), timeout=_SECONDS), grpc.StatusCode.UNIMPLEMENTED),
+        ]:
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert caught.value.code() is code
+
+
+def test_a_receiver_that_is_gone_fails_the_request_only(
+    adapter: Adapter, images: list[Path], receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+    status, body = post(adapter, "/encode", part(uris(images[:1]), 1))
+    assert (status, body["message"]) == (
+        504,
+        "receiver tcp://127.0.0.1:1 did not take the embedding within 5 s",
+    )
+    assert post(adapter, "/encode", part(uris(images[:1]), port)) == (200, None)
+    assert read(socket.recv_multipart())[1] is not None
+
+
+def test_it_is_healthy_while_the_server_is(vitwire: ServerProcess, adapter: Adapter) -> None:
+    def health(adapter: Adapter) -> tuple[int, str]:
+        with grpc.insecure_channel(adapter.grpc) as channel:
+            states = health_pb2_grpc.HealthStub(channel)
+            state = states.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS).status
+        try:
+            with urlopen(f"{adapter.http}/health", timeout=_SECONDS) as response:
+                return response.status, health_pb2.HealthCheckResponse.ServingStatus.Name(state)
+        except HTTPError as error:
+            return error.code, health_pb2.HealthCheckResponse.ServingStatus.Name(state)
+
+    assert health(adapter) == (200, "SERVING")
+    with adapting("127.0.0.1:1") as alone:
+        assert health(alone) == (503, "NOT_SERVING")
+        assert alone.server.stop() == 0
+
+
+@pytest.mark.matrix
+def test_urls_and_receivers_follow_their_rules(
+    vitwire: ServerProcess, images: list[Path], embeddings: list[Embedding], receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+
+    class Images(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(images[0].read_bytes())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Images) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{web.server_port}"
+        rules = [
+            "--allow-image-host",
+            host,
+            "--allow-image-network",
+            "127.0.0.0/8",
+            "--receiver-network",
+            "127.0.0.0/30",
+        ]
+        with adapting(vitwire.target, *rules) as adapter:
+            assert post(adapter, "/encode", part([f"http://{host}/a.png"], port)) == (200, None)
+            status, body = post(adapter, "/encode", part(["http://127.0.0.1:1/a.png"], port))
+            assert (status, body["message"][:12]) == (400, "mm_items[0]:")
+            for place in ("127.0.0.9", "localhost"):
+                status, body = post(adapter, "/encode", part(uris(images[:1]), port, prefill_host=place))
+                assert (status, body["message"][:9]) == (400, "receiver ")
+        web.shutdown()
+    header, rows = read(socket.recv_multipart())
+    assert header.error_msg is None
+    assert rows is not None
+    assert torch.equal(rows, embeddings[0].torch())
+
+
+@pytest.mark.matrix
+def test_it_registers_with_sglangs_bootstrap_server_and_leaves(vitwire: ServerProcess) -> None:
+    calls: list[tuple[str, str, Any]] = []
+    registered = threading.Event()
+
+    class Bootstrap(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            calls.append((self.command, self.path, body))
+            is_first = len(calls) == 1
+            self.send_response(503 if is_first else 200)
+            self.end_headers()
+            if not is_first:
+                registered.set()
+
+        do_POST = do_DELETE = _answer  # noqa: N815  # the base's names
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Bootstrap) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        flags = ["--register", f"http://127.0.0.1:{web.server_port}/", "--advertise", "http://encoder:30100"]
+        with adapting(vitwire.target, *flags) as adapter:
+            assert registered.wait(_SECONDS)
+            assert adapter.server.stop() == 0
+        web.shutdown()
+    url = {"url": "http://encoder:30100"}
+    assert calls == [("POST", "/register_encoder_url", url)] * 2 + [("DELETE", "/unregister_encoder_url", url)]

@@ -1,0 +1,20 @@
+"""Makes vLLM, which has no CPU build here, use its CPU platform. Import this before any other part of vLLM."""
+
+import os
+
+os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+import torch
+
+# torchvision's compiled part does not load beside a CPU build of torch, and then these operators are missing.
+for _name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+
+vllm.platforms._current_platform = CpuPlatform()
+
+from vllm.model_executor.models import registry
+
+registry._run_in_subprocess = lambda function: function()  # there, none of the above would hold

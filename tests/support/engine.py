@@ -1,0 +1,137 @@
+"""A stand-in for the HTTP server of an LLM engine, run as a process: it records requests and answers as they ask it to.
+
+The answer to a chat completion is chosen by its model: `slow` sends its first event, and the others once the test posts
+to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
+nothing.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+WORDS = ["Two", " cats", " on", " a", " sofa"]
+
+
+class Engine:
+    """What the process has seen, and the events that tests set."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.proceed = asyncio.Event()
+        self.cancelled = 0
+        self.is_ready = True
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self._record(request, body)
+        model = body.get("model", "")
+        if model.startswith("status-"):
+            status = int(model.removeprefix("status-"))
+            error = {"message": f"the engine says {status}", "type": "engine", "param": None, "code": status}
+            return JSONResponse({"error": error}, status, headers={"retry-after": "7"})
+        if model == "broken":
+            return _Broken(b'{"id": "chatcmpl-1", "choi', "application/json")
+        if model == "broken-stream":
+            return _Broken(_event({"choices": [], "id": "chatcmpl-1"}), "text/event-stream")
+        if model == "silent":
+            await self._until_cancelled()
+        if body.get("stream"):
+            return StreamingResponse(self._events(model), media_type="text/event-stream")
+        message = {"role": "assistant", "content": "".join(WORDS)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return JSONResponse(_completion("chat.completion", choice), headers={"x-engine": "stand-in"})
+
+    async def other(self, request: Request) -> Response:
+        body = await request.body()
+        self._record(request, body.decode("latin-1"))
+        if request.url.path == "/v1/models":
+            return JSONResponse({"object": "list", "data": [{"id": "tiny", "object": "model", "created": 1}]})
+        return Response(body, media_type=request.headers.get("content-type"))
+
+    async def health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.is_ready else 503)
+
+    async def test(self, request: Request) -> Response:
+        """/test/requests lists and forgets what was received; the others change the state."""
+        match request.path_params["what"]:
+            case "continue":
+                self.proceed.set()
+            case "sick" | "well" as health:
+                self.is_ready = health == "well"
+            case "requests":
+                seen, self.requests = self.requests, []
+                return JSONResponse(seen)
+        return JSONResponse({"cancelled": self.cancelled})
+
+    def _record(self, request: Request, body: object) -> None:
+        url = request.url
+        self.requests.append(
+            {
+                "method": request.method,
+                "path": url.path,
+                "query": url.query,
+                "body": body,
+                "headers": dict(request.headers),
+            }
+        )
+
+    async def _events(self, model: str) -> AsyncGenerator[bytes, None]:
+        for position, word in enumerate(WORDS):
+            if model == "slow" and position == 1:
+                await self._until_cancelled(self.proceed)
+                self.proceed.clear()
+            yield _event(_completion("chat.completion.chunk", {"index": 0, "delta": {"content": word}}))
+        yield b"data: [DONE]\n\n"
+
+    async def _until_cancelled(self, event: asyncio.Event | None = None) -> None:
+        try:
+            await (event or asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+class _Broken(Response):
+    """Announces more than it sends, and closes the connection."""
+
+    def __init__(self, body: bytes, content_type: str) -> None:
+        super().__init__(body, headers={"content-type": content_type, "content-length": "100000"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def _completion(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "chatcmpl-1", "object": kind, "created": 1, "model": "tiny", "choices": [choice]}
+
+
+def main(port: int) -> None:
+    """Serve on loopback until a signal."""
+    engine = Engine()
+    everything = ["GET", "POST", "PUT", "DELETE"]
+    routes = [
+        Route("/v1/chat/completions", engine.chat, methods=["POST"]),
+        Route("/health", engine.health),
+        Route("/test/{what}", engine.test, methods=["GET", "POST"]),
+        Route("/{path:path}", engine.other, methods=everything),
+    ]
+    config = uvicorn.Config(Starlette(routes=routes), port=port, http="h11", ws="none", timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

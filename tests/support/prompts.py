@@ -1,0 +1,179 @@
+"""Prompts with random pixels in the shapes that each model's own processor emits."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+Inputs = dict[str, Any]
+_IMAGES: list[Grid] = [(1, 8, 12), (1, 4, 4), (1, 6, 4)]
+_CLIP: Grid = (2, 8, 8)
+_PER_FRAME = ("qwen3_vl", "qwen3_5", "glm")
+"""Beginnings of the types of models whose prompts mark each frame of a clip."""
+_SQUARE = ("kimi_k25", "paddleocr_vl")
+"""Their processors emit patches as `(C, p, p)`."""
+_SINGLE = (*_SQUARE, "ernie4_5_vl_moe")
+"""Their patches are of one frame."""
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Images or one clip, as arguments of a model."""
+
+    arguments: Inputs
+    modality: str = "image"
+
+    def counts(self, owner: Any) -> list[int]:
+        """Rows of each image, tile or clip, from the model itself."""
+        method = getattr(owner, f"get_{self.modality}_features")
+        taken = inspect.signature(method).parameters
+        output = method(**{name: value for name, value in self.arguments.items() if name in taken})
+        return [len(rows) for rows in (output.pooler_output if output.pooler_output is not None else output[0])]
+
+
+# -- pixels ----------------------------------------------------------------------------------------
+
+
+def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
+    vision = config.vision_config
+    temporal = 1 if config.model_type in _SINGLE else vision.temporal_patch_size
+    rows = _random(sum(prod(grid) for grid in grids), 3 * temporal * vision.patch_size**2)
+    if config.model_type in _SQUARE:
+        rows = rows.view(len(rows), 3, vision.patch_size, vision.patch_size)
+    suffix = "_videos" if modality == "video" else ""
+    arguments = {f"pixel_values{suffix}": rows, f"{modality}_grid_thw": torch.tensor(grids)}
+    if modality == "video":
+        arguments["video_second_per_grid"] = torch.tensor([1.0])  # of omni models
+    return Pictures(arguments, modality)
+
+
+def _padded_images(config: Any) -> Pictures:
+    side = config.vision_config.patch_size
+    sizes = [(h * side, w * side) for _, h, w in _IMAGES]
+    pixels = torch.zeros(len(sizes), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    for image, (h, w) in zip(pixels, sizes, strict=True):
+        image[:, :h, :w] = _random(3, h, w)
+    return Pictures({"pixel_values": pixels, "image_sizes": torch.tensor(sizes)})
+
+
+def _positioned(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
+    frames = [(h, w) for t, h, w in grids for _ in range(t)]
+    most = max(h * w for h, w in frames) + 9
+    pixels = torch.zeros(len(frames), most, 3 * config.vision_config.patch_size**2)
+    places = torch.full((len(frames), most, 2), -1)
+    for number, (h, w) in enumerate(frames):
+        pixels[number, : h * w] = _random(h * w + number, pixels.shape[-1])[number:].sigmoid()
+        places[number, : h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1)
+    if modality == "image":
+        return Pictures({"pixel_values": pixels, "image_position_ids": places})
+    counts = torch.tensor([t for t, _, _ in grids])
+    arguments = {"pixel_values_videos": pixels, "video_position_ids": places, "num_frames_per_video": counts}
+    return Pictures(arguments, "video")
+
+
+def _side(config: Any) -> int:
+    size = config.vision_config.image_size
+    return int(size if isinstance(size, int) else size[0])
+
+
+def _tiles(config: Any) -> Pictures:
+    return Pictures({"pixel_values": _random(3, 3, _side(config), _side(config))})
+
+
+def _pairs(config: Any) -> Pictures:
+    large = config.high_res_vision_config.image_size
+    return Pictures({**_tiles(config).arguments, "high_res_pixel_values": _random(3, 3, large, large)})
+
+
+def _views(side: int, crop: int) -> Pictures:
+    return Pictures(
+        {
+            "pixel_values": _random(3, 3, side, side),
+            "pixel_values_local": _random(5, 3, crop, crop),
+            "num_local_patches": torch.tensor([2, 0, 3]),
+        }
+    )
+
+
+def _cut_images(config: Any) -> Pictures:
+    """Three prompts of one image each, cut in 3, 2 and 5 tiles, the whole image among them, padded to 5."""
+    side = _side(config)
+    sizes = [[side, 2 * side], [side - 6, side], [2 * side, 2 * side - 9]]
+    pixels = _random(3, 5, 3, side, side)
+    for tiles, count in zip(pixels, (3, 2, 5), strict=True):
+        tiles[count:] = 0
+    return Pictures(
+        {
+            "pixel_values": pixels,
+            "image_sizes": torch.tensor(sizes),
+            "batch_num_images": torch.tensor([1, 1, 1]),
+        }
+    )
+
+
+def _frames(config: Any) -> Pictures:
+    return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
+
+
+_IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
+    "llava": _padded_images,
+    "mistral3": _padded_images,
+    "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
+    "internvl": _tiles,
+    "gemma3": _tiles,
+    "llama4": _tiles,
+    "deepseek_vl": _tiles,
+    "deepseek_vl_hybrid": _pairs,
+    "deepseek_ocr2": lambda _: _views(128, 96),
+    "step3p7": lambda _: _views(168, 112),
+    "llava_onevision": _cut_images,
+}
+_VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
+    "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),
+    "llava_onevision": _frames,
+}
+
+
+def images(config: Any) -> Pictures:
+    """Three images of different sizes, where the model takes such."""
+    own = _IMAGE.get(config.model_type)
+    return own(config) if own else _patches(config, _IMAGES, "image")
+
+
+def clip(config: Any) -> Pictures:
+    """A clip."""
+    own = _VIDEO.get(config.model_type)
+    return own(config) if own else _patches(config, [_CLIP], "video")
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> Inputs:
+    """Token ids with a placeholder per row, for prompts with so many rows for each of their items, padded left."""
+    # GLM has the placeholders of images in clips too.
+    video = pictures.modality == "video"
+    placeholder = config.video_token_id if video and not config.model_type.startswith("glm") else config.image_token_id
+    frames = _CLIP[0] if video and config.model_type.startswith(_PER_FRAME) else 1
+    rows = [_ids(placeholder, [count // frames for count in own for _ in range(frames)]) for own in counts]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(own)) + own for own in rows])
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "mm_token_type_ids": (2 if video else 1) * (ids == placeholder).long(),
+        **pictures.arguments,
+    }
+
+
+def _ids(placeholder: int, counts: Sequence[int]) -> list[int]:
+    return [5, 6, *(token for count in counts for token in (502, *[placeholder] * count, 503)), 7, 8]
