@@ -251,4 +251,4 @@ def test_the_command_uploads_files(server: ServerProcess, tmp_path: Path) -> Non
         [*command, "--target", server.target], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     items = json.loads(run.stdout.splitlines()[-1])["items"]
-    assert [item["grid"] for item in items] == [[1, 18, 24], [2, 6, 8]]
+    assert [item["grid"] for item in items] == [[1, 18, 24], [2, 10, 14]]
