@@ -250,7 +250,7 @@ class ModelCard:
     version: str
     nixl: bool = False
     """Whether rows can be written into clients' memory."""
-    encodings: tuple[Encoding, ...] = ()
-    """Files that are decoded."""
     replica: str = field(default_factory=lambda: uuid4().hex)
     """Random name of this engine, by which clients count replicas."""
+    encodings: tuple[Encoding, ...] = ()
+    """Files that are decoded."""

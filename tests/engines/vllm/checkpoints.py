@@ -4,8 +4,9 @@ import json
 import subprocess
 from pathlib import Path
 
-from servers import PYTHON
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from servers import PYTHON
 
 _SPECIAL = {
     "<|endoftext|>": 0,

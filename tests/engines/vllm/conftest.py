@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import ServerProcess, serving
-
 import tests.engines.vllm.cpu_platform  # noqa: F401  # before the rest of vLLM
 from tests.engines.vllm.checkpoints import write_checkpoint
 from tests.engines.vllm.engine import Engine, vllm_config
-from vitwire import Client, Embedding, Item, Model
 from vllm.v1.engine.input_processor import InputProcessor
+
+from servers import ServerProcess, serving
+from vitwire import Client, Embedding, Item, Model
 
 SERVER_FLAGS = ("--cache-bytes", str(64 << 20), "--dtype", "bfloat16", "--graphs", "off")
 Cached = Callable[..., Embedding]

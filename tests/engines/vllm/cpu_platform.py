@@ -10,11 +10,11 @@ import torch
 for _name in ("nms", "qnms"):
     torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-import vllm.platforms
-from vllm.platforms.cpu import CpuPlatform
+import vllm.platforms  # noqa: E402  # after its library
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
 vllm.platforms._current_platform = CpuPlatform()
 
-from vllm.model_executor.models import registry
+from vllm.model_executor.models import registry  # noqa: E402  # after the platform
 
 registry._run_in_subprocess = lambda function: function()  # there, none of the above would hold

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from servers import ServerProcess, serving
-
 from tests.engines.vllm.conftest import SERVER_FLAGS, Cached, Engines, item
 from tests.engines.vllm.engine import Engine
+
+from servers import ServerProcess, serving
 from vitwire import Client, Model
 from vitwire.integrations.vllm import VitwireECConnector, image_part, reference_part
 
