@@ -13,7 +13,7 @@ from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
 from vitwire._items import Item, Modality, without_pixels
 from vitwire._model import Model
-from vitwire._prepare import clip_items, image_items
+from vitwire._prepare import Upload, clip_items, image_items
 from vitwire._processors import batch_items, identified
 from vitwire._protocol import Priority, Result, embeddings, needs_upload
 from vitwire._transport import Calls, Transport
@@ -186,15 +186,18 @@ class Client(BaseClient[Transport]):
         priority: Priority | None = None,
         *,
         content_ids: Sequence[str | None] | None = None,
+        upload: Upload = "pixels",
     ) -> list[Embedding]:
         """Encode images, prepared for the server's model; arguments and errors as for `encode`.
 
-        images: paths, Pillow images or uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`.
+        images: paths, bytes of files, Pillow images or uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`.
         content_ids: as for `encode_batch`.
+        upload: "pixels"; "encoded" sends files as they are, and the server decodes and prepares them; "auto" does so
+            for files that the server accepts.
         Raises InvalidItem for an invalid image, and OSError for a file that cannot be opened.
         """
         call = self._call(timeout, output_type, priority)
-        items = identified(image_items(images, self._get_model(call)), content_ids)
+        items = identified(image_items(images, self._get_model(call), upload), content_ids)
         return self._encode_known(items, call, content_ids)
 
     def encode_clips(

@@ -119,7 +119,7 @@ def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
     if isinstance(image, np.ndarray):
         return _rgb_array(image, drop=drop)
     if isinstance(image, bytes):
-        return read_image(BytesIO(image), "the image", drop=drop)
+        return read_image(BytesIO(image), "the file", drop=drop)
     if isinstance(image, str | os.PathLike):
         with Path(image).open("rb") as file:
             return read_image(file, str(image), drop=drop)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runt
 import numpy as np
 import numpy.typing as npt
 
+from vitwire._encodings import CLIPS, encoding_of
 from vitwire._errors import InvalidItem, Violation
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
@@ -58,8 +59,6 @@ _TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 _GRID_SIDES = ("t", "h", "w")
 _MAX_GRID_SIDE = 2**32 - 1
 _UNKNOWN_GRID = (0, 0, 0)
-_CLIP_MARKS = ((0, b"\x1a\x45\xdf\xa3"), (4, b"ftyp"))
-"""Positions and bytes that files of clips begin with: WebM and MP4."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +105,7 @@ class Item:
         """
         encoded = Path(path).read_bytes()
         if modality is None:
-            is_clip = any(encoded[at : at + len(mark)] == mark for at, mark in _CLIP_MARKS)
-            modality = "video" if is_clip else "image"
+            modality = "video" if encoding_of(encoded) in CLIPS else "image"
         return cls(modality=modality, content_id=content_id, keep_ratio=keep_ratio, encoded=encoded)
 
     def __post_init__(self) -> None:

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vitwire import preparation
+from vitwire._encodings import encoding_of
 from vitwire._errors import EncodeFailed, InvalidItem
 from vitwire._images import Preprocessor
 from vitwire._items import Item, Modality
@@ -23,21 +25,59 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
+Upload = Literal["pixels", "encoded", "auto"]
+UPLOADS: tuple[Upload, ...] = ("pixels", "encoded", "auto")
 _MAX_THREADS = 8
 
 
-def image_items(images: "Sequence[ImageLike]", model: Model) -> list[Item]:
-    """One item per image, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
+def image_items(images: "Sequence[ImageLike]", model: Model, upload: Upload = "pixels") -> list[Item]:
+    """One item per image, its pixels uint8 patches, or its file. Raises InvalidItem for one that cannot be used.
+
+    upload: "pixels", "encoded" for files that the server decodes, or "auto" for these where the server accepts them.
+    """
+    if upload not in UPLOADS:
+        raise ValueError(f"upload must be one of {', '.join(UPLOADS)}, got {upload!r}")
     settings = _settings(model.image_preprocessor, "images")
     _check_list(images, "images", dimensions=3)
-    return _items(images, lambda source: preparation.image(source, settings), "image")
+
+    def item(source: "ImageLike") -> Item:
+        encoded = None if upload == "pixels" else _encoded(source, model, required=upload == "encoded")
+        return encoded or _prepared(preparation.image(source, settings), "image")
+
+    return _items(images, item)
 
 
 def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
     """One item per clip, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
     settings = _settings(model.video_preprocessor, "clips")
     _check_list(clips, "clips", dimensions=4)
-    return _items(clips, lambda frames: preparation.clip(frames, settings), "video")
+    return _items(clips, lambda frames: _prepared(preparation.clip(frames, settings), "video"))
+
+
+def _prepared(parts: Tiles, modality: Modality) -> Item:
+    return Item(parts.pixels, parts.grid, modality, crops=parts.crops)
+
+
+def _encoded(source: "ImageLike", model: Model, *, required: bool) -> Item | None:
+    """An item with the bytes of a file; None for a source that the server does not decode.
+
+    Raises ValueError for that if it is required, and OSError.
+    """
+    if not isinstance(source, str | bytes | os.PathLike) or not (model.encodings or required):
+        if required:
+            raise ValueError(f"upload='encoded' needs paths or bytes, got {type(source).__name__}")
+        return None
+    data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    kind = encoding_of(data)
+    if kind in model.encodings and len(data) <= model.limits.encoded_bytes:
+        return Item(encoded=data)
+    if required:
+        accepted = ", ".join(model.encodings) or "nothing"
+        raise ValueError(
+            f"a file of {len(data)} bytes, format {kind or 'unknown'}; the server decodes {accepted} up to "
+            f"{model.limits.encoded_bytes} bytes"
+        )
+    return None
 
 
 def _check_list(sources: object, what: str, *, dimensions: int) -> None:
@@ -53,13 +93,12 @@ def _settings(settings: Preprocessor | None, what: str) -> Preprocessor:
     return settings
 
 
-def _items(sources: Sequence[S], cut: Callable[[S], Tiles], modality: Modality) -> list[Item]:
+def _items(sources: Sequence[S], make: Callable[[S], Item]) -> list[Item]:
     def item(index: int, source: S) -> Item:
         try:
-            parts = cut(source)
+            return make(source)
         except (ValueError, TypeError) as error:
             raise InvalidItem(str(error), item=index) from error
-        return Item(parts.pixels, parts.grid, modality, crops=parts.crops)
 
     positions = range(len(sources))
     if len(sources) < 2:

@@ -1,7 +1,10 @@
 """Items that carry files, through real servers of one process and with edges."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 from checkpoints import Checkpoints
 from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photograph, saved, sound, turned
 from servers import ServerProcess, serving
-from vitwire import Client, Embedding, InvalidItem, Item, NotCached, VitwireError
+from vitwire import AsyncClient, Client, Embedding, InvalidItem, Item, NotCached, VitwireError
 from vitwire.sampling import sampled
 
 FLAGS = ("--dtype", "float32", "--cache-bytes", "50000000", "--max-encoded-bytes", "2000000")
@@ -207,3 +210,45 @@ def test_every_layout(checkpoints: Checkpoints, model_type: str, shape: str) -> 
             indices = sampled(40, 10.0, model.video_preprocessor.sampling, model.temporal_patch_size)
             (own,) = client.encode_clips([np.stack(frames_of(file, indices))])
             assert_same(client.encode([Item(encoded=file, modality="video")])[0], own)
+
+
+async def test_clients_choose_what_to_upload(client: Client, server: ServerProcess, tmp_path: Path) -> None:
+    photo = photograph(320, 320)
+    path, gif = tmp_path / "photo.jpg", saved(photo, "GIF")
+    path.write_bytes(saved(photo, quality=80))
+    sources = [path, path.read_bytes(), np.asarray(photo), gif]
+    received = server.metric("vitwire_received_bytes_total")
+    own = client.encode_images(sources)
+    middle = server.metric("vitwire_received_bytes_total")
+    for one, other in zip(client.encode_images(sources, upload="auto"), own, strict=True):
+        assert_same(one, other)
+    assert server.metric("vitwire_received_bytes_total") - middle < 0.6 * (middle - received)
+    assert_same(client.encode_images([path], upload="encoded")[0], own[0])
+    async with AsyncClient(server.target) as same:
+        assert_same((await same.encode_images([path], upload="encoded"))[0], own[0])
+    for source, reason in ((gif, "the server decodes jpeg, png, webp, mp4, webm"), (np.asarray(photo), "needs paths")):
+        with pytest.raises(InvalidItem, match=reason):
+            client.encode_images([source], upload="encoded")
+    with pytest.raises(ValueError, match="upload must be one of"):
+        client.encode_images([path], upload="files")  # type: ignore[arg-type]
+
+
+def test_the_command_uploads_files(server: ServerProcess, tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(saved(photograph(), quality=80))
+    (tmp_path / "clip.mp4").write_bytes(clip(moving(12)))
+    command = [
+        sys.executable,
+        "-c",
+        "import vitwire_cli; vitwire_cli.main()",
+        "encode",
+        "photo.jpg",
+        "clip.mp4",
+        "--upload",
+        "auto",
+        "--json",
+    ]
+    run = subprocess.run(
+        [*command, "--target", server.target], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    items = json.loads(run.stdout.splitlines()[-1])["items"]
+    assert [item["grid"] for item in items] == [[1, 18, 24], [2, 10, 14]]

@@ -1,5 +1,6 @@
 """Messages as no client of ours sends them: fields altered, bytes moved about, streams out of order."""
 
+import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ _UINT64 = st.one_of(st.integers(0, 4096), st.sampled_from([2**31, 2**32, 2**62, 
 _ENUM = st.one_of(st.integers(0, 6), st.sampled_from([-1, 99, 2**31 - 1, -(2**31)]))
 _FLOAT = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0, -0.0, 1e-30]))
 _DATA = st.one_of(st.binary(max_size=64), st.integers(0, 1 << 18).map(bytes))
+_PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg==")
 _TEXT = st.one_of(st.text(max_size=20), st.integers(0, 2000).map("x".__mul__))
 
 
@@ -63,6 +65,14 @@ def _without(item: pb.Item, draw: Draw) -> None:
     item.ClearField(draw(st.sampled_from(["pixels", "grid", "modality"])))
 
 
+def _encoded(item: pb.Item, draw: Draw) -> None:
+    """A file in the place of pixels, or beside them; most are broken."""
+    item.encoded = draw(st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", _PNG])) + draw(st.binary(max_size=200))
+    if draw(st.integers(0, 3)):
+        for name in ("pixels", "grid"):
+            item.ClearField(name)
+
+
 def _keep_ratio(item: pb.Item, draw: Draw) -> None:
     item.keep_ratio = draw(_FLOAT)
 
@@ -95,7 +105,7 @@ def _fill(item: pb.Item, dtype: Any, pattern: bytes) -> None:
 
 _MOST_ROWS = 256
 _ALTERATIONS = (
-    *(_modality, _grid, _type, _shape, _data, _cut, _content_id, _without, _keep_ratio, _crops),
+    *(_modality, _grid, _type, _shape, _data, _cut, _content_id, _without, _keep_ratio, _crops, _encoded),
     *(_clip, _clip, _floats, _floats),
 )
 

@@ -30,6 +30,7 @@ items = st.builds(
     grid=maybe(st.builds(pb.Grid, t=u32, h=u32, w=u32)),
     content_id=text,
     keep_ratio=st.floats(width=32, allow_nan=False),
+    encoded=data,
     crops=maybe(tensors),
     pixels=maybe(tensors),
 )
@@ -75,6 +76,8 @@ def whole_request(read: wire.Request) -> pb.EncodeRequest:
     for sent, views in zip(message.items, read.tensors, strict=True):
         assert not sent.pixels.data
         assert not sent.crops.data
+        assert not sent.encoded
+        sent.encoded = bytes(views.encoded)
         if len(views.pixels):
             sent.pixels.data = bytes(views.pixels)
         if len(views.crops):
@@ -97,7 +100,8 @@ def without_data(message: pb.EncodeRequest) -> wire.Request:
     bare.CopyFrom(message)
     views = []
     for sent in bare.items:
-        views.append(wire.ItemTensors(memoryview(sent.pixels.data), memoryview(sent.crops.data)))
+        views.append(wire.ItemTensors(*map(memoryview, (sent.pixels.data, sent.crops.data, sent.encoded))))
+        sent.ClearField("encoded")
         for name in ("pixels", "crops"):
             if sent.HasField(name):
                 getattr(sent, name).ClearField("data")

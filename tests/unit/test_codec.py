@@ -1,6 +1,7 @@
 """What a client may send, and what is said of the rest."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,9 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality
-from vitwire_server.core.models import Geometry, Limits, ModelCard, Preprocessing
-from vitwire_server.rpc.codec import Codec, parsed
+from vitwire_server.core.models import Encoding, Geometry, Limits, ModelCard, Preprocessing
+from vitwire_server.decoding.messages import Measured
+from vitwire_server.rpc.codec import Codec, EncodedItem, parsed
 
 GEOMETRY = Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0)
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)
@@ -55,6 +57,52 @@ def message(**changes: object) -> pb.Item:
         else:
             setattr(owner, name, value)
     return item
+
+
+ENCODED = Codec(
+    replace(CARD, limits=replace(CARD.limits, encoded_bytes=100, encoded_pixels=1000), encodings=tuple(Encoding)),
+    CODEC._footprints,
+)
+
+
+def file_request(item: pb.Item, data: bytes = b"file") -> wire.Request:
+    return wire.Request(pb.EncodeRequest(items=[item]), [wire.ItemTensors(encoded=data)])
+
+
+@pytest.mark.parametrize(
+    ("item", "data", "wrong"),
+    [
+        (pb.Item(modality=pb.MODALITY_IMAGE), bytes(101), {"items[0].encoded"}),
+        (pb.Item(), b"file", {"items[0].modality"}),
+        (pb.Item(modality=9), b"file", {"items[0].modality"}),
+        (message(), b"file", {"items[0].encoded", "items[0].grid"}),
+        (pb.Item(modality=pb.MODALITY_IMAGE, keep_ratio=0.5), b"file", {"items[0].keep_ratio"}),
+        (pb.Item(modality=pb.MODALITY_IMAGE, content_id="x" * 513), b"file", {"items[0].content_id"}),
+    ],
+)
+def test_files_are_checked_before_they_are_read(item: pb.Item, data: bytes, wrong: set[str]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        ENCODED.items(file_request(item, data))
+    assert {violation.field for violation in error.value.violations} == wrong
+    with pytest.raises(InvalidRequest) as error:
+        ENCODED.encoded_header("items[0]", item, len(data), DType.FLOAT32)
+    assert {violation.field for violation in error.value.violations} == wrong
+
+
+def test_a_server_that_decodes_nothing_refuses_files() -> None:
+    with pytest.raises(InvalidRequest, match="this server decodes no files; send pixels"):
+        CODEC.items(file_request(pb.Item(modality=pb.MODALITY_IMAGE)))
+
+
+def test_a_measured_file_is_checked_as_pixels_are() -> None:
+    sent = pb.Item(modality=pb.MODALITY_IMAGE, content_id="name")
+    (item,) = ENCODED.items(file_request(sent))
+    assert isinstance(item, EncodedItem)
+    assert bytes(item.data) == b"file"
+    found = ENCODED.measured("items[4]", item, Measured((1, 4, 2), (8, SINGLE), None), None)
+    assert (found.grid, found.content_id, found.nbytes) == (Grid(1, 4, 2), "name", 8 * SINGLE)
+    with pytest.raises(InvalidRequest, match=r"items\[4\].grid: has 128 patches, at most 64"):
+        ENCODED.measured("items[4]", item, Measured((1, 8, 16), (128, SINGLE), None), None)
 
 
 def request(*items: pb.Item, data: bytes = bytes(8 * SINGLE), **options: int) -> wire.Request:

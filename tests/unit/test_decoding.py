@@ -74,10 +74,6 @@ class Counts:
     def __init__(self) -> None:
         self.running: list[int] = []
 
-    def decoded(self, modality: Modality, seconds: float) -> None: ...
-
-    def decode_failed(self, reason: Fault) -> None: ...
-
     def decoders(self, count: int) -> None:
         self.running.append(count)
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitwire import Client, Item, Model, VitwireError
+from vitwire._prepare import Upload
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
     INTERRUPTED,
@@ -31,7 +32,7 @@ from vitwire.cli._connection import (
     Wait,
     warn,
 )
-from vitwire.cli._files import prepare
+from vitwire.cli._files import Prepared, prepare
 from vitwire.cli._output import Encoded, Failed, check_out, printable, unique_names, write
 
 _WINDOW = 16
@@ -47,6 +48,13 @@ def encode(
         ),
     ] = None,
     *,
+    upload: Annotated[
+        Literal["pixels", "encoded", "auto"],
+        typer.Option(
+            help="encoded: send files as they are (JPEG, PNG, WebP; MP4, WebM), which the server decodes; "
+            "pixels: prepare images here; auto: encoded where the server accepts the file."
+        ),
+    ] = "pixels",
     target: Target = DEFAULT_TARGET,
     token: Token = None,
     tls: Tls = False,
@@ -70,7 +78,7 @@ def encode(
         if out is not None:
             check_out(out, len(files))
         model = connection.model(client)
-        outcomes, interrupted = _outcomes(_Encoding(client, model, files, timeout))
+        outcomes, interrupted = _outcomes(_Encoding(client, model, files, timeout, upload))
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
         for broken in failed:
@@ -98,6 +106,10 @@ class _Encoding:
     model: Model
     files: Sequence[Path]
     timeout: float
+    upload: Upload
+
+    def _prepared(self, start: int, count: int) -> Iterator[Prepared]:
+        return prepare(self.files[start : start + count], self.model, self.timeout, self.upload)
 
     def outcomes(self) -> Iterator[Encoded | Failed]:
         """The outcome of each file as it completes. Raises VitwireError when a request fails as a whole."""
@@ -105,7 +117,7 @@ class _Encoding:
         step = min(_WINDOW, self.model.limits.items_per_request or _WINDOW)
         for start in range(0, len(self.files), step):
             items: dict[int, Item] = {}
-            for at, item in enumerate(prepare(self.files[start : start + step], self.model, self.timeout), start):
+            for at, item in enumerate(self._prepared(start, step), start):
                 if isinstance(item, Item):
                     items[at] = item
                 else:
@@ -116,7 +128,7 @@ class _Encoding:
                 if isinstance(result, VitwireError):
                     yield Failed.of(at, self.files[at], result)
                 else:
-                    yield Encoded(at, self.files[at], names[at], items[at].grid, result)
+                    yield Encoded(at, self.files[at], names[at], result.grid, result)
 
 
 def _outcomes(encoding: _Encoding) -> tuple[list[Encoded | Failed], bool]:

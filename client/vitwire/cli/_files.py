@@ -11,7 +11,8 @@ from tempfile import NamedTemporaryFile
 from typing import IO, TypeAlias
 
 from vitwire import InvalidItem, Item, Model
-from vitwire._prepare import image_items
+from vitwire._encodings import CLIPS, HEAD_BYTES, encoding_of
+from vitwire._prepare import Upload, image_items
 
 _THREADS = 8
 _CHUNK = 1 << 20
@@ -19,29 +20,36 @@ _CHUNK = 1 << 20
 Prepared: TypeAlias = Item | InvalidItem | OSError
 
 
-def prepare(files: Sequence[Path], model: Model, timeout: float) -> Iterator[Prepared]:
+def prepare(files: Sequence[Path], model: Model, timeout: float, upload: Upload) -> Iterator[Prepared]:
     """The item of each file, in order, or its error. Pipes must be closed by their writers within `timeout`."""
     with ThreadPoolExecutor(_THREADS) as pool:
         # Pipes are read in this thread, so that Ctrl-C can interrupt the read.
-        tasks = [None if _is_pipe(file) else pool.submit(_item, file, model) for file in files]
+        tasks = [None if _is_pipe(file) else pool.submit(_item, file, model, upload) for file in files]
         for file, task in zip(files, tasks, strict=True):
-            yield task.result() if task else _piped(file, model, timeout)
+            yield task.result() if task else _piped(file, model, timeout, upload)
 
 
-def _item(file: Path, model: Model) -> Prepared:
+def _item(file: Path, model: Model, upload: Upload) -> Prepared:
     try:
-        (item,) = image_items([file], model)
+        if upload != "pixels" and _is_clip(file):
+            return Item.from_file(file)
+        (item,) = image_items([file], model, upload)
     except (InvalidItem, OSError) as error:
         return error
     return item
 
 
-def _piped(file: Path, model: Model, timeout: float) -> Prepared:
+def _is_clip(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return encoding_of(opened.read(HEAD_BYTES)) in CLIPS
+
+
+def _piped(file: Path, model: Model, timeout: float, upload: Upload) -> Prepared:
     try:
         with NamedTemporaryFile(prefix="vitwire-") as copy:
             _copy(file, copy, timeout)
             copy.flush()
-            item = _item(Path(copy.name), model)
+            item = _item(Path(copy.name), model, upload)
             return InvalidItem(str(item).replace(copy.name, str(file))) if isinstance(item, InvalidItem) else item
     except OSError as error:
         return error

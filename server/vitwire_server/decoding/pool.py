@@ -20,11 +20,7 @@ _PATIENCE = 10.0
 
 
 class DecodeMonitor(Protocol):
-    """Counts files; implemented by the metrics."""
-
-    def decoded(self, modality: Modality, seconds: float) -> None: ...
-
-    def decode_failed(self, reason: Fault) -> None: ...
+    """Counts decoders; implemented by the metrics."""
 
     def decoders(self, count: int) -> None: ...
 
