@@ -103,7 +103,7 @@ example-test: $(READY) ## the TypeScript example, with Node 20 or newer against 
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test engine-test ## every tier in full
+acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test engine-test example-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto
