@@ -82,6 +82,13 @@ def test_invalid_json(body: bytes) -> None:
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
+def test_values_are_bounded_before_they_are_read() -> None:
+    """64 MiB of empty objects would take 2 GB and block the event loop for seconds."""
+    with pytest.raises(ApiError, match="more than 1000000 values"):
+        parse(b'{"messages":[' + b"{}," * 500_000 + b"{}]}")
+    parse(json.dumps(chat(image("data:image/png;base64," + "A" * 10_000_000))).encode())
+
+
 def test_all_else_is_kept() -> None:
     original = chat({"type": "text", "text": "ü\ud800"}, image({"url": "data:x"}) | {"cache_control": 1, "uuid": "u"})
     original |= {"seed": 2**70, "n": 0.1, "x": {"y": [None, True]}}

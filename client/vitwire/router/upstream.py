@@ -39,14 +39,14 @@ class Engine:
     async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> AsyncIterator[httpx2.Response]:
         """The response to a request, its body not yet read. Leaving the block ends the request.
 
-        `target` is the path and query. Raises ApiError if the engine does not respond.
+        `target` is the path and query, sent byte for byte. Raises ApiError if the engine does not respond.
         """
         request = httpx2.Request(
             method,
-            self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + target),
+            self._base,
             headers=headers,
             content=body,
-            extensions={"timeout": self._timeouts},
+            extensions={"timeout": self._timeouts, "target": self._base.raw_path.rstrip(b"/") + target},
         )
         try:
             response = await self._transport.handle_async_request(request)
