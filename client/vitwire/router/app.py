@@ -85,7 +85,13 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
     stack.push_async_callback(engine.close)
     fetcher = Fetcher(prepared.fetching)
     stack.push_async_callback(fetcher.close)
-    encoder = Encoder.of(client, settings)
+    encoder = Encoder.of(
+        client,
+        max_pixels=settings.max_image_pixels,
+        max_encoding=settings.max_encoding,
+        seconds=settings.encode_seconds,
+        at_encoder=settings.decode == "auto",
+    )
     stack.callback(encoder.close)
     images = Images(encoder, fetcher, prepared.dialect, metrics, settings.max_image_bytes, settings.encode_seconds)
     own_keys = bool(prepared.keys or prepared.engine_key)

@@ -12,11 +12,10 @@ from typing import NamedTuple, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 
-from vitwire import AsyncClient, Embedding, InvalidItem, Item, Model, NotCached
+from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached
 from vitwire._items import without_pixels
 from vitwire._prepare import image_items
 from vitwire.router.errors import ApiError
-from vitwire.router.settings import Settings
 
 T = TypeVar("T")
 
@@ -62,7 +61,7 @@ class Description:
     """The encoder's model, requested again when it is older than `_DESCRIPTION_SECONDS`."""
 
     client: AsyncClient
-    seconds: float
+    seconds: float | None
     caching: set[str] = field(default_factory=set)
     """Fingerprints of the weights under which an embedding was found in the server's cache."""
     _model: Model | None = None
@@ -85,22 +84,31 @@ class Encoder:
     client: AsyncClient
     description: Description
     max_pixels: int
-    seconds: float
+    seconds: float | None
+    """Time limit of each call to the server; None for the client's."""
     at_encoder: bool
     """Whether the server decodes files, where it can."""
     slots: asyncio.Semaphore
     threads: ThreadPoolExecutor
 
     @classmethod
-    def of(cls, client: AsyncClient, settings: Settings) -> "Encoder":
-        """An encoder with threads and limits of its own."""
+    def of(
+        cls,
+        client: AsyncClient,
+        *,
+        max_pixels: int,
+        max_encoding: int,
+        seconds: float | None = None,
+        at_encoder: bool = True,
+    ) -> "Encoder":
+        """An encoder with threads of its own; max_encoding: images that are decoded and encoded at a time."""
         return cls(
             client,
-            Description(client, settings.encode_seconds),
-            settings.max_image_pixels,
-            settings.encode_seconds,
-            settings.decode == "auto",
-            asyncio.Semaphore(settings.max_encoding),
+            Description(client, seconds),
+            max_pixels,
+            seconds,
+            at_encoder,
+            asyncio.Semaphore(max_encoding),
             ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images"),
         )
 
@@ -108,7 +116,7 @@ class Encoder:
         """The same encoder, whose calls carry this metadata."""
         return replace(self, client=self.client.with_options(metadata=metadata))
 
-    async def encode(self, image: ImageFile, *, cached: bool = False) -> Encoded:
+    async def encode(self, image: ImageFile, *, cached: bool = False, output_type: DType | None = None) -> Encoded:
         """The embedding of an image file; `cached` leaves it in the server's cache under its content id.
 
         Raises VitwireError, or ApiError if `cached` and the server has no cache.
@@ -121,7 +129,7 @@ class Encoder:
             )
             if cached:
                 item = replace(item, content_id=content_id)
-            (embedding,) = await self.client.encode_cached([item], timeout=self.seconds)
+            (embedding,) = await self.client.encode_cached([item], self.seconds, output_type)
             if cached and model.weights_fingerprint not in self.description.caching:
                 await self._check_cached(item)
                 self.description.caching.add(model.weights_fingerprint)

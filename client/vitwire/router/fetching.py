@@ -140,8 +140,8 @@ class Fetcher:
         headers = [(b"host", url.netloc), *_HEADERS]
         async with self._pool.stream("GET", target, headers=headers, extensions={"timeout": timeouts}) as response:
             if response.status in _REDIRECTS:
-                headers = {name.lower(): value for name, value in response.headers}
-                return _joined(url, headers.get(b"location", b""), param)
+                locations = [value for name, value in response.headers if name.lower() == b"location"]
+                return _joined(url, locations[0] if locations else b"", param)
             if response.status != 200:
                 raise _failed(f"status {response.status}", param)
             image = bytearray()

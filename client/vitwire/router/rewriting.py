@@ -30,7 +30,7 @@ class ImageRef:
         return f"messages[{self.message}].content[{self.part}].image_url"
 
 
-def parse(body: bytes) -> Json:
+def parse(body: bytes | bytearray) -> Json:
     """The request. Raises ApiError if it is not a JSON object, or one of too many values."""
     if sum(body.count(each) for each in b",:[{") > _MAX_VALUES:
         raise invalid(f"the body has more than {_MAX_VALUES} values", None, "invalid_json")
