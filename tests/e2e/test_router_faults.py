@@ -213,7 +213,7 @@ def test_targets_pass_byte_for_byte(proxy: RouterProcess, stand_in: EngineProces
 
 
 def test_malformed_http(proxy: RouterProcess) -> None:
-    """The error has OpenAI's form; within a response, the connection is closed."""
+    """The error has OpenAI's form; after a response, the connection is closed."""
     for sent in (b"GARBAGE\r\n\r\n", b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as sock:
             sock.sendall(sent)
@@ -221,9 +221,9 @@ def test_malformed_http(proxy: RouterProcess) -> None:
             response.begin()
             assert (response.status, response.headers["content-type"]) == (400, "application/json")
             assert json.loads(response.read())["error"]["code"] == "invalid_http"
-    chunked = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as sock:
-        sock.sendall(chunked + b"x" * 1_000_000 + b"GARBAGE\r\n\r\n")
+        sock.sendall(head + b"%x\r\n" % 500_000 + b"x" * 500_000 + b"\r\nGARBAGE\r\n")
         assert b"request_too_large" in sock.makefile("rb").read()
     assert "Traceback" not in proxy.log()
 

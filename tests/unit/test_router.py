@@ -314,6 +314,10 @@ def test_headers_of_one_connection_stay_there() -> None:
     [
         ({"engine_url": "vllm:8000"}, "--engine-url"),
         ({"engine_url": "http://vllm:8000/v1/"}, "--engine-url"),
+        ({"engine_url": "http://["}, "--engine-url"),
+        ({"engine_url": "http://vllm:99999"}, "--engine-url"),
+        ({"engine_url": "http://user:secret@vllm"}, "--engine-url"),
+        ({"engine_url": "http://:8000"}, "--engine-url"),
         ({"cert": Path("c")}, "--cert"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
     ],
@@ -340,6 +344,9 @@ def test_every_flag_is_an_environment_variable() -> None:
         (["--api-keys-file=/nowhere"], "/nowhere"),
         (["--target=http://x"], "is a URL"),
         (["--ca=/nowhere"], "/nowhere"),
+        (["--engine-ca=/nowhere"], "/nowhere"),
+        ([f"--engine-ca={__file__}"], "no certificates in PEM"),
+        (["--token=\n"], "the token has characters"),
     ],
 )
 def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:

@@ -180,6 +180,9 @@ class Adapter:
 
 
 def _refusal(error: VitwireError, index: int) -> Refused:
+    if isinstance(error, InvalidItem) and error.violations:
+        reasons = "; ".join(each.description for each in error.violations)
+        return Refused(f"mm_items[{index}]: {reasons}")
     for kind, status in _STATUSES.items():
         if isinstance(error, kind):
             return Refused(f"mm_items[{index}]: {error}", status)
