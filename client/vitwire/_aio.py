@@ -161,9 +161,9 @@ class AsyncClient(BaseClient[AsyncTransport]):
         items = await asyncio.to_thread(clip_items, clips, await self._get_model(call))
         return await self._encode_known(identified(items, content_ids, keep_ratio), call, content_ids)
 
-    async def model(self, timeout: float | None = None) -> Model:  # noqa: ASYNC109  # as above
+    async def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:  # noqa: ASYNC109  # as above
         """The server's model and limits, cached. As `Client.model`."""
-        return await self._get_model(self._call(timeout))
+        return await self._get_model(self._call(timeout), refresh=refresh)
 
     async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # as above
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN. As `Client.health`."""
@@ -224,9 +224,10 @@ class AsyncClient(BaseClient[AsyncTransport]):
                     async for result in stream:
                         yield self._noted(result, context)
 
-    async def _get_model(self, call: Call) -> Model:
-        if self._shared.model is None:
+    async def _get_model(self, call: Call, *, refresh: bool = False) -> Model:
+        model = None if refresh else self._shared.model
+        if model is None:
             context = self._context()
             with context.naming_errors():
-                self._shared.model = await self._shared.transport.model(call.deadline, context)
-        return self._shared.model
+                self._shared.model = model = await self._shared.transport.model(call.deadline, context)
+        return model

@@ -219,12 +219,13 @@ class Client(BaseClient[Transport]):
         items = identified(clip_items(clips, self._get_model(call)), content_ids, keep_ratio)
         return self._encode_known(items, call, content_ids)
 
-    def model(self, timeout: float | None = None) -> Model:
+    def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:
         """The server's model and limits; cached until an error suggests that the server has another model.
 
         timeout: seconds; default: the client's, else 60 s.
+        refresh: request it again, as a server may have restarted with another model.
         """
-        return self._get_model(self._call(timeout))
+        return self._get_model(self._call(timeout), refresh=refresh)
 
     def health(self, service: str = "", timeout: float | None = None) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN, from one of the target's addresses.
@@ -287,9 +288,10 @@ class Client(BaseClient[Transport]):
                 for result in transport.encode(parts, model.deepstack_levels, deadline, context, calls):
                     yield self._noted(result, context)
 
-    def _get_model(self, call: Call) -> Model:
-        if self._shared.model is None:
+    def _get_model(self, call: Call, *, refresh: bool = False) -> Model:
+        model = None if refresh else self._shared.model
+        if model is None:
             context = self._context()
             with context.naming_errors():
-                self._shared.model = self._shared.transport.model(call.deadline, context)
-        return self._shared.model
+                self._shared.model = model = self._shared.transport.model(call.deadline, context)
+        return model

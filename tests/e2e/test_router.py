@@ -309,6 +309,21 @@ def test_references_are_found_on_the_replica_that_has_them(
 
 
 @pytest.mark.matrix
+def test_reference_to_a_server_without_a_cache(checkpoints: Checkpoints, received: EngineProcess) -> None:
+    """The engine would find no embedding: the caller gets the reason, and the engine no request."""
+    with (
+        serving(checkpoints("qwen3_vl"), "--graphs", "off") as server,
+        router(server.target, received.url, "--mode=reference") as proxy,
+        client_of(proxy) as llm,
+    ):
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="--cache-bytes") as caught:
+                llm.chat.completions.create(model="tiny", messages=user(image(data_uri(HOPPER))))
+            assert (caught.value.status_code, caught.value.code) == (502, "encoder_without_cache")
+    assert received.requests() == []
+
+
+@pytest.mark.matrix
 def test_many_at_a_time(proxy: RouterProcess, received: EngineProcess, server: ServerProcess) -> None:
     """Every request gets its own images, in their order."""
     rng = np.random.default_rng(0)

@@ -14,6 +14,7 @@ import grpc
 import httpx2
 import numpy as np
 import openai
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 from openai import OpenAI
@@ -169,10 +170,62 @@ def test_a_client_that_leaves_cancels_the_encoder(proxy: RouterProcess, fake: Fa
 
 
 def test_a_client_that_does_not_read(proxy: RouterProcess, stand_in: EngineProcess) -> None:
+    """Its request ends, and its connection does although bytes for it are left."""
     cancelled = stand_in.test("state")["cancelled"]
+    before = connections(proxy)
     with leaving(proxy, request_body("flood")):
         until(lambda: stand_in.test("state")["cancelled"] > cancelled)
         until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+        until(lambda: connections(proxy) <= before)
+
+
+def connections(proxy: RouterProcess) -> int:
+    return len(psutil.Process(proxy.process.pid).net_connections("tcp"))
+
+
+def test_new_weights_have_new_content_ids(encoder: Running, fake: Fake, stand_in: EngineProcess) -> None:
+    """Whatever the old ones cached in the engine: the description of the model is requested again."""
+    seen = set()
+    with router(encoder.target, stand_in.url) as proxy, client_of(proxy) as llm:
+
+        def identify() -> bool:
+            stand_in.requests()
+            llm.chat.completions.create(model="tiny", messages=user(picture()))
+            seen.add(stand_in.requests()[0]["body"]["messages"][0]["content"][1]["uuid"])
+            return len(seen) == 2
+
+        assert not identify()
+        fake.fingerprint = "cd"
+        try:
+            until(identify)
+        finally:
+            fake.fingerprint = "ab"
+
+
+@pytest.mark.parametrize("target", ["/v1/models?#x", "/v1/a#?", "/v1/a|b[]{}<>^`%zz?x=#y"])
+def test_targets_pass_byte_for_byte(proxy: RouterProcess, stand_in: EngineProcess, target: str) -> None:
+    stand_in.requests()
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as sock:
+        sock.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert sock.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
+    (request,) = stand_in.requests()
+    assert request["raw_target"] == target
+
+
+def test_malformed_http(proxy: RouterProcess) -> None:
+    """The error has OpenAI's form; after a response, the connection is closed."""
+    for sent in (b"GARBAGE\r\n\r\n", b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as sock:
+            sock.sendall(sent)
+            response = http.client.HTTPResponse(sock)
+            response.begin()
+            assert (response.status, response.headers["content-type"]) == (400, "application/json")
+            assert json.loads(response.read())["error"]["code"] == "invalid_http"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as sock:
+        sock.sendall(head + b"%x\r\n" % 500_000 + b"x" * 500_000 + b"\r\nGARBAGE\r\n")
+        assert b"request_too_large" in sock.makefile("rb").read()
+    assert "Traceback" not in proxy.log()
 
 
 def test_requests_in_flight_are_bounded(proxy: RouterProcess, llm: OpenAI, stand_in: EngineProcess) -> None:

@@ -10,6 +10,7 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -127,7 +128,7 @@ def post(adapter: Adapter, path: str, body: object) -> tuple[int, Any]:
         return error.code, json.loads(error.read())
 
 
-def part(sources: Sequence[str], port: int | None, **change: object) -> dict[str, object]:
+def part(sources: Sequence[object], port: int | None, **change: object) -> dict[str, object]:
     found = {"mm_items": list(sources), "req_id": "r_local_part_0", "num_parts": 1, "part_idx": 0, "modality": "IMAGE"}
     return found | {"prefill_host": "127.0.0.1", "embedding_port": port} | change
 
@@ -181,14 +182,21 @@ def test_errors_reach_the_caller_and_the_receiver(
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/encode", b"[" * 50_000, 400, "the body is not JSON"),
-        ("/encode", b"\xff", 400, "the body is not JSON"),
-        ("/encode", b"[]", 400, "expected a JSON object, got list"),
+        ("/encode", b"[" * 50_000, 400, "the body is not valid JSON"),
+        ("/encode", b"\xff", 400, "the body is not valid JSON"),
+        ("/encode", b"[]", 400, "the body is not a JSON object"),
         ("/encode", {}, 400, "modality: expected a string, got NoneType"),
         ("/encode", b"x" * 100_001, 413, "the body exceeds the limit of 100000 bytes"),
         ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images exceed the limit of 3"),
         ("/encode", part(["http://127.0.0.1:1/a.png"], 5), 400, "mm_items[0]: this encoder fetches no URLs"),
         ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: this encoder reads no files"),
+        ("/encode", part(["file://["], 5), 400, "mm_items[0]: not a file URL"),
+        (
+            "/encode",
+            part([{"url": "aGk=", "\ud800": 1}], 5, req_id="\ud800"),
+            400,
+            "mm_items[0]: this encoder has no per",
+        ),
         ("/encode", part(["aGk="], 5, prefill_host="ipc:///tmp/x"), 400, "prefill_host and embedding_port: expected"),
         ("/encode", part(["aGk="], 5, modality="VIDEO"), 400, "modality: this encoder takes images only"),
         ("/scheduler_receive_url", {"req_id": "r", "receive_url": "x"}, 400, "receive_url: expected host:port"),
@@ -201,6 +209,27 @@ def test_requests_that_cannot_be_served_are_refused(
 ) -> None:
     found, answer = post(adapter, path, body)
     assert (found, answer["message"][: len(message)]) == (status, message)
+
+
+def test_errors_name_the_request_as_it_was_sent(adapter: Adapter) -> None:
+    status, body = post(adapter, "/encode", part(["aGk="], 5, req_id="\ud800"))
+    assert (status, body["req_id"]) == (400, "\ud800")
+
+
+def test_receivers_that_cannot_be_reached_fail_the_request_only(
+    adapter: Adapter, images: list[Path], receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+    assert post(adapter, "/encode", part(uris(images[:1]), port, prefill_host="localhost")) == (200, None)
+    assert read(socket.recv_multipart())[1] is not None
+    status, _ = post(adapter, "/encode", part(uris(images[:1]), port, prefill_host="absent.invalid"))
+    assert status in (502, 504)
+    request = part(uris(images[:1]), None, embedding_port=[1] * 1024)
+    with ThreadPoolExecutor(2) as pool:
+        assert {status for status, _ in pool.map(lambda _: post(adapter, "/encode", request), range(2))} <= {503, 504}
+    assert post(adapter, "/encode", part(uris(images[:1]), port)) == (200, None)
+    assert read(socket.recv_multipart())[1] is not None
+    assert "Traceback" not in adapter.server.log()
 
 
 def test_grpc_reports_errors_as_statuses(adapter: Adapter) -> None:

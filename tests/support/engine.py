@@ -81,6 +81,7 @@ class Engine:
                 "method": request.method,
                 "path": url.path,
                 "query": url.query,
+                "raw_target": (request.scope["raw_path"] + b"?" + request.scope["query_string"]).decode(),
                 "body": body,
                 "headers": dict(request.headers),
             }

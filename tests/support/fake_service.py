@@ -114,6 +114,8 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
     options: list[tuple[int, int]] = field(default_factory=list)
     """Output type and priority of each request."""
     cancelled: threading.Event = field(default_factory=threading.Event)
+    fingerprint: str = "ab"
+    """Of the weights."""
 
     def _enter(self, method: str, context: grpc.ServicerContext) -> None:
         self.methods.append(method)
@@ -164,7 +166,9 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
 
     def GetModel(self, request, context):  # noqa: N802, ANN001, ANN201
         self._enter("GetModel", context)
-        return model_message()
+        message = model_message()
+        message.weights_fingerprint = self.fingerprint
+        return message
 
 
 def abort(context: grpc.ServicerContext, code: grpc.StatusCode, *details: Any, **trailing: str) -> None:

@@ -82,6 +82,13 @@ def test_invalid_json(body: bytes) -> None:
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
+def test_values_are_bounded_before_they_are_read() -> None:
+    """64 MiB of empty objects would take 2 GB and block the event loop for seconds."""
+    with pytest.raises(ApiError, match="more than 1000000 values"):
+        parse(b'{"messages":[' + b"{}," * 500_000 + b"{}]}")
+    parse(json.dumps(chat(image("data:image/png;base64," + "A" * 10_000_000))).encode())
+
+
 def test_all_else_is_kept() -> None:
     original = chat({"type": "text", "text": "ü\ud800"}, image({"url": "data:x"}) | {"cache_control": 1, "uuid": "u"})
     original |= {"seed": 2**70, "n": 0.1, "x": {"y": [None, True]}}
@@ -307,6 +314,10 @@ def test_headers_of_one_connection_stay_there() -> None:
     [
         ({"engine_url": "vllm:8000"}, "--engine-url"),
         ({"engine_url": "http://vllm:8000/v1/"}, "--engine-url"),
+        ({"engine_url": "http://["}, "--engine-url"),
+        ({"engine_url": "http://vllm:99999"}, "--engine-url"),
+        ({"engine_url": "http://user:secret@vllm"}, "--engine-url"),
+        ({"engine_url": "http://:8000"}, "--engine-url"),
         ({"cert": Path("c")}, "--cert"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
     ],
@@ -333,6 +344,9 @@ def test_every_flag_is_an_environment_variable() -> None:
         (["--api-keys-file=/nowhere"], "/nowhere"),
         (["--target=http://x"], "is a URL"),
         (["--ca=/nowhere"], "/nowhere"),
+        (["--engine-ca=/nowhere"], "/nowhere"),
+        ([f"--engine-ca={__file__}"], "no certificates in PEM"),
+        (["--token=\n"], "the token has characters"),
     ],
 )
 def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:

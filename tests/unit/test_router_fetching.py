@@ -41,7 +41,7 @@ class Site:
     async def _send(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path.startswith("/to/"):
             location = path.removeprefix("/to/")
-            writer.write(f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode())
+            writer.write(f"HTTP/1.1 302 Found\r\nLOCATION: {location}\r\nContent-Length: 0\r\n\r\n".encode())
         elif path == "/endless":
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
             while not writer.is_closing():

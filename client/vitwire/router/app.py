@@ -1,6 +1,7 @@
 """The ASGI application: what requests share, and the routes."""
 
 import json
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
+from vitwire._context import checked_token
 from vitwire._target import checked_target
 from vitwire.router.addresses import AllowedHost, parse_networks
 from vitwire.router.admission import Admission
@@ -26,7 +28,7 @@ from vitwire.router.metrics import Metrics
 from vitwire.router.readiness import Readiness
 from vitwire.router.routing import Router
 from vitwire.router.settings import Settings
-from vitwire.router.upstream import Engine
+from vitwire.router.upstream import Engine, trusting
 
 CHAT = "/v1/chat/completions"
 
@@ -40,12 +42,14 @@ class Prepared:
     fetching: FetchLimits
     keys: ApiKeys | None
     engine_key: str | None
+    engine_tls: ssl.SSLContext
     credentials: grpc.ChannelCredentials | None
 
     @classmethod
     def of(cls, settings: Settings) -> "Prepared":
         """Raises ValueError for settings, and OSError for files, that cannot be used."""
         checked_target(settings.target)
+        checked_token(settings.token)
         return cls(
             settings,
             dialect_of(settings),
@@ -57,6 +61,7 @@ class Prepared:
             ),
             ApiKeys(settings.api_keys_file) if settings.api_keys_file else None,
             read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None,
+            trusting(settings.engine_ca),
             _credentials(settings),
         )
 
@@ -85,11 +90,17 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
         affinity=True,  # an image goes to the replica that has its rows cached, where others fetch them too
     )
     stack.push_async_callback(client.close)
-    engine = Engine(settings)
+    engine = Engine(settings, prepared.engine_tls)
     stack.push_async_callback(engine.close)
     fetcher = Fetcher(prepared.fetching)
     stack.push_async_callback(fetcher.close)
-    encoder = Encoder.of(client, settings)
+    encoder = Encoder.of(
+        client,
+        max_pixels=settings.max_image_pixels,
+        max_encoding=settings.max_encoding,
+        seconds=settings.encode_seconds,
+        at_encoder=settings.decode == "auto",
+    )
     stack.callback(encoder.close)
     images = Images(encoder, fetcher, prepared.dialect, metrics, settings.max_image_bytes, settings.encode_seconds)
     own_keys = bool(prepared.keys or prepared.engine_key)

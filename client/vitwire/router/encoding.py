@@ -4,21 +4,25 @@ import asyncio
 import hashlib
 import io
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 
-from vitwire import AsyncClient, Embedding, InvalidItem, Item, Model
+from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached
+from vitwire._items import without_pixels
 from vitwire._prepare import image_items
-from vitwire.router.settings import Settings
+from vitwire.router.errors import ApiError
 
 T = TypeVar("T")
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The only ones that are tried on what callers send."""
+_DESCRIPTION_SECONDS = 2.0
+"""Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +56,59 @@ class Encoded:
     grid: tuple[int, int, int]
 
 
+@dataclass(slots=True)
+class Description:
+    """The encoder's model, requested again when it is older than `_DESCRIPTION_SECONDS`."""
+
+    client: AsyncClient
+    seconds: float | None
+    caching: set[str] = field(default_factory=set)
+    """Fingerprints of the weights under which an embedding was found in the server's cache."""
+    _model: Model | None = None
+    _until: float = 0.0
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def current(self) -> Model:
+        """Raises VitwireError."""
+        async with self._lock:
+            if self._model is None or time.monotonic() >= self._until:
+                self._model = await self.client.model(self.seconds, refresh=True)
+                self._until = time.monotonic() + _DESCRIPTION_SECONDS
+            return self._model
+
+
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """Encodes images with Vitwire."""
 
     client: AsyncClient
+    description: Description
     max_pixels: int
-    seconds: float
+    seconds: float | None
+    """Time limit of each call to the server; None for the client's."""
     at_encoder: bool
     """Whether the server decodes files, where it can."""
     slots: asyncio.Semaphore
     threads: ThreadPoolExecutor
 
     @classmethod
-    def of(cls, client: AsyncClient, settings: Settings) -> "Encoder":
-        """An encoder with threads and limits of its own."""
+    def of(
+        cls,
+        client: AsyncClient,
+        *,
+        max_pixels: int,
+        max_encoding: int,
+        seconds: float | None = None,
+        at_encoder: bool = True,
+    ) -> "Encoder":
+        """An encoder with threads of its own; max_encoding: images that are decoded and encoded at a time."""
         return cls(
             client,
-            settings.max_image_pixels,
-            settings.encode_seconds,
-            settings.decode == "auto",
-            asyncio.Semaphore(settings.max_encoding),
+            Description(client, seconds),
+            max_pixels,
+            seconds,
+            at_encoder,
+            asyncio.Semaphore(max_encoding),
             ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images"),
         )
 
@@ -80,24 +116,35 @@ class Encoder:
         """The same encoder, whose calls carry this metadata."""
         return replace(self, client=self.client.with_options(metadata=metadata))
 
-    async def encode(self, image: ImageFile, *, cached: bool = False) -> Encoded:
+    async def encode(self, image: ImageFile, *, cached: bool = False, output_type: DType | None = None) -> Encoded:
         """The embedding of an image file; `cached` leaves it in the server's cache under its content id.
 
-        Raises VitwireError.
+        Raises VitwireError, or ApiError if `cached` and the server has no cache.
         """
         async with self.slots:
-            model = await self.client.model(self.seconds)
+            model = await self.description.current()
             content_id = content_id_of(image.digest, model)
             item = await self.in_thread(
                 lambda: item_of(image.content, model, self.max_pixels, at_encoder=self.at_encoder)
             )
             if cached:
                 item = replace(item, content_id=content_id)
-            (embedding,) = await self.client.encode_cached([item], timeout=self.seconds)
+            (embedding,) = await self.client.encode_cached([item], self.seconds, output_type)
+            if cached and model.weights_fingerprint not in self.description.caching:
+                await self._check_cached(item)
+                self.description.caching.add(model.weights_fingerprint)
             grid = embedding.grid
             if not any(grid):  # the server does not know it for a file whose embedding was in its cache
                 grid = (await self.in_thread(lambda: item_of(image.content, model, self.max_pixels))).grid
         return Encoded(content_id, embedding, model, grid)
+
+    async def _check_cached(self, item: Item) -> None:
+        """Raises ApiError if the server did not keep the embedding of an item that it has just encoded."""
+        try:
+            await self.client.encode([without_pixels(item)], timeout=self.seconds)
+        except NotCached as error:
+            message = "the encoder did not keep an embedding: --mode reference needs --cache-bytes on every server"
+            raise ApiError(502, message, "encoder_without_cache") from error
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """The result of work that would block the event loop."""

@@ -140,8 +140,8 @@ class Fetcher:
         headers = [(b"host", url.netloc), *_HEADERS]
         async with self._pool.stream("GET", target, headers=headers, extensions={"timeout": timeouts}) as response:
             if response.status in _REDIRECTS:
-                location = dict(response.headers).get(b"location", dict(response.headers).get(b"Location", b""))
-                return _joined(url, location, param)
+                locations = [value for name, value in response.headers if name.lower() == b"location"]
+                return _joined(url, locations[0] if locations else b"", param)
             if response.status != 200:
                 raise _failed(f"status {response.status}", param)
             image = bytearray()

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from vitwire.router.app import Prepared, application
+from vitwire.router.connections import limited_to
 from vitwire.router.settings import Settings
 
 logger = logging.getLogger("vitwire.router")
@@ -75,7 +76,7 @@ def serve(settings: Settings) -> None:
         host=settings.host,
         port=settings.port,
         loop="asyncio",  # gRPC's asyncio is made for it
-        http="h11",  # bounds the bytes of headers
+        http=limited_to(settings.stall_seconds),
         ws="none",
         lifespan="on",
         log_config=None,

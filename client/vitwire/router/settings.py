@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 Engine = Literal["vllm", "sglang"]
 Mode = Literal["inline", "reference"]
@@ -80,11 +81,23 @@ class Settings:
     log_format: Annotated[Literal["text", "json"], Flag("format of log lines")] = "text"
 
     def __post_init__(self) -> None:
-        if not self.engine_url.startswith(("http://", "https://")):
-            raise ValueError(f"--engine-url {self.engine_url!r} does not start with http:// or https://")
+        _check_url(self.engine_url)
         if self.engine_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key must be set together")
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
+
+
+def _check_url(text: str) -> None:
+    """Raises ValueError for what is not the address of an HTTP server."""
+    if not text.startswith(("http://", "https://")):
+        raise ValueError(f"--engine-url {text!r} does not start with http:// or https://")
+    try:
+        url = urlsplit(text)
+        is_complete = bool(url.hostname) and url.port != 0
+    except ValueError as error:
+        raise ValueError(f"--engine-url {text!r}: {error}") from error
+    if not is_complete or url.username or url.password or url.query or url.fragment:
+        raise ValueError(f"--engine-url {text!r}: expected http://host:port, without user name and query")

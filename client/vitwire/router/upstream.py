@@ -3,6 +3,7 @@
 import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import cast
 
 import httpx2
@@ -25,12 +26,11 @@ _PROBE_SECONDS = 2.0
 class Engine:
     """Sends requests to the engine."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, tls: ssl.SSLContext) -> None:
         self._base = httpx2.URL(settings.engine_url.rstrip("/"))
         self._timeouts = _timeouts(settings.engine_connect_seconds, settings.engine_seconds)
-        ca = settings.engine_ca
         self._transport = httpx2.AsyncHTTPTransport(
-            verify=ssl.create_default_context(cafile=ca) if ca else httpx2.create_ssl_context(),
+            verify=tls,
             limits=httpx2.Limits(keepalive_expiry=_IDLE_SECONDS),
             retries=1,  # of connecting, never of a request
         )
@@ -39,14 +39,14 @@ class Engine:
     async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> AsyncIterator[httpx2.Response]:
         """The response to a request, its body not yet read. Leaving the block ends the request.
 
-        `target` is the path and query. Raises ApiError if the engine does not respond.
+        `target` is the path and query, sent byte for byte. Raises ApiError if the engine does not respond.
         """
         request = httpx2.Request(
             method,
-            self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + target),
+            self._base,
             headers=headers,
             content=body,
-            extensions={"timeout": self._timeouts},
+            extensions={"timeout": self._timeouts, "target": self._base.raw_path.rstrip(b"/") + target},
         )
         try:
             response = await self._transport.handle_async_request(request)
@@ -73,6 +73,16 @@ class Engine:
     async def close(self) -> None:
         """Close all connections."""
         await self._transport.aclose()
+
+
+def trusting(ca: Path | None) -> ssl.SSLContext:
+    """TLS that trusts the certificates in a file, or the usual ones. Raises OSError or ValueError for a bad file."""
+    if ca is None:
+        return httpx2.create_ssl_context()
+    try:
+        return ssl.create_default_context(cadata=ca.read_text("ascii"))
+    except (ssl.SSLError, UnicodeError) as error:
+        raise ValueError(f"--engine-ca {ca}: no certificates in PEM: {error}") from error
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], *, without: Iterable[bytes] = ()) -> Headers:

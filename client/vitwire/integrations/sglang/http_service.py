@@ -15,6 +15,8 @@ from starlette.routing import Route
 
 from vitwire.integrations.sglang.adapter import Adapter
 from vitwire.integrations.sglang.parts import Refused, part_of_json, registration_of_json
+from vitwire.router.errors import ApiError
+from vitwire.router.rewriting import parse
 
 Work = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -46,17 +48,21 @@ class _Bodies:
         """The JSON object in the body. Raises Refused."""
         content = bytearray()
         try:
+            await self._read(request, content)
+            yield _object(content)
+        finally:
+            self._held -= len(content)
+
+    async def _read(self, request: Request, content: bytearray) -> None:
+        try:
             async with asyncio.timeout(self._limits.seconds):
                 async for chunk in request.stream():
                     self._held += len(chunk)
                     content += chunk
                     self._check(len(content))
-            yield _object(content)
         except TimeoutError as error:
             message = f"the body took longer than {self._limits.seconds:g} s"
             raise Refused(message, HTTPStatus.REQUEST_TIMEOUT) from error
-        finally:
-            self._held -= len(content)
 
     def _check(self, length: int) -> None:
         if length > self._limits.each:
@@ -111,15 +117,13 @@ def http_app(adapter: Adapter, limits: BodyLimits) -> Starlette:
 
 def _object(content: bytes | bytearray) -> dict[str, Any]:
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise Refused("the body is not JSON") from error
-    if not isinstance(body, dict):
-        raise Refused(f"expected a JSON object, got {type(body).__name__}")
-    return body
+        return parse(content)
+    except ApiError as error:
+        raise Refused(error.message, HTTPStatus(error.status)) from error
 
 
-def _failure(error: Refused, req_id: object) -> JSONResponse:
-    """An error as SGLang's encoder reports it."""
+def _failure(error: Refused, req_id: object) -> Response:
+    """An error as SGLang's encoder reports it, in ASCII, as JSON strings can be invalid Unicode."""
     known = req_id if isinstance(req_id, str) else None
-    return JSONResponse({"status": "error", "message": str(error), "req_id": known}, error.status)
+    body = json.dumps({"status": "error", "message": str(error), "req_id": known})
+    return Response(body, error.status, media_type="application/json")

@@ -1,20 +1,19 @@
-"""Images as SGLang's requests name them, to items: `data:` URIs, base64, URLs and paths."""
+"""Files of images as SGLang's requests name them: `data:` URIs, base64, URLs and paths."""
 
 import asyncio
 import binascii
 import os
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from vitwire import InvalidItem, Item, Model
 from vitwire._images import MAX_DECODED_PIXELS
 from vitwire.integrations.sglang.parts import Refused
-from vitwire.router.encoding import item_of
+from vitwire.router.encoding import ImageFile
 
 Fetch = Callable[[str], Awaitable[bytes]]
 
@@ -34,7 +33,7 @@ class MediaLimits:
 
 
 class Media:
-    """Reads and prepares images in threads. `fetch` gets the bytes behind a URL; without it, URLs are refused."""
+    """Reads images in threads. `fetch` gets the bytes behind a URL; without it, URLs are refused."""
 
     def __init__(self, limits: MediaLimits, fetch: Fetch | None = None) -> None:
         self._limits = limits
@@ -42,33 +41,23 @@ class Media:
         self._folders = tuple(folder.resolve(strict=True) for folder in limits.folders)
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "vitwire-images")
 
-    async def items(self, sources: Sequence[str], model: Model) -> list[Item]:
-        """One item per image, in order. Raises Refused, naming the first image that cannot be used."""
-        if len(sources) > self._limits.max_images:
-            raise Refused(f"mm_items: {len(sources)} images exceed the limit of {self._limits.max_images}")
-        prepared = [self._item(source, index, model) for index, source in enumerate(sources)]
-        items = await asyncio.gather(*prepared, return_exceptions=True)
-        for found in items:
-            if isinstance(found, BaseException):
-                raise found
-        return [item for item in items if isinstance(item, Item)]
+    @property
+    def max_images(self) -> int:
+        """Images per part."""
+        return self._limits.max_images
+
+    async def image(self, source: str) -> ImageFile:
+        """The file of one image. Raises Refused."""
+        run = asyncio.get_running_loop().run_in_executor
+        if source.startswith(("http://", "https://")):
+            content = await self._fetched(source)
+        else:
+            content = await run(self._threads, self._read, source)
+        return await run(self._threads, ImageFile.of, content)
 
     def close(self) -> None:
         """Drop the threads; work that has begun runs to its end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _item(self, source: str, index: int, model: Model) -> Item:
-        run = asyncio.get_running_loop().run_in_executor
-        try:
-            if source.startswith(("http://", "https://")):
-                encoded = await self._fetched(source)
-            else:
-                encoded = await run(self._threads, self._read, source)
-            return await run(self._threads, item_of, encoded, model, self._limits.max_image_pixels)
-        except Refused as error:
-            raise Refused(f"mm_items[{index}]: {error}", error.status) from error
-        except InvalidItem as error:
-            raise Refused(f"mm_items[{index}]: {error}") from error
 
     async def _fetched(self, url: str) -> bytes:
         if self._fetch is None:
@@ -83,7 +72,7 @@ class Media:
                 raise Refused("expected data:image/...;base64,...")
             return self._from_base64(payload)
         if source.startswith("file://"):
-            return self._from_file(unquote(urlparse(source).path))
+            return self._from_file(_path(source))
         if source.startswith("/") and source[-5:].lower().endswith(_EXTENSIONS):
             return self._from_file(source)
         return self._from_base64(source)
@@ -115,6 +104,13 @@ class Media:
     def _too_large(self) -> Refused:
         limit = self._limits.max_image_bytes
         return Refused(f"the image exceeds the limit of {limit} bytes", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+
+def _path(url: str) -> str:
+    try:
+        return unquote(urlparse(url).path)
+    except ValueError as error:
+        raise Refused(f"not a file URL: {error}") from error
 
 
 def _opened(path: str, flags: int) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import socket
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -42,7 +43,7 @@ class Pusher:
         """Raises Refused for a receiver that is not in the networks."""
         if not self._networks:
             return
-        host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        host, _ = _host_and_port(endpoint)
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
@@ -56,22 +57,49 @@ class Pusher:
 
     async def _push(self, endpoint: str, frames: Sequence[Frame]) -> None:
         self.check(endpoint)
-        socket = self._context.socket(zmq.PUSH)
+        try:
+            sender = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError as error:
+            raise Refused(f"too many receivers at a time: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
         linger = 0
         try:
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # wait for the connection instead of queueing for it
-            socket.setsockopt(zmq.IPV6, "[" in endpoint)
-            socket.connect(endpoint)
+            sender.setsockopt(zmq.SNDHWM, 0)
+            sender.setsockopt(zmq.IMMEDIATE, 1)  # wait for the connection instead of queueing for it
             async with asyncio.timeout(self._seconds):
-                tracker = await socket.send_multipart(frames, copy=False, track=True)
+                address = await _resolved(endpoint)
+                sender.setsockopt(zmq.IPV6, "[" in address)
+                sender.connect(address)
+                tracker = await sender.send_multipart(frames, copy=False, track=True)
                 while tracker is not None and not tracker.done:  # noqa: ASYNC110  # set by ZMQ's thread
                     await asyncio.sleep(_POLL_SECONDS)
             linger = _LINGER_MS
         except TimeoutError as error:
             message = f"receiver {endpoint} did not take the embedding within {self._seconds:g} s"
             raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError, UnicodeError) as error:
             raise Refused(f"receiver {endpoint} cannot be reached: {error}", HTTPStatus.BAD_GATEWAY) from error
         finally:
-            socket.close(linger=linger)
+            sender.close(linger=linger)
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+async def _resolved(endpoint: str) -> str:
+    """The endpoint by address. ZMQ would look a name up in the thread that sends for all. Raises OSError."""
+    host, port = _host_and_port(endpoint)
+    if _is_address(host):
+        return endpoint
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda each: each[0] == socket.AF_INET6)
+    return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

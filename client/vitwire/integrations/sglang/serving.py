@@ -12,7 +12,7 @@ from http import HTTPStatus
 import uvicorn
 
 from vitwire import AsyncClient, DType, VitwireError
-from vitwire.integrations.sglang.adapter import Adapter
+from vitwire.integrations.sglang.adapter import Adapter, Limits
 from vitwire.integrations.sglang.grpc_service import grpc_server
 from vitwire.integrations.sglang.http_service import BodyLimits, http_app
 from vitwire.integrations.sglang.media import Fetch, Media, MediaLimits
@@ -20,6 +20,7 @@ from vitwire.integrations.sglang.parts import Refused
 from vitwire.integrations.sglang.pushing import Network, Pusher
 from vitwire.integrations.sglang.receivers import Receivers
 from vitwire.integrations.sglang.registering import registered
+from vitwire.router.encoding import Encoder
 from vitwire.router.errors import ApiError
 from vitwire.router.fetching import Fetcher, FetchLimits
 
@@ -66,16 +67,13 @@ async def serve(client: AsyncClient, settings: Settings, announce: Callable[[str
     fetcher = Fetcher(settings.fetching) if settings.fetching and settings.fetching.hosts else None
     media = Media(settings.media, _fetch(fetcher) if fetcher else None)
     pusher = Pusher(settings.send_seconds, settings.receiver_networks)
-    adapter = Adapter(
-        client,
-        media,
-        Receivers(settings.send_seconds),
-        pusher,
-        max_requests=settings.max_requests,
-        output_type=settings.output_type,
-    )
+    limits = Limits(requests=settings.max_requests)
+    encoder = Encoder.of(client, max_pixels=settings.media.max_image_pixels, max_encoding=limits.encoding)
+    receivers = Receivers(settings.send_seconds)
+    adapter = Adapter(client, encoder, media, receivers, pusher, limits=limits, output_type=settings.output_type)
     async with AsyncExitStack() as stack:
         stack.callback(media.close)
+        stack.callback(encoder.close)
         if fetcher:
             stack.push_async_callback(fetcher.close)
         stack.callback(pusher.close)
