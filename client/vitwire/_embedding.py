@@ -48,9 +48,9 @@ class Report:
     request_id: str = ""
     """Id of the request in the server's logs and traces."""
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Grid that the server chose for an encoded item; zeros for other items."""
+    """Grid that the server chose for an encoded item, or of rows from the cache; zeros for other items."""
     frame_seconds: tuple[float, ...] = ()
-    """Seconds from the start of an encoded clip to each frame that was used."""
+    """Seconds from the start of an encoded clip to each frame that was used; empty if only its content_id was sent."""
 
     @classmethod
     def from_message(cls, message: pb.ItemReport, request_id: str = "") -> "Report":

@@ -54,7 +54,7 @@ class Expected:
 
 
 def grid_of(expected: Expected, report: Report) -> tuple[int, int, int]:
-    """The grid of an embedding: the item's, or for encoded items the one that the server chose."""
+    """The grid of an embedding: the item's, or that in the report if the item has none."""
     return expected.grid if any(expected.grid) else report.grid
 
 

@@ -5,7 +5,11 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from vitwire._context import log
 from vitwire._errors import DeadlineExceeded
+
+_WARN_SECONDS = 60.0
+"""After which a request that may wait without limit logs a warning: it may wait for a loop that it is itself in."""
 
 
 def checked_limit(limit: int | None) -> int | None:
@@ -28,8 +32,12 @@ class Slots:
         if self._free is None:
             yield
             return
-        if not self._free.acquire(timeout=seconds):
-            raise _late(self._limit)
+        first = _WARN_SECONDS if seconds is None else seconds
+        if not self._free.acquire(timeout=first):
+            if seconds is not None:
+                raise _late(self._limit)
+            _warn(self._limit)
+            self._free.acquire()
         try:
             yield
         finally:
@@ -49,15 +57,24 @@ class AsyncSlots:
         if self._free is None:
             yield
             return
+        warning = asyncio.get_running_loop().call_later(_WARN_SECONDS, _warn, self._limit) if seconds is None else None
         try:
             async with asyncio.timeout(seconds):
                 await self._free.acquire()
         except TimeoutError:
             raise _late(self._limit) from None
+        finally:
+            if warning:
+                warning.cancel()
         try:
             yield
         finally:
             self._free.release()
+
+
+def _warn(limit: int | None) -> None:
+    reason = f"max_in_flight={limit} other requests are in flight, or in unfinished loops over iter_encode"
+    log.warning("a request has waited %g s: %s", _WARN_SECONDS, reason)
 
 
 def _late(limit: int | None) -> DeadlineExceeded:

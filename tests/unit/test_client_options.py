@@ -242,6 +242,23 @@ async def test_a_slot_is_free_again_after_an_error_and_an_abandoned_loop(make: C
         await client.encode([item()])
 
 
+@both
+async def test_a_request_that_waits_for_its_own_loop_logs_a_warning(
+    make: Call, running: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitwire._slots._WARN_SECONDS", 0.2)
+    async with make(running.target, max_in_flight=1) as client:
+        results = client.iter_encode([item(), item()])
+        async for _ in results:
+            break
+        waiting = asyncio.ensure_future(client.encode([item()]))
+        async with asyncio.timeout(30):
+            while "max_in_flight=1 other requests are in flight" not in caplog.text:  # noqa: ASYNC110 - until it is
+                await asyncio.sleep(0.02)
+        await results.aclose()
+        await waiting
+
+
 # -- logs, repr, pickles -----------------------------------------------------------------------------
 
 

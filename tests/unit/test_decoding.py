@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -211,7 +212,7 @@ async def test_a_cancelled_job_keeps_its_decoder() -> None:
         found = await pool.measure(slow, Modality.IMAGE)
         target = np.zeros(int(np.prod(found.pixels)), np.uint8).data
         job = asyncio.create_task(pool.decode(slow, Modality.IMAGE, target))
-        while not any(child.busy for child in pool._all):  # until one has the job
+        while not any(child.is_busy for child in pool._all):  # until one has the job
             assert not job.done(), job
             await asyncio.sleep(0)
         job.cancel()
@@ -219,6 +220,48 @@ async def test_a_cancelled_job_keeps_its_decoder() -> None:
             await job
         assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
         assert {child.pid for child in decoders()} == before
+
+
+async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> None:
+    file = saved(photograph())
+    async with pool_of(seconds=60.0) as pool, asyncio.timeout(60):
+        await prepared(pool, file)
+        (child,) = pool._all
+        for steps in range(8):
+            job = asyncio.create_task(pool.measure(file, Modality.IMAGE))
+            while not child.is_busy:  # noqa: ASYNC110 - until it has the job
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            select.select([child._link], [], [], 0.5)  # of 5 ms that a header takes
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            job.cancel()
+            with suppress(asyncio.CancelledError):
+                await job
+        assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
+        assert pool._all == {child}
+
+
+async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
+    file = saved(photograph())
+    async with pool_of() as pool:
+        job = asyncio.create_task(pool.measure(file, Modality.IMAGE))
+        while not decoders():  # noqa: ASYNC110 - until the decoder starts
+            await asyncio.sleep(0.01)
+        (child,) = decoders()
+        job.cancel()
+        await prepared(pool, file)
+        assert {each.process.pid for each in pool._all} == {child.pid}
+
+
+async def test_closing_ends_a_decoder_that_starts() -> None:
+    async with pool_of() as pool:
+        job = asyncio.create_task(pool.measure(b"", Modality.IMAGE))
+        while not decoders():  # noqa: ASYNC110 - until the decoder starts
+            await asyncio.sleep(0.01)
+        job.cancel()
+        with suppress(asyncio.CancelledError):
+            await job
 
 
 async def test_decoders_start_as_they_are_needed() -> None:

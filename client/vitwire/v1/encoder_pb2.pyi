@@ -672,11 +672,15 @@ class ItemReport(google.protobuf.message.Message):
 
     @property
     def grid(self) -> Global___Grid:
-        """Grid that the server chose for an encoded item; absent for other items."""
+        """Grid that the server chose for an encoded item, or of rows from the cache;
+        absent for other items.
+        """
 
     @property
     def frame_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Seconds from the start of an encoded clip to each frame that was used."""
+        """Seconds from the start of an encoded clip to each frame that was used; empty
+        for rows that were requested by their content_id alone.
+        """
 
     def __init__(
         self,

@@ -148,7 +148,8 @@ class SingleFlight:
     def _hit(self, key: Key, embedding: Embedding) -> Encoded:
         self._monitor.cache_hit(key.content.modality)
         tokens = embedding.shape[0]
-        return Encoded(embedding, ItemReport(Path.CACHE, None, 0, tokens, queued=0.0, encoded=0.0))
+        report = ItemReport(Path.CACHE, None, 0, tokens, queued=0.0, encoded=0.0, grid=key.content.grid)
+        return Encoded(embedding, report)
 
 
 def _rank(waiter: Waiter) -> tuple[int, float]:

@@ -8,6 +8,7 @@ from typing import Protocol
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.delivery import Delivered, NotDelivered
 from vitwire_server.core.errors import EncoderError
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Embedding, Modality
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Timings
@@ -36,6 +37,8 @@ class ItemReport:
     """When the item's batch started, on the scheduler's clock."""
     timings: Timings | None = None
     """Stages of the item's batch; None if nothing ran."""
+    grid: Grid | None = None
+    """Of rows from the cache, which the request need not name."""
 
 
 @dataclass(frozen=True, slots=True)

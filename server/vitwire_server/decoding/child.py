@@ -54,8 +54,8 @@ class Child:
     _link: socket.socket
     _memory: mmap.mmap
     _setup: Setup
-    busy: bool = False
-    """Whether a job was sent whose answer was not received."""
+    _answer: asyncio.Task[FromDecoder] | None = None
+    """Of the last message. A task of its own, as a caller that is cancelled must not lose the answer."""
 
     @classmethod
     async def start(cls, setup: Setup, output_bytes: int) -> Self:
@@ -101,19 +101,30 @@ class Child:
             await asyncio.sleep(0)
 
     async def ask(self, message: ToDecoder, seconds: float) -> FromDecoder:
-        """The answer to a message. Raises DecoderGone if there is none within `seconds`."""
-        self.busy = True
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._link, msgpack.encode(message))
-        except OSError as error:
-            raise await self._gone() from error
-        return await self.answer(seconds)
+        """The answer to a message. Raises DecoderGone if there is none within `seconds`.
 
-    async def answer(self, seconds: float) -> FromDecoder:
-        """The answer to the last message. Raises DecoderGone."""
+        A caller that is cancelled leaves the decoder at work: `idle` waits for it.
+        """
+        self._answer = asyncio.create_task(self._exchange(message, seconds))
+        self._answer.add_done_callback(_seen)
+        return await asyncio.shield(self._answer)
+
+    async def idle(self) -> None:
+        """Wait until the last message was answered, or the decoder has ended."""
+        if self._answer:
+            await asyncio.wait([self._answer])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a message was sent whose answer was not received."""
+        return self._answer is not None and not self._answer.done()
+
+    async def _exchange(self, message: ToDecoder, seconds: float) -> FromDecoder:
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
-                raw = await asyncio.get_running_loop().sock_recv(self._link, MAX_MESSAGE)
+                await loop.sock_sendall(self._link, msgpack.encode(message))
+                raw = await loop.sock_recv(self._link, MAX_MESSAGE)
         except TimeoutError:
             await self.close()
             raise DecoderGone(Fault.LOST, f"a decoder did not respond for {seconds:g} s") from None
@@ -121,7 +132,6 @@ class Child:
             raise await self._gone() from error
         if not raw:
             raise await self._gone()
-        self.busy = False
         answer = FROM_DECODER.decode(raw)
         if isinstance(answer, Refused) and answer.fault is Fault.LOST:
             raise DecoderGone(answer.fault, answer.reason)
@@ -150,12 +160,12 @@ class Child:
             return False
 
     async def close(self) -> None:
-        """Kill the process."""
-        self._link.close()
+        """Kill the process. Its end of the socket is then closed, which ends a wait for its answer."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 self.process.kill()
         await self.process.wait()
+        self._link.close()
 
     async def _gone(self) -> DecoderGone:
         await self.close()
@@ -165,6 +175,12 @@ class Child:
         if number in _FILE_FAULTS:
             return DecoderGone(Fault.CRASHED, "made the decoder crash")
         return DecoderGone(Fault.LOST, f"the decoder ended unexpectedly (exit {self.process.returncode})")
+
+
+def _seen(answer: asyncio.Task[FromDecoder]) -> None:
+    """Mark an error as handled: after a cancellation nobody awaits it."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 async def _spawn(link: socket.socket, memory: int) -> Process:

@@ -66,7 +66,7 @@ class DecodePool:
         self._turns = asyncio.Semaphore(sizes.processes)
         self._idle: list[Child] = []
         self._all: set[Child] = set()
-        self._finishing: set[asyncio.Task[None]] = set()
+        self._returning: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def measure(self, data: Buffer, modality: Modality) -> Measured:
@@ -84,13 +84,13 @@ class DecodePool:
             answer = await self._ask(child, Decode(len(data), modality, len(target)))
             assert isinstance(answer, Decoded)
             await child.read(target)
-            child.discard()
 
     async def close(self) -> None:
         """End all decoders."""
         self._closed = True
-        for task in self._finishing:
+        for task in self._returning:
             task.cancel()
+        await asyncio.gather(*self._returning, return_exceptions=True)
         await asyncio.gather(*(child.close() for child in self._all))
         self._all.clear()
 
@@ -98,27 +98,37 @@ class DecodePool:
     async def _child(self) -> AsyncIterator[Child]:
         """A decoder for one job, in turn. Raises NotDecoded."""
         await self._turns.acquire()
-        child: Child | None = None
+        getting = asyncio.create_task(self._next())
         try:
-            child = await self._next_idle() or await self._start()
-            yield child
+            yield await asyncio.shield(getting)
         except DecoderGone as error:
             raise NotDecoded(error.fault, str(error)) from error
         finally:
-            if child and child.busy and child.is_alive:  # the RPC was cancelled
-                task = asyncio.create_task(self._finish(child))
-                self._finishing.add(task)
-                task.add_done_callback(self._finishing.discard)
-            else:
-                self._give_back(child)
+            task = asyncio.create_task(self._take_back(getting))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+
+    async def _take_back(self, getting: asyncio.Task[Child]) -> None:
+        """End a turn. A decoder that still starts or works, as the RPC was cancelled, is waited for, not replaced."""
+        try:
+            child = await getting
+            await child.idle()
+        except DecoderGone as error:
+            _log.debug("no decoder was started: %s", error)
+        else:
+            await self._keep(child)
+        finally:
+            self._turns.release()
+
+    async def _next(self) -> Child:
+        return await self._next_idle() or await self._start()
 
     async def _next_idle(self) -> Child | None:
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:
                 return child
-            await child.close()
-            self._dropped(child)
+            await self._drop(child)
         return None
 
     async def _start(self) -> Child:
@@ -131,24 +141,16 @@ class DecodePool:
         _log.debug("decoder %d started", child.process.pid)
         return child
 
-    async def _finish(self, child: Child) -> None:
-        """Wait for an answer that nobody needs: to start another decoder would cost more."""
-        try:
-            await child.answer(self._wall_seconds)
-        except DecoderGone as error:
-            _log.debug("a decoder ended: %s", error)
-        finally:
-            self._give_back(child)
-
-    def _give_back(self, child: Child | None) -> None:
-        """The job is over; the child is None if it could not be started."""
-        if child and child.is_alive and not child.busy:
+    async def _keep(self, child: Child) -> None:
+        """For the next job, if it is alive."""
+        if child.is_alive:
+            child.discard()
             self._idle.append(child)
-        elif child:
-            self._dropped(child)
-        self._turns.release()
+        else:
+            await self._drop(child)
 
-    def _dropped(self, child: Child) -> None:
+    async def _drop(self, child: Child) -> None:
+        await child.close()
         self._all.discard(child)
         self._monitor.decoders(len(self._all))
         _log.warning("decoder %d ended (exit %s)", child.process.pid, child.process.returncode)

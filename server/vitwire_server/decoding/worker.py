@@ -41,6 +41,8 @@ from vitwire_server.decoding.messages import (
 
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON = 200
+_TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
+"""Instead of an answer with more times than a message can carry."""
 
 
 def main() -> NoReturn:
@@ -60,7 +62,8 @@ def main() -> NoReturn:
         while raw := link.recv(MAX_MESSAGE):
             job = TO_DECODER.decode(raw)
             assert isinstance(job, Measure | Decode)
-            link.sendall(msgpack.encode(worker.answer(job)))
+            raw = msgpack.encode(worker.answer(job))
+            link.sendall(raw if len(raw) <= MAX_MESSAGE else msgpack.encode(_TOO_MANY_FRAMES))
     os._exit(0)
 
 

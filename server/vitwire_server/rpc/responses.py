@@ -68,6 +68,7 @@ def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared
 
 def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
     report: ItemReport = outcome.report
+    grid = prepared.grid if prepared else report.grid
     return pb.ItemReport(
         path=_PATHS[report.path],
         fallback_reason=report.fallback or "",
@@ -76,7 +77,7 @@ def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
         queued=duration(report.queued),
         encoded=duration(report.encoded),
         kept=outcome.embedding.kept,
-        grid=pb.Grid(t=prepared.grid[0], h=prepared.grid[1], w=prepared.grid[2]) if prepared else None,
+        grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]) if grid else None,
         frame_seconds=prepared.frame_seconds if prepared else (),
         delivery_fallback=outcome.delivery.reason if isinstance(outcome.delivery, NotDelivered) else "",
     )
