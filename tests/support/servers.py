@@ -80,7 +80,6 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a Python program with its output in a file; `wrapper` is a command that runs it."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    environment.pop("VITWIRE_FORK_SERVERS", None)  # a server warns about a variable that is not a setting
     if tuple(program) == SERVER and not wrapper and (server := forked(flags, environment, log)):
         return server
     command = [*wrapper, PYTHON, *program, *flags]
