@@ -28,7 +28,7 @@ $(DEMO): | $(READY)
 test matrix-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
 
 # Servers are forked from a process that has imported torch; other tiers start them by exec.
-test matrix-test: export VITWIRE_FORK_SERVERS ?= 1
+test matrix-test: export FORK_SERVERS ?= 1
 
 # One process per core, at most four: the servers under test need cores too.
 WORKERS := --numprocesses logical --maxprocesses 4 --dist loadfile
@@ -103,7 +103,7 @@ example-test: $(READY) ## the TypeScript example, with Node 20 or newer against 
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test engine-test ## every tier in full
+acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test engine-test example-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto

@@ -45,6 +45,7 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.matrix
 def test_gpu_bench_leaves_out_what_there_is_no_time_for() -> None:
     flags = ("--device", "cpu", "--tiny", "--sizes", "112", "--towers", "Qwen3-VL-8B", "--seconds", "0")
     document = last_line("bench/gpu.py", *flags)
@@ -52,6 +53,7 @@ def test_gpu_bench_leaves_out_what_there_is_no_time_for() -> None:
     assert "Qwen3-VL-8B 112^2 plain_sdpa: no time" in document["left_out"]
 
 
+@pytest.mark.matrix
 def test_the_gpu_tests_fail_at_once_without_cuda() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "VITWIRE_GPU_TEST_DEVICE"}
     done = subprocess.run(

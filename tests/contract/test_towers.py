@@ -73,7 +73,7 @@ class TestParity:
     @pytest.mark.parametrize(
         ("graphs", "packed"),
         [
-            pytest.param(False, False, id="off-alone"),
+            pytest.param(False, False, id="off-alone", marks=pytest.mark.matrix),
             pytest.param(False, True, id="off-packed", marks=pytest.mark.matrix),
             pytest.param(True, False, id="simulated-alone", marks=pytest.mark.matrix),
             pytest.param(True, True, id="simulated-packed"),

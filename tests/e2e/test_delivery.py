@@ -98,6 +98,7 @@ def test_auto_uses_nixl_where_the_server_has_it(server: ServerProcess) -> None:
         assert delivered(server, "stream") == before
 
 
+@pytest.mark.matrix
 def test_without_the_flag_auto_uses_responses(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
     with serving(checkpoints("qwen2_vl"), "--graphs", "off") as plain_server:
         with Client(plain_server.target) as client, caplog.at_level(logging.INFO, "vitwire"):

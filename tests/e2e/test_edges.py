@@ -289,6 +289,7 @@ def test_a_port_that_is_taken_is_refused(
     assert re.fullmatch(rf".*cannot listen on 127\.0\.0\.1:{port}.*", done.stderr.strip().splitlines()[-1])
 
 
+@pytest.mark.matrix
 def test_a_socket_that_is_taken_is_refused(server: ServerProcess, unix_socket: Path, checkpoints: Checkpoints) -> None:
     del server
     words = ["serve", "--model", str(checkpoints("qwen2_vl")), "--metrics-port", "0", "--port", "0"]
@@ -373,6 +374,7 @@ def test_an_edge_that_returns_while_draining_takes_nothing(checkpoints: Checkpoi
         assert server.process.wait(LONG) == 0
 
 
+@pytest.mark.matrix
 def test_a_second_signal_kills_all(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with busy(checkpoints, tmp_path / "fault") as (server, _, calls):
         processes = edges(server)
@@ -403,6 +405,7 @@ def test_several_devices_with_edges_each(checkpoints: Checkpoints) -> None:
         assert supervisor.stop() == 0
 
 
+@pytest.mark.matrix
 def test_certificates_and_tokens_are_replaced_in_every_edge(checkpoints: Checkpoints, tmp_path: Path) -> None:
     authority, tokens = Authority(tmp_path / "pki").issue(), tmp_path / "tokens"
     alice, bob = "alice-0123456789abcdef", "bob-0123456789abcdef"

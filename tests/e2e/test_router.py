@@ -25,6 +25,7 @@ from engine import WORDS
 from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
 from servers import ServerProcess, serving
 from vitwire import Client, Item
+from vitwire.integrations.vllm.settings import Settings
 
 HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 COFFEE = Path(skimage.__file__).parent / "data" / "coffee.png"
@@ -295,6 +296,31 @@ def test_reference_to_a_server_without_a_cache(checkpoints: Checkpoints, receive
                 llm.chat.completions.create(model="tiny", messages=user(image(data_uri(HOPPER))))
             assert (caught.value.status_code, caught.value.code) == (502, "encoder_without_cache")
     assert received.requests() == []
+
+
+@pytest.mark.matrix
+def test_references_are_found_on_the_replica_that_has_them(
+    checkpoints: Checkpoints, server: ServerProcess, received: EngineProcess
+) -> None:
+    """The connector's client asks two replicas as the router did."""
+    images = [Image.new("RGB", (64, 64), (shade, 0, 0)) for shade in range(0, 240, 30)]
+    with serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000") as other:
+        target = f"ipv4:127.0.0.1:{server.port},127.0.0.1:{other.port}"
+        held = [each.metric("vitwire_cache_misses_total") for each in (server, other)]
+        with router(target, received.url, "--mode", "reference") as process, client_of(process) as llm:
+            content = user(*(image(data_uri(png(np.asarray(each)))) for each in images))
+            llm.chat.completions.create(model="m", messages=content)
+        parts = received.requests()[-1]["body"]["messages"][1]["content"]
+        with Settings.of({"target": target}).client(None) as client:
+            for part in parts:
+                grid = tuple(part["image_embeds"]["image_grid_thw"])
+                (embedding,) = client.encode([Item(None, grid, content_id=part["uuid"])])
+                assert embedding.report.path == "cache"
+        encoded = [
+            each.metric("vitwire_items_total", path="eager") > 0 and each.metric("vitwire_cache_misses_total") > before
+            for each, before in zip((server, other), held, strict=True)
+        ]
+    assert all(encoded), "both replicas encoded some of the images"
 
 
 @pytest.mark.matrix

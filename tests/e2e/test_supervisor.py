@@ -136,6 +136,7 @@ def test_a_stopped_process_is_replaced_and_every_line_is_json(
         assert all(line["message"] for line in lines)
 
 
+@pytest.mark.matrix
 async def test_asynchronous_calls_end_as_well(checkpoints: Checkpoints) -> None:
     with supervised(checkpoints("qwen2_vl")) as (supervisor, children):
         async with AsyncClient(f"ipv4:{','.join(child.target for child in children)}", timeout=4) as client:
@@ -164,6 +165,7 @@ def test_no_process_outlives_a_killed_supervisor(checkpoints: Checkpoints) -> No
         assert not alive
 
 
+@pytest.mark.matrix
 def test_ports_and_socket_are_numbered(checkpoints: Checkpoints, tmp_path: Path) -> None:
     socket = tmp_path / "vitwire.sock"
     with supervised(checkpoints("qwen2_vl"), "--unix-socket", str(socket)):
@@ -189,6 +191,7 @@ def test_a_wrong_model_ends_with_one_sentence() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.matrix
 def test_sigint_drains_as_well(checkpoints: Checkpoints) -> None:
     with supervised(checkpoints("qwen2_vl"), ready=False) as (supervisor, _):
         supervisor.process.send_signal(signal.SIGINT)

@@ -1,6 +1,6 @@
 """A process that has imported what a server needs, and forks servers, which spend most of their start on imports.
 
-`forked` is used by `servers.py` where VITWIRE_FORK_SERVERS is 1, as in `make test`; other tiers start servers by exec.
+`forked` is used by `servers.py` where FORK_SERVERS is 1, as in `make test`; other tiers start servers by exec.
 """
 
 import ctypes
@@ -83,7 +83,7 @@ def zygote() -> Zygote:
 
 def forked(arguments: Sequence[str], environment: dict[str, str], log: IO[bytes]) -> ForkedServer | None:
     """A server with these arguments; None if forking is off, or its environment needs imports of its own."""
-    if os.environ.get("VITWIRE_FORK_SERVERS") != "1" or "--devices" in arguments or not zygote().fits(environment):
+    if os.environ.get("FORK_SERVERS") != "1" or "--devices" in arguments or not zygote().fits(environment):
         return None
     return ForkedServer(zygote(), arguments, environment, log)
 

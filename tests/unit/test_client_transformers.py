@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedModel
 
 from vitwire import AsyncClient, Embedding, Item, Model, Unavailable
@@ -191,6 +192,14 @@ def test_weights_that_are_not_kept_are_released() -> None:
         model.model.visual(pixels, grid)
     attach(model, client)
     assert torch.equal(model.get_image_features(pixels, grid).pooler_output[0], before[0])
+
+
+def test_a_transformers_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3_vl")
+    local = Local(model)
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(RuntimeError, match=r"needs transformers 5\.18 or newer, 5\.17\.0 is installed"):
+        attach(model, local)
 
 
 def test_a_prompt_without_images_does_not_call_the_service() -> None:

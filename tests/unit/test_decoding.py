@@ -87,7 +87,12 @@ async def pool_of(model: pb.GetModelResponse = MODELS["patches"], **sizes: Any) 
         yield pool
     finally:
         await pool.close()
-    assert not [child for child in psutil.Process().children() if "decoding.worker" in " ".join(child.cmdline())]
+    assert not decoders()
+
+
+def decoders() -> list[psutil.Process]:
+    """Those of this process."""
+    return [child for child in psutil.Process().children() if "decoding.worker" in " ".join(child.cmdline())]
 
 
 async def prepared(pool: DecodePool, file: bytes, modality: Modality = Modality.IMAGE) -> tuple[Measured, np.ndarray]:
@@ -156,7 +161,7 @@ async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
             assert reason in str(error.value), name
             assert "items[3].encoded" in str(error.value.of_item("items[3].encoded"))
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
-        assert len(psutil.Process().children()) == 1
+        assert len(decoders()) == 1
 
 
 async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
@@ -183,7 +188,7 @@ async def test_a_killed_decoder_costs_at_most_its_file() -> None:
     file, slow = saved(photograph()), many_scans()
     async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
         await prepared(pool, file)
-        (child,) = psutil.Process().children()
+        (child,) = decoders()
         job = asyncio.create_task(pool.decode(slow, Modality.IMAGE, np.zeros(1, np.uint8).data))
         while child.cpu_times().user < 1.0:  # noqa: ASYNC110 - until it works on the job
             await asyncio.sleep(0.02)
@@ -192,7 +197,7 @@ async def test_a_killed_decoder_costs_at_most_its_file() -> None:
             await job
         assert error.value.fault is Fault.LOST
         await prepared(pool, file)
-        (child,) = psutil.Process().children()
+        (child,) = decoders()
         os.kill(child.pid, signal.SIGKILL)  # while it is idle
         psutil.wait_procs([child], 1)
         await prepared(pool, file)
@@ -202,25 +207,27 @@ async def test_a_cancelled_job_keeps_its_decoder() -> None:
     file, slow = saved(photograph()), many_scans(1000, 500)
     async with pool_of(seconds=60.0) as pool:
         await prepared(pool, file)
-        before = {child.pid for child in psutil.Process().children()}
-        job = asyncio.create_task(pool.measure(slow, Modality.IMAGE))
-        (child,) = pool._all
-        while not child.busy:  # noqa: ASYNC110 - until it has the job
+        before = {child.pid for child in decoders()}
+        found = await pool.measure(slow, Modality.IMAGE)
+        target = np.zeros(int(np.prod(found.pixels)), np.uint8).data
+        job = asyncio.create_task(pool.decode(slow, Modality.IMAGE, target))
+        while not any(child.busy for child in pool._all):  # until one has the job
+            assert not job.done(), job
             await asyncio.sleep(0)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
         assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
-        assert {child.pid for child in psutil.Process().children()} == before
+        assert {child.pid for child in decoders()} == before
 
 
 async def test_decoders_start_as_they_are_needed() -> None:
     files = [saved(photograph(200 + side, 300)) for side in range(6)]
     async with pool_of(processes=2) as pool:
-        assert not psutil.Process().children()
+        assert not decoders()
         for file, result in zip(files, await asyncio.gather(*(prepared(pool, file) for file in files)), strict=True):
             assert_equal(*result, expected(file, MODELS["patches"]))
-        assert len(psutil.Process().children()) == 2
+        assert len(decoders()) == 2
 
 
 @pytest.mark.parametrize(("name", "kind", "codec"), [("patches", "mp4", "libx264"), ("ratio", "webm", "libvpx-vp9")])

@@ -83,7 +83,11 @@ def application(prepared: Prepared) -> Starlette:
 async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> None:
     settings, metrics = prepared.settings, Metrics()
     client = AsyncClient(
-        settings.target, tls=prepared.credentials, token=settings.token, max_retries=settings.encoder_retries
+        settings.target,
+        tls=prepared.credentials,
+        token=settings.token,
+        max_retries=settings.encoder_retries,
+        affinity=True,  # an image goes to the replica that has its rows cached, where others fetch them too
     )
     stack.push_async_callback(client.close)
     engine = Engine(settings, prepared.engine_tls)

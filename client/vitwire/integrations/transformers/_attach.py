@@ -5,6 +5,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,6 +20,8 @@ from vitwire.integrations.transformers._weights import Original, has_tower
 
 _ATTACHED = "_vitwire"
 """Attribute of an attached module that holds its `_Attached`."""
+OLDEST = Version("5.18")
+"""Earlier models expect deepstack rows of all images in one tensor, and do not let `generate` encode them."""
 _METHODS: Mapping[str, Modality] = {"get_image_features": "image", "get_video_features": "video"}
 
 
@@ -41,9 +45,11 @@ def attach(
     keep: move the weights to the host, for `detach`. False drops them.
     weights_fingerprint: the one that `Client.model()` must report.
 
-    Raises ValueError if the model has no tower that can be replaced or the service has another one, and the errors
-    of `Client.model()`; the model is unchanged then.
+    Raises ValueError if the model has no tower that can be replaced or the service has another one, RuntimeError for
+    a transformers that is too old, and the errors of `Client.model()`; the model is unchanged then.
     """
+    if Version(transformers.__version__) < OLDEST:
+        raise RuntimeError(f"attach needs transformers {OLDEST} or newer, {transformers.__version__} is installed")
     owner = _owner(model)
     if _ATTACHED in vars(owner):
         raise ValueError("the model's vision tower is already remote; detach it first")

@@ -96,6 +96,7 @@ class Settings:
             tls=self._credentials(),
             token=self.token or (Path(self.token_file).read_text("utf-8").strip() if self.token_file else None),
             timeout=self.timeout,
+            affinity=True,  # rows are fetched from the replica that the router had them cached by
             delivery=self.delivery,
             device=None if self.delivery == "stream" else device,
             delivery_bytes=self.delivery_bytes,
