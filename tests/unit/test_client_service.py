@@ -119,6 +119,17 @@ async def test_the_model_is_asked_for_once(make: Call, running: Running) -> None
 
 
 @both
+async def test_the_model_can_be_requested_again(make: Call, running: Running) -> None:
+    async with make(running.target, timeout=20) as client:
+        before = await client.model()
+        running.fake.fingerprint = "cd"
+        assert await client.model() == before
+        assert (await client.model(refresh=True)).weights_fingerprint == "cd"
+        assert (await client.model()).weights_fingerprint == "cd"
+        assert before.weights_fingerprint != "cd"
+
+
+@both
 async def test_images_and_clips_are_prepared(make: Call, running: Running) -> None:
     image = np.random.default_rng(0).integers(0, 255, (32, 40, 3), np.uint8)
     async with make(running.target, timeout=20) as client:

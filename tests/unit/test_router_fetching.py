@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from vitwire.router.addresses import AllowedHost, parse_networks
-from vitwire.router.errors import ApiError
+from vitwire.router.errors import ApiError, overloaded
 from vitwire.router.fetching import Fetcher, FetchLimits
 
 LIMIT = 100_000
@@ -196,6 +196,25 @@ async def test_bad_responses(site: Site, path: str, code: str, reason: str) -> N
     error = await refused(fetcher(site), site.url(path))
     assert error.code == code
     assert reason in str(error)
+
+
+async def test_memory_is_held_as_bytes_arrive(site: Site) -> None:
+    """Not once all have arrived: many fetches at a time would exceed the limit by all of theirs."""
+    held: list[int] = []
+
+    def hold(count: int) -> None:
+        if sum(held) + count > LIMIT // 2:
+            raise overloaded("full", "router_overloaded")
+        held.append(count)
+
+    fetching = fetcher(site)
+    assert await fetching.fetch(site.url("/cat.png"), "p", held.append) == IMAGE
+    assert sum(held) == len(IMAGE)
+    held.clear()
+    with pytest.raises(ApiError) as caught:
+        await fetching.fetch(site.url("/endless"), "p", hold)
+    assert (caught.value.code, sum(held) <= LIMIT // 2) == ("router_overloaded", True)
+    await fetching.close()
 
 
 async def test_slow_responses(site: Site) -> None:

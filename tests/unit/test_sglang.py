@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 
-from vitwire import Embedding, Report
+from fake_service import Fake, serving
+from vitwire import AsyncClient, Embedding, Report
 from vitwire.integrations.sglang import expanded, precomputed
+from vitwire.integrations.sglang.adapter import Adapter, Limits
 from vitwire.integrations.sglang.headers import embedding_header, error_header
 from vitwire.integrations.sglang.media import Media, MediaLimits
 from vitwire.integrations.sglang.parts import (
@@ -29,7 +31,9 @@ from vitwire.integrations.sglang.parts import (
     part_of_message,
     registration_of_json,
 )
+from vitwire.integrations.sglang.pushing import Pusher
 from vitwire.integrations.sglang.receivers import Receivers
+from vitwire.router.encoding import Encoder, ImageFile
 
 PART = Part("r_local_part_1", 3, 1, ("aGk=",), ())
 JSON = {"req_id": "r", "modality": "IMAGE", "mm_items": ["aGk="], "num_parts": 2, "part_idx": 1}
@@ -175,6 +179,31 @@ async def test_registrations_that_nobody_takes_are_forgotten(monkeypatch: pytest
     receivers.add(Registration("c", "tcp://a:1", 1))
     assert list(receivers._requests) == ["c"]
     assert receivers._held == 1
+
+
+# -- the adapter -----------------------------------------------------------------------------------
+
+
+async def test_embeddings_that_wait_for_receivers_are_bounded() -> None:
+    """And the memory is free again once they do not wait."""
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, "PNG")
+    source = base64.b64encode(file.getvalue()).decode()
+    with serving(Fake()) as running:
+        async with AsyncClient(running.target) as client:
+            encoder = Encoder.of(client, max_pixels=10_000, max_encoding=2)
+            size = (await encoder.encode(ImageFile.of(file.getvalue()))).embedding._host().nbytes
+            limits = Limits(embedding_bytes=3 * size)
+            pusher = Pusher(1.0)
+            adapter = Adapter(client, encoder, Media(MediaLimits()), Receivers(1.0), pusher, limits=limits)
+            for _ in range(2):
+                parts = [Part(f"r{number}", 1, 0, (source,) * 2, ()) for number in range(2)]
+                errors = await asyncio.gather(*map(adapter.encode, parts), return_exceptions=True)
+                statuses = {each.status for each in errors if isinstance(each, Refused)}
+                assert statuses == {HTTPStatus.GATEWAY_TIMEOUT, HTTPStatus.SERVICE_UNAVAILABLE}
+            await adapter.close()
+            pusher.close()
+            encoder.close()
 
 
 # -- images ----------------------------------------------------------------------------------------

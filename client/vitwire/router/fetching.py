@@ -7,7 +7,7 @@ rebinding) gains nothing. Redirects are followed by hand, each checked like the 
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import httpcore2
@@ -16,6 +16,9 @@ import httpx2
 from vitwire.router.addresses import Address, AllowedHost, Network, is_permitted
 from vitwire.router.errors import ApiError, invalid
 from vitwire.router.uploads import too_large
+
+Hold = Callable[[int], None]
+"""Takes memory for bytes; raises ApiError if there is none left."""
 
 _MAX_REDIRECTS = 3
 _MAX_CONNECTIONS = 64
@@ -83,15 +86,15 @@ class Fetcher:
             network_backend=_CheckedBackend(limits.networks),
         )
 
-    async def fetch(self, url: str, param: str) -> bytes:
-        """The image at the URL. Raises ApiError."""
+    async def fetch(self, url: str, param: str, hold: Hold | None = None) -> bytes:
+        """The image at the URL. Raises ApiError, also that of `hold` for bytes as they arrive."""
         if not self._limits.hosts:
             raise invalid(
                 "this router fetches no URLs; send the image as data:image/...;base64,...", param, "image_url_refused"
             )
         try:
             async with asyncio.timeout(self._limits.seconds):
-                return await self._follow(url, param)
+                return await self._follow(url, param, hold or (lambda _: None))
         except TimeoutError as error:
             raise _failed(f"it took longer than {self._limits.seconds:g} s", param) from error
         except _ForbiddenAddress as error:
@@ -105,10 +108,10 @@ class Fetcher:
         """Close all connections."""
         await self._pool.aclose()
 
-    async def _follow(self, url: str, param: str) -> bytes:
+    async def _follow(self, url: str, param: str, hold: Hold) -> bytes:
         target = self._checked(url, param)
         for _ in range(1 + _MAX_REDIRECTS):
-            found = await self._get(target, param)
+            found = await self._get(target, param, hold)
             if isinstance(found, bytes):
                 return found
             if target.scheme == "https" and found.scheme == "http":
@@ -132,7 +135,7 @@ class Fetcher:
             raise invalid(f"images may not be fetched from {host}:{port}", param, "image_url_refused")
         return url
 
-    async def _get(self, url: httpx2.URL, param: str) -> bytes | httpx2.URL:
+    async def _get(self, url: httpx2.URL, param: str, hold: Hold) -> bytes | httpx2.URL:
         """The image, or where the response redirects to."""
         seconds = self._limits.seconds
         timeouts = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
@@ -146,9 +149,10 @@ class Fetcher:
                 raise _failed(f"status {response.status}", param)
             image = bytearray()
             async for chunk in response.aiter_stream():
-                image += chunk
-                if len(image) > self._limits.max_bytes:
+                if len(image) + len(chunk) > self._limits.max_bytes:
                     raise too_large(self._limits.max_bytes, param)
+                hold(len(chunk))
+                image += chunk
             return bytes(image)
 
 

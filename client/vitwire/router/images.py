@@ -67,10 +67,11 @@ class Images:
             elif source == "upload":
                 image = upload(ref.url, files, ref.param)
             else:
-                image = await self.fetcher.fetch(ref.url, ref.param)
+                image = await self.fetcher.fetch(ref.url, ref.param, ticket.hold)
             if len(image) > self.max_bytes:
                 raise too_large(self.max_bytes, ref.param)
-            ticket.hold(len(image))
+            if source != "url":
+                ticket.hold(len(image))
         except ApiError:
             self.metrics.images.labels(source, "refused").inc()
             raise
