@@ -42,7 +42,7 @@ def processor_items(
         clips = _clips(outputs)
     if outputs.get(_PIXELS) is None and outputs.get(_CLIPS) is None:
         raise invalid(
-            "outputs", f"has neither {_PIXELS} nor {_CLIPS}, only {', '.join(map(str, outputs)) or 'nothing'}"
+            "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
     ids = _ids(content_ids, len(images) + len(clips))
     return [
@@ -121,7 +121,8 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids.of("image_sizes", outputs["image_sizes"])
     if _has(outputs, "num_crops") or _takes_one_tile(model):
         return Grids(_PIXELS, [(1,)] * len(batch))
-    raise invalid("grid_thw", "is missing: these outputs do not say how many tiles each image has; pass the numbers")
+    what = "image_grid_thw" if len(batch) and rank(batch) == 2 else "the number of tiles of each image"
+    raise invalid("grid_thw", f"is missing: {_PIXELS} alone does not show where an image ends; pass {what}")
 
 
 def _with_overviews(layouts: Grids) -> Grids:

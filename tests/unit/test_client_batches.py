@@ -331,3 +331,10 @@ def test_what_is_wrong_is_named(name: str) -> None:
         call()
     assert [each.field for each in raised.value.violations] == [field]
     assert str(raised.value).startswith(f"{field}: ")
+
+
+def test_the_error_of_missing_sizes_says_what_to_pass() -> None:
+    with pytest.raises(InvalidItem, match=r"pass image_grid_thw$"):
+        batch_items(ROWS)
+    with pytest.raises(InvalidItem, match=r"pass the number of tiles of each image$"):
+        batch_items(np.zeros((3, 3, 8, 8), np.float32))

@@ -291,3 +291,8 @@ def test_embeddings_that_do_not_fit_together_are_refused() -> None:
     other = Embedding(np.zeros((4, 6), np.float32), "float32", 2, Report(), (1, 4, 4))
     with pytest.raises(ValueError, match="expected one width and dtype"):
         precomputed([embedding(4, (1, 4, 4)), other])
+    with pytest.raises(ValueError, match=r"embeddings\[0\].grid: \(2, 4, 4\) is the grid of a clip"):
+        precomputed([embedding(8, (2, 4, 4))])
+    pruned = Embedding(np.zeros((4, 6), np.float32), "float32", 2, Report(kept=(0, 1, 2, 5)), (2, 4, 4))
+    with pytest.raises(ValueError, match=r"embeddings\[0\]: its tokens were pruned"):
+        precomputed([pruned], modality="video")

@@ -83,6 +83,7 @@ def test_offline_data() -> None:
         (embedding(rows=3), r"embedding: 3 rows, its grid \(1, 4, 4\) has 4"),
         (embedding(width=8), "embedding: rows are 8 wide, those of tiny are 12"),
         (embedding(grid=(0, 0, 0)), r"embedding.grid: \(0, 0, 0\) is not"),
+        (embedding((2, 4, 4), 8), r"embedding.grid: \(2, 4, 4\) is the grid of a clip"),
         (embedding(kept=(0, 1)), "embedding: its tokens were pruned"),
     ],
 )
@@ -106,6 +107,8 @@ def test_invalid_arguments() -> None:
         reference_part((1, 4, 4), MODEL, "")
     with pytest.raises(ValueError, match=r"grid: \(1, 3, 4\) is not"):
         reference_part((1, 3, 4), MODEL, "cat")
+    with pytest.raises(ValueError, match=r"grid: \(2, 4, 4\) is the grid of a clip"):
+        reference_part((2, 4, 4), MODEL, "clip")
     with pytest.raises(ValueError, match="timestamps: qwen3_vl needs"):
         video_part(embedding(), MODEL)
     with pytest.raises(ValueError, match="timestamps: 2 for a clip of 1"):

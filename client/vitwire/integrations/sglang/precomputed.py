@@ -20,7 +20,7 @@ def precomputed(embeddings: Sequence[Embedding], *, modality: Modality = "image"
 
     The format is `processor_output`: of SGLang's two formats, only that one skips the vision tower of every model.
 
-    Raises ValueError for no embeddings, and for widths, types or grids that do not fit together.
+    Raises ValueError for no embeddings, for pruned ones, and for widths, types or grids that do not fit together.
     """
     if not embeddings:
         raise ValueError("embeddings: expected at least one, got none")
@@ -30,6 +30,11 @@ def precomputed(embeddings: Sequence[Embedding], *, modality: Modality = "image"
     unknown = [index for index, each in enumerate(embeddings) if 0 in each.grid]
     if unknown:
         raise ValueError(f"embeddings[{unknown[0]}].grid is unknown; SGLang computes positions from it")
+    for index, each in enumerate(embeddings):
+        if each.report.kept:
+            raise ValueError(f"embeddings[{index}]: its tokens were pruned, and SGLang expects all of them")
+        if modality == "image" and each.grid[0] > 1:
+            raise ValueError(f"embeddings[{index}].grid: {each.grid} is the grid of a clip; pass modality='video'")
     import torch  # noqa: PLC0415  # the encoder adapter runs without it
 
     rows = [each.torch().reshape(-1, each.shape[-1]) for each in embeddings]

@@ -101,7 +101,7 @@ def reference_part(
         raise ValueError("uuid must be the content_id of a cached embedding, got an empty one")
     if model.model_type not in _WITH_GRIDS:
         raise ValueError(_unsupported(model, "a part without its embedding", _WITH_GRIDS))
-    _tokens(grid, model, "grid")
+    _tokens(grid, model, modality, "grid")
     metadata = {f"{modality}_grid_thw": list(grid)} | _times(grid, model, modality, timestamps)
     kind = f"{modality}_embeds"
     return {"type": kind, kind: metadata, "uuid": uuid}
@@ -131,15 +131,19 @@ def _check(embedding: Embedding, model: Model, modality: Modality, field: str) -
     rows, width = embedding.shape
     if width != model.embedding_width:
         raise ValueError(f"{field}: rows are {width} wide, those of {model.model_id} are {model.embedding_width}")
-    if model.model_type in _WITH_GRIDS and rows != (tokens := _tokens(embedding.grid, model, f"{field}.grid")):
-        raise ValueError(f"{field}: {rows} rows, its grid {embedding.grid} has {tokens}")
+    if model.model_type in _WITH_GRIDS:
+        tokens = _tokens(embedding.grid, model, modality, f"{field}.grid")
+        if rows != tokens:
+            raise ValueError(f"{field}: {rows} rows, its grid {embedding.grid} has {tokens}")
 
 
-def _tokens(grid: Grid, model: Model, field: str) -> int:
+def _tokens(grid: Grid, model: Model, modality: Modality, field: str) -> int:
     """Tokens of a grid. Raises ValueError for one that the model cannot have."""
     t, h, w = grid
     if min(grid) < 1 or h % model.merge_size or w % model.merge_size:
         raise ValueError(f"{field}: {grid} is not (t, h, w) with h and w multiples of {model.merge_size}")
+    if modality == "image" and t > 1:
+        raise ValueError(f"{field}: {grid} is the grid of a clip; pass it as a video")
     return t * h * w // model.merge_size**2
 
 
