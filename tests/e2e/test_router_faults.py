@@ -299,6 +299,8 @@ def test_keys(encoder: Running, stand_in: EngineProcess, tmp_path: Path) -> None
         assert proxy.page("/health")[0] == 200
         lines = [json.loads(line) for line in proxy.log().splitlines()]
         assert {"time", "level", "logger", "message"} <= set(lines[-1])
+        where = stand_in.url.removeprefix("http://")
+        assert lines[0]["message"] == f"encoder {encoder.target}, engine vllm at {where}, mode inline"
         assert "sk-" not in proxy.log()
     assert {each["headers"]["authorization"] for each in stand_in.requests()} == {"Bearer sk-engine"}
 

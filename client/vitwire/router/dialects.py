@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from PIL import Image
 
 from vitwire.router.encoding import Encoded, Encoder, ImageFile, open_image
-from vitwire.router.settings import Settings
+from vitwire.router.settings import Mode, Settings
 
 Part = dict[str, Any]
 
@@ -54,9 +54,14 @@ class PassOn:
         return {"type": "image_url", "image_url": {"url": url}}
 
 
+def mode_of(settings: Settings) -> Mode:
+    """`--mode`, or the engine's default."""
+    return settings.mode or ("reference" if settings.engine == "sglang" else "inline")
+
+
 def dialect_of(settings: Settings) -> Dialect:
     """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have."""
-    mode = settings.mode or ("reference" if settings.engine == "sglang" else "inline")
+    mode = mode_of(settings)
     if settings.engine == "sglang":
         if mode == "inline":
             raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")

@@ -9,11 +9,13 @@ import sys
 import time
 from types import FrameType
 
+import httpx2
 import uvicorn
 from starlette.applications import Starlette
 
 from vitwire.router.app import Prepared, application
 from vitwire.router.connections import limited_to
+from vitwire.router.dialects import mode_of
 from vitwire.router.settings import Settings
 
 logger = logging.getLogger("vitwire.router")
@@ -71,6 +73,8 @@ def serve(settings: Settings) -> None:
     """Serve until a signal. Raises ValueError or OSError for settings that cannot be used."""
     _configure_logs(settings)
     app = application(Prepared.of(settings))
+    engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
+    logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
     config = uvicorn.Config(
         app,
         host=settings.host,
