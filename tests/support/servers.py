@@ -21,6 +21,8 @@ PYTHON = os.environ.get("VITWIRE_PYTHON", sys.executable)
 SERVER = ("-m", "vitwire_server")
 _READY_SECONDS = 120
 _STOP_SECONDS = 60
+_SHOWN = 4000
+"""Characters of the log that a failed test shows."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,9 @@ def serving(
             if wait:
                 server.wait_for(r"ready: ")
             yield server
+        except BaseException:
+            sys.stderr.write(f"the log of the server ends in:\n{server.log()[-_SHOWN:]}\n")
+            raise
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -1,5 +1,6 @@
 """Delivery of rows through NIXL, to consumers in processes of their own."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from vitwire.regions import ALIGNMENT, Regions
 from vitwire_server.core.delivery import Consumer, Delivered, Fallback, MemoryKind, NotDelivered, Placing, Region
 from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.transfers import Bounds
+from vitwire_server.delivery.vetting import Vetter
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
 
@@ -201,6 +203,29 @@ def test_memory_that_is_not_registered_is_not_written() -> None:
             Fallback.FAILED
         )
         assert liar.sums(0, MIB) == {"0": MIB}
+
+
+def test_vetting_survives_a_child_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: SimpleQueue[bool] = SimpleQueue()
+    with consuming(MIB) as process:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        vetter = Vetter()
+        try:
+            vetter.ask(process.metadata, answers.put)
+            assert not answers.get(timeout=SECONDS)
+            monkeypatch.undo()
+            vetter.ask(process.metadata, answers.put)
+            assert answers.get(timeout=SECONDS)
+        finally:
+            vetter.close()
+
+
+def test_a_delivery_does_not_wait_for_vetting_forever() -> None:
+    with delivering(vetting_seconds=0.2) as deliveries, consuming(MIB) as process:
+        deliveries.courier._vetter.ask = lambda *_: None  # type: ignore[method-assign]  # an answer that never comes
+        rows = HostRows(1, MIB)
+        assert deliveries.deliver(process.consumer(), rows) == NotDelivered(Fallback.TIMEOUT)
+        assert rows.released.is_set()
 
 
 def test_metadata_that_ends_a_process_ends_only_the_vetting() -> None:

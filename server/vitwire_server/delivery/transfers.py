@@ -26,6 +26,8 @@ class Bounds:
 
     seconds: float = 5.0
     """Most that a delivery may take, once its agent was vetted."""
+    vetting_seconds: float = 30.0
+    """Most that a delivery waits for the vetting of its agent."""
     agents: int = 1024
     idle_seconds: float = 60.0
     """After which an unused agent is disconnected."""
@@ -149,7 +151,7 @@ class Transfers:
         """Post a waiting job, or end it; False if it has to wait on."""
         peer = job.peer
         assert peer, "only jobs with a peer wait"
-        is_late = peer.state is State.READY and self._is_late(job)
+        is_late = self._is_late(job)
         refusal = peer.refusal() or (Fallback.TIMEOUT if is_late else None)
         if refusal:
             self._end(job, refusal)
@@ -250,7 +252,9 @@ class Transfers:
             _log.debug("a NIXL agent cannot be disconnected: %s", error)
 
     def _is_late(self, job: Job) -> bool:
-        return time.monotonic() - max(job.started, job.vetted) > self._bounds.seconds
+        is_vetting = job.peer is not None and job.peer.state is State.VETTING
+        limit = self._bounds.vetting_seconds if is_vetting else self._bounds.seconds
+        return time.monotonic() - max(job.started, job.vetted) > limit
 
 
 def _release_transfer(job: Job) -> None:

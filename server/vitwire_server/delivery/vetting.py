@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from select import select
@@ -18,6 +19,8 @@ from vitwire.agents import Agent, AgentError
 _log = logging.getLogger(__name__)
 _SECONDS = 10.0
 """Most that a child may take for one agent, its start included."""
+_PAUSES = (0.0, 0.1, 0.5)
+"""Seconds before each attempt to start a child."""
 _LENGTH_BYTES = 4
 _ACCEPTED, _REFUSED = b"+", b"-"
 
@@ -41,14 +44,34 @@ class Vetter:
         self._thread.join(_SECONDS)
 
     def _run(self) -> None:
-        self._started()  # importing NIXL takes half a second, which the first consumer need not wait for
+        self._try_start()  # importing NIXL takes half a second, which the first consumer need not wait for
         while asked := self._asked.get():
             metadata, answer = asked
-            answer(self._is_accepted(metadata))
+            answer(self._verdict(metadata))
         self._end_child()
 
+    def _verdict(self, metadata: bytes) -> bool:
+        try:
+            return self._try_start() and self._is_accepted(metadata)
+        except Exception:  # noqa: BLE001 - the thread's loop: deliveries wait for every answer
+            _log.exception("a NIXL agent cannot be vetted and is refused")
+            return False
+
+    def _try_start(self) -> bool:
+        """Whether a child runs now; tried again, as the system may be short of processes for a moment."""
+        for pause in _PAUSES:
+            time.sleep(pause)
+            try:
+                self._start()
+            except (OSError, subprocess.SubprocessError) as error:
+                _log.warning("the process that vets NIXL agents cannot be started: %s", error)
+            else:
+                return True
+        return False
+
     def _is_accepted(self, metadata: bytes) -> bool:
-        child = self._started()
+        child = self._child
+        assert child, "it was started"
         assert child.stdin, "a pipe"
         assert child.stdout, "a pipe"
         try:
@@ -61,10 +84,10 @@ class Vetter:
         if verdict not in (_ACCEPTED, _REFUSED):
             _log.warning("the metadata of a NIXL agent ended the process that vets them; the agent is refused")
             self._end_child()
-            self._started()
+            self._try_start()
         return verdict == _ACCEPTED
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         if self._child is None or self._child.poll() is not None:
             command = [sys.executable, "-m", "vitwire_server.delivery.vetting"]
             self._child = subprocess.Popen(  # noqa: S603 - this module
@@ -75,7 +98,6 @@ class Vetter:
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C is for the server, at whose end the pipe closes
             )
-        return self._child
 
     def _end_child(self) -> None:
         if self._child is None:
