@@ -1,6 +1,6 @@
 """Outputs of Hugging Face processors, as they are, to items.
 
-Which keys a processor sets tells how its tensors are laid out; docs/client.md has the table.
+The keys that a processor sets determine the layout of its tensors; docs/client.md has the table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -70,7 +70,7 @@ def dialect_of(settings: Settings) -> Dialect:
 
     if mode == "inline":
         return Inline(lambda each: vllm.image_part(each.embedding, each.model, uuid=each.content_id))
-    return Reference(lambda each: vllm.reference_part(each.grid, each.model, each.content_id))
+    return Reference(lambda each: vllm.reference_part(each.embedding.grid, each.model, each.content_id))
 
 
 def _data_uri(image: ImageFile, max_pixels: int) -> str:

@@ -53,7 +53,6 @@ class Encoded:
     content_id: str
     embedding: Embedding
     model: Model
-    grid: tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -133,10 +132,7 @@ class Encoder:
             if cached and model.weights_fingerprint not in self.description.caching:
                 await self._check_cached(item)
                 self.description.caching.add(model.weights_fingerprint)
-            grid = embedding.grid
-            if not any(grid):  # the server does not know it for a file whose embedding was in its cache
-                grid = (await self.in_thread(lambda: item_of(image.content, model, self.max_pixels))).grid
-        return Encoded(content_id, embedding, model, grid)
+        return Encoded(content_id, embedding, model)
 
     async def _check_cached(self, item: Item) -> None:
         """Raises ApiError if the server did not keep the embedding of an item that it has just encoded."""

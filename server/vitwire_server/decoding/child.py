@@ -178,7 +178,7 @@ class Child:
 
 
 def _seen(answer: asyncio.Task[FromDecoder]) -> None:
-    """Mark an error as handled: after a cancellation nobody awaits it."""
+    """Mark an error as handled: after a cancellation no task awaits it."""
     if not answer.cancelled():
         answer.exception()
 

@@ -192,14 +192,14 @@ def _refusal(error: VitwireError, index: int) -> Refused:
 def _message(part: Part, images: Sequence[Encoded]) -> list[Frame]:
     """A header and the rows of all images. Raises Refused for a model whose tokens do not follow from the grid."""
     for index, each in enumerate(images):
-        (t, h, w), count = each.grid, each.embedding.shape[0]
+        (t, h, w), count = each.embedding.grid, each.embedding.shape[0]
         if count != t * h * w // each.model.merge_size**2:
             raise Refused(
-                f"mm_items[{index}]: {each.model.model_id} gives {count} rows for the grid {each.grid}; SGLang "
+                f"mm_items[{index}]: {each.model.model_id} gives {count} rows for the grid {(t, h, w)}; SGLang "
                 "expects one per merged patch",
                 HTTPStatus.NOT_IMPLEMENTED,
             )
     rows = [each.embedding._host() for each in images]  # noqa: SLF001  # as received, in types that numpy lacks too
     joined = np.ascontiguousarray(rows[0] if len(rows) == 1 else np.concatenate(rows))
-    header = embedding_header(part, [each.grid for each in images], joined.shape, images[0].embedding.dtype)
+    header = embedding_header(part, [each.embedding.grid for each in images], joined.shape, images[0].embedding.dtype)
     return [header, joined.reshape(-1).view(np.uint8)]

@@ -65,7 +65,7 @@ class Media:
         return await self._fetch(url)
 
     def _read(self, source: str) -> bytes:
-        """The bytes of an image in the request or in a file, told apart as SGLang does."""
+        """The bytes of an image in the request or in a file; the forms are distinguished as in SGLang."""
         if source.startswith("data:"):
             head, comma, payload = source.partition(",")
             if not comma or not head.lower().endswith(";base64"):
