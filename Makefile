@@ -46,6 +46,7 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs, table of mod
 	$(BIN)/lint-imports --no-cache
 	PYTHON=$(PYTHON) tools/proto.sh check
 	$(BIN)/python tools/tables.py --check
+	$(BIN)/python -m tools.monitoring --check
 
 page-test: $(READY) ## the status page in headless Chromium (from PATH or Playwright)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement tests/page/requirements.txt
