@@ -25,10 +25,10 @@ $(DEMO): | $(READY)
 	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@
 
 # Tiny models are not faster with more threads.
-test matrix-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
+test matrix-test watch-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
 
 # Servers are forked from a process that has imported torch; other tiers start them by exec.
-test matrix-test: export FORK_SERVERS ?= 1
+test matrix-test watch-test: export FORK_SERVERS ?= 1
 
 # One process per core, at most four: the servers under test need cores too.
 WORKERS := --numprocesses logical --maxprocesses 4 --dist loadfile

@@ -12,6 +12,7 @@ import yaml
 from prometheus_client import generate_latest
 from tools.monitoring import stale
 
+from vitwire.router.metrics import Metrics as RouterMetrics
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.delivery import Fallback as DeliveryFallback
 from vitwire_server.core.health import State
@@ -31,8 +32,9 @@ RECORDED = re.compile(r"\b\w+:vitwire_\w+:\w+")
 
 @pytest.fixture(scope="module")
 def exposed() -> set[str]:
-    """Names of samples, those of histograms with their suffixes."""
-    lines = re.findall(r"^# TYPE (\w+) (\w+)$", generate_latest(Metrics().registry).decode(), flags=re.MULTILINE)
+    """Names of the samples of a server and of a router, those of histograms with their suffixes."""
+    pages = [generate_latest(each.registry).decode() for each in (Metrics(), RouterMetrics())]
+    lines = re.findall(r"^# TYPE (\w+) (\w+)$", "".join(pages), flags=re.MULTILINE)
     suffixes = {"histogram": ("_bucket", "_count", "_sum")}
     return {f"{name}{suffix}" for name, kind in lines for suffix in suffixes.get(kind, ("",))}
 
@@ -90,7 +92,7 @@ def test_alerts_are_complete() -> None:
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert rule["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
         assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= {
-            "instance", "job", "method", "code", "reason", "state", "process",
+            "instance", "job", "method", "code", "reason", "state", "process", "upstream",
         }  # fmt: skip
 
 
