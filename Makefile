@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test engine-test example-test full-test acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test watch-test engine-test example-test full-test acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -25,10 +25,10 @@ $(DEMO): | $(READY)
 	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@
 
 # Tiny models are not faster with more threads.
-test matrix-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
+test matrix-test watch-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
 
 # Servers are forked from a process that has imported torch; other tiers start them by exec.
-test matrix-test: export FORK_SERVERS ?= 1
+test matrix-test watch-test: export FORK_SERVERS ?= 1
 
 # One process per core, at most four: the servers under test need cores too.
 WORKERS := --numprocesses logical --maxprocesses 4 --dist loadfile
@@ -46,11 +46,17 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs, table of mod
 	$(BIN)/lint-imports --no-cache
 	PYTHON=$(PYTHON) tools/proto.sh check
 	$(BIN)/python tools/tables.py --check
+	$(BIN)/python -m tools.monitoring --check
 
 page-test: $(READY) ## the status page in headless Chromium (from PATH or Playwright)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement tests/page/requirements.txt
 	command -v chromium || command -v google-chrome || $(BIN)/python -m playwright install --with-deps chromium
 	$(BIN)/python -m pytest -c tests/page/pytest.ini tests/page $(FLAGS)
+
+watch-test: $(READY) ## rules, alerts and dashboard with a real Prometheus (installs it and Alertmanager by apt-get)
+	command -v promtool && command -v prometheus-alertmanager || { apt-get update --quiet && \
+		apt-get install --yes --quiet --no-install-recommends prometheus prometheus-alertmanager; }
+	$(BIN)/python -m pytest -c tests/watch/pytest.ini tests/watch $(FLAGS)
 
 bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a.jsonl --judge b.jsonl"
 	PYTHONPATH=tests/support:. $(BIN)/python bench/cpu.py $(FLAGS)
@@ -103,7 +109,7 @@ example-test: $(READY) ## the TypeScript example, with Node 20 or newer against 
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test engine-test example-test ## every tier in full
+acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test watch-test engine-test example-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vitwire_server.core.budgets import budget
 from vitwire_server.core.errors import EncodeFailed, NonFinite
+from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import DType, Embedding, Modality
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Outcome, Path
@@ -22,6 +23,7 @@ NAMES = """
     cancelled_total cache_hits_total cache_misses_total cache_evictions_total cache_bytes graphs_captured
     received_bytes_total delivered_bytes_total items_failed_total queue_limit_items queue_limit_bytes
     graph_capture_seconds graph_pool_bytes nonfinite_total engine_heartbeat_timestamp_seconds model_info
+    delivery_seconds weights_info server_state
 """.split()  # noqa: SIM905 - a list of the contract's names reads best as words
 
 
@@ -113,3 +115,20 @@ def test_names_of_the_contract_are_exposed(metrics: Metrics) -> None:
     text = generate_latest(metrics.registry).decode()
     for name in NAMES:
         assert f"# TYPE vitwire_{name} " in text, name
+    for name in ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "max_fds", "start_time_seconds"):
+        assert f"# TYPE process_{name} " in text, name
+
+
+def test_the_state_is_the_one_that_health_has_at_the_scrape() -> None:
+    health = Health()
+    metrics = Metrics(health)
+    for state in (State.STARTING, State.WARMING, State.SERVING, State.FAILED):
+        health.change(state, "as a test")
+        assert value(metrics, "vitwire_server_state", state=state.value) == 1
+        assert value(metrics, "vitwire_server_state") == 1
+
+
+def test_deliveries_are_shown_before_the_first_one_so_that_a_share_of_fallbacks_can_be_taken(metrics: Metrics) -> None:
+    text = generate_latest(metrics.registry).decode()
+    assert 'vitwire_delivery_seconds_count{way="nixl"} 0.0' in text
+    assert 'vitwire_delivery_seconds_count{way="stream"} 0.0' in text

@@ -98,7 +98,13 @@ def test_tables_hold_the_figures(metrics: Metrics) -> None:
 
 def test_names_are_escaped(metrics: Metrics) -> None:
     metrics.model.loaded(
-        model=HOSTILE, model_type=HOSTILE, dtype=HOSTILE, device=HOSTILE, graphs=HOSTILE, attention=HOSTILE
+        fingerprint="c0ffee",
+        model=HOSTILE,
+        model_type=HOSTILE,
+        dtype=HOSTILE,
+        device=HOSTILE,
+        graphs=HOSTILE,
+        attention=HOSTILE,
     )
     health = serving()
     health.change(State.FAILED, HOSTILE)

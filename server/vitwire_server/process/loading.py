@@ -262,6 +262,7 @@ def _warm_up(engine: Engine, tower: Tower) -> Item:
 
 def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None:
     metrics.model.loaded(
+        card.fingerprint,
         model=card.model_id,
         model_type=card.model_type,
         dtype=card.dtype.label,

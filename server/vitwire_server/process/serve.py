@@ -58,10 +58,10 @@ async def serve(settings: ServeSettings) -> int:
     raise_limit()
     delivery.check(settings)
     decoding.check(settings)
-    metrics = Metrics()
+    health = Health()
+    metrics = Metrics(health)
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     trace = _trace(settings)
-    health = Health()
     edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
     memory = _shared_memory(settings) if edges > 1 else None
     registry = metrics.registry

@@ -16,6 +16,7 @@ class DeliveryMetrics:
         for reason in Fallback:
             self._fallbacks.labels(reason)
         self._delivered.labels("nixl")
+        self._seconds.labels("nixl")
 
     def delivered(self, nbytes: int, seconds: float) -> None:
         """Rows are complete in a client's memory, so long after their delivery was requested."""

@@ -1,5 +1,8 @@
-"""Metrics of the loaded model and its graphs, recorded once while it loads."""
+"""Metrics of the loaded model and its graphs, recorded once while it loads, and of the server's state."""
 
+from functools import partial
+
+from vitwire_server.core.health import Health, State
 from vitwire_server.observe.metrics.series import Series
 
 
@@ -17,13 +20,15 @@ class ModelMetrics:
             "graphs",
             "attention",
         )
+        self._weights = series.gauge("weights_info", "Fingerprint of the weights being served; always 1", "fingerprint")
         self._captured = series.gauge("graphs_captured", "Budgets whose graph was captured")
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
         self._capture_seconds = series.gauge("graph_capture_seconds", "Time it took to capture all graphs")
         self._pool_bytes = series.gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
 
-    def loaded(self, **labels: str) -> None:
-        """Set the labels of the info metric."""
+    def loaded(self, fingerprint: str, **labels: str) -> None:
+        """Set the labels of the info metrics."""
+        self._weights.labels(fingerprint).set(1)
         self._model.labels(**labels).set(1)
 
     def captured(self, graphs: int, dropped: int, seconds: float, nbytes: int) -> None:
@@ -32,3 +37,16 @@ class ModelMetrics:
         self._dropped.set(dropped)
         self._capture_seconds.set(seconds)
         self._pool_bytes.set(nbytes)
+
+
+class StateMetrics:
+    """The server's state, read from its health at each scrape."""
+
+    def __init__(self, series: Series, health: Health) -> None:
+        gauge = series.gauge("server_state", "1 for the state that the server is in, else 0", "state")
+        for state in State:
+            gauge.labels(state.value).set_function(partial(_is_in, health, state))
+
+
+def _is_in(health: Health, state: State) -> float:
+    return float(health.state is state)

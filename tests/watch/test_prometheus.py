@@ -1,0 +1,149 @@
+"""A real Prometheus scrapes two real servers under load: rules, dashboard, and the alert when one is killed.
+
+Run by `make watch-test`.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from encoded_files import saved
+from servers import ServerProcess, serving
+from vitwire import Client, Item, Unavailable
+from vitwire_server.demo.checkpoint import write_demo_checkpoint
+from watchers import MONITORING, Prometheus, waited, watching
+
+COLUMNS = 3 * 2 * 14 * 14
+FLAGS = ("--graphs", "simulated", "--budgets", "16,64", "--cache-bytes", "10000000", "--dtype", "float32")
+DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text())
+QUERIES = [(panel["title"], each["expr"]) for panel in DASHBOARD["panels"] for each in panel.get("targets", [])]
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("prometheus-alertmanager")),
+    reason="Prometheus or Alertmanager is not installed: make watch-test",
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Two servers under load, and what watches them."""
+
+    prometheus: Prometheus
+    servers: tuple[ServerProcess, ServerProcess]
+
+    def instance(self, number: int) -> str:
+        return f"127.0.0.1:{self.servers[number].metrics_port}"
+
+
+def load(target: str, stopping: threading.Event) -> None:
+    """Keep one server busy with items of every path, files and failures until `stopping`."""
+    generator = np.random.default_rng()
+    with Client(target) as client:
+        while not stopping.wait(0.1):
+            sizes = (16, 1024, 16)
+            items = [Item(generator.random((rows, COLUMNS), np.float32), (1, rows // 2, 2)) for rows in sizes]
+            items[2] = Item(np.ones((16, COLUMNS), np.float32), (1, 8, 2), content_id="again")
+            noise = Image.fromarray(generator.integers(0, 256, (56, 56, 3), np.uint8))
+            files = [Item(encoded=saved(noise)), Item(encoded=b"not an image")]
+            with suppress(Unavailable):  # killed
+                list(client.iter_encode([*items, *files], return_exceptions=True))
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched")
+    write_demo_checkpoint("qwen2_vl", folder / "model")
+    stopping = threading.Event()
+    with ExitStack() as stack:
+        edges = stack.enter_context(serving(folder / "model", *FLAGS, "--rpc-processes", "2"))
+        alone = stack.enter_context(serving(folder / "model", *FLAGS))
+        threads = [threading.Thread(target=load, args=(each.target, stopping)) for each in (edges, alone)]
+        jobs = {"vitwire": [f"127.0.0.1:{each.metrics_port}" for each in (edges, alone)]}
+        prometheus = stack.enter_context(watching(jobs, folder))
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(stopping.set)
+        waited(lambda: len(prometheus.query("rate(vitwire_items_total[10s]) > 0")) >= 6, "both servers are busy")
+        yield Watched(prometheus, (edges, alone))
+
+
+def concrete(expression: str) -> str:
+    """A query of the dashboard as Grafana sends it with all jobs and instances selected."""
+    found = expression.replace("$__rate_interval", "10s").replace("$job", ".*").replace("$instance", ".*")
+    assert "$" not in found, found
+    return found
+
+
+def test_both_servers_are_scraped(watched: Watched) -> None:
+    targets = watched.prometheus.get("targets")["activeTargets"]
+    assert {(each["labels"]["instance"], each["health"]) for each in targets} == {
+        (watched.instance(0), "up"),
+        (watched.instance(1), "up"),
+    }
+
+
+@pytest.mark.parametrize(("title", "expression"), QUERIES, ids=[f"{title} {n}" for n, (title, _) in enumerate(QUERIES)])
+def test_every_query_of_the_dashboard_has_values(watched: Watched, title: str, expression: str) -> None:
+    def numbers() -> bool:
+        series = watched.prometheus.query(concrete(expression))
+        return any(math.isfinite(float(each["value"][1])) for each in series)
+
+    waited(numbers, f"{title}: {expression}", 30)
+
+
+def test_the_dashboard_lists_jobs_and_instances(watched: Watched) -> None:
+    for variable in DASHBOARD["templating"]["list"][1:]:
+        match = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"])
+        assert match
+        values = watched.prometheus.get(f"label/{match[2]}/values", **{"match[]": concrete(match[1])})
+        expected = {"job": ["vitwire"], "instance": sorted([watched.instance(0), watched.instance(1)])}
+        assert values == expected[match[2]]
+
+
+def test_every_rule_is_evaluated_and_every_record_has_series(watched: Watched) -> None:
+    def records() -> bool:
+        rules = watched.prometheus.rules("record")
+        own = [each["name"] for each in rules if "router" not in each["name"]]
+        return all(each["health"] == "ok" for each in rules) and all(map(watched.prometheus.query, own))
+
+    waited(records, "every recording rule has series", 30)
+    for rule in watched.prometheus.rules("alert"):
+        assert (rule["name"], rule["health"], rule.get("lastError", "")) == (rule["name"], "ok", "")
+
+
+def test_counts_agree_with_the_servers(watched: Watched) -> None:
+    """The identity of docs/metrics.md, as Prometheus stored it at one scrape."""
+    parts = "sum by (instance) (vitwire_graph_hits_total) + sum by (instance) (vitwire_eager_fallbacks_total)"
+    hits = "sum by (instance) (vitwire_cache_hits_total)"
+    (weights,) = watched.prometheus.query("count by (fingerprint) (vitwire_weights_info)")
+    with Client(watched.servers[0].target) as client:
+        assert weights["metric"]["fingerprint"] == client.model().weights_fingerprint
+    assert weights["value"][1] == "2"
+    series = watched.prometheus.query(f"sum by (instance) (vitwire_items_total) - ({parts} + {hits})")
+    assert len(series) == 2
+    assert all(abs(float(each["value"][1])) <= 10 for each in series), "items of a scrape's moment"
+
+
+def test_a_killed_server_fires_the_alert_and_reaches_alertmanager(watched: Watched) -> None:
+    """The last test here: it takes one server away."""
+    killed = ("VitwireDown", watched.instance(1))
+    waited(lambda: watched.prometheus.query('vitwire_server_state{state="serving"} == 1'), "servers are ready")
+    assert not {name for name, _ in watched.prometheus.firing()} & {"VitwireDown", "VitwireNoServer", "VitwireFailed"}
+    os.kill(watched.servers[1].process.pid, signal.SIGKILL)
+    waited(lambda: killed in watched.prometheus.firing(), "the alert fires")
+    waited(lambda: killed in watched.prometheus.received(), "Alertmanager has the alert")
+    names = {name for name, _ in watched.prometheus.firing()}
+    assert ("VitwireDown", watched.instance(0)) not in watched.prometheus.firing()
+    assert "VitwireNoServer" not in names, "the other still serves"
