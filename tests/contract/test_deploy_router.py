@@ -47,7 +47,7 @@ def test_settings_of_the_router(router: list[Document]) -> None:
     values = {name.removeprefix(PREFIX).lower(): value for name, value in variables(router).items()}
     assert all(name.startswith(PREFIX) for name in variables(router))
     kinds = {name: type(getattr(Settings(), name)) for name in values}
-    settings = Settings(**{name: kinds[name](value) for name, value in values.items()})  # type: ignore[arg-type]
+    settings = Settings(**{name: kinds[name](value) for name, value in values.items()})
     encoder = only(documents_of("base"), "Service")
     assert settings.target == f"dns:///{encoder['metadata']['name']}:{encoder['spec']['ports'][0]['port']}"
     limit = quantity(server(router)["resources"]["limits"]["memory"])
