@@ -92,12 +92,16 @@ def test_the_autoscaled_metric_exists() -> None:
     assert query == f'sum({name}{{job="vitwire"}})'
 
 
-def test_the_pod_monitor_scrapes_the_metrics_ports(autoscaled: list[Document]) -> None:
-    monitor = only(autoscaled, "PodMonitor")["spec"]
-    labels = only(autoscaled, "Deployment")["spec"]["template"]["metadata"]["labels"]
+@pytest.mark.parametrize("target", ["overlays/autoscale", "multi-gpu with monitoring"])
+def test_the_pod_monitor_scrapes_the_metrics_ports(target: str) -> None:
+    documents = documents_of(target)
+    monitor = only(documents, "PodMonitor")["spec"]
+    labels = only(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert labels[monitor["jobLabel"]] == "vitwire"
-    ports = [each["name"] for each in server(autoscaled)["ports"] if each["name"].startswith("metrics")]
-    assert [each["port"] for each in monitor["podMetricsEndpoints"]] == ports
+    scraped = [each["port"] for each in monitor["podMetricsEndpoints"]]
+    ports = [each["name"] for each in server(documents)["ports"] if each["name"].startswith("metrics")]
+    assert scraped[: len(ports)] == ports
+    assert all(name.startswith("metrics") for name in scraped)
 
 
 def test_the_route_ends_at_the_service() -> None:

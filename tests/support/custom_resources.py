@@ -1,6 +1,6 @@
 """Schemas of the custom resources in deploy/: the fields that they use, with the constraints of their CRDs.
 
-Written from the CRDs of Gateway API 1.5, KEDA 2.20 and the Prometheus operator 0.93 (August 2026). A field that is
+Written from the CRDs of Gateway API 1.6, KEDA 2.20 and the Prometheus operator 0.93 (August 2026). A field that is
 not here fails the test: add it after a look into the CRD.
 """
 

@@ -23,6 +23,7 @@ SCRIPTS = Path(sys.executable).parent
 OVERLAYS = sorted(f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir())
 COMBINATIONS = {
     "gpu with KEDA": ("overlays/gpu", "monitoring", "keda"),
+    "multi-gpu with monitoring": ("overlays/multi-gpu", "monitoring"),
     "gpu with claims and a gateway": ("overlays/gpu", "model-image", "cache-claim", "tracing", "gateway"),
 }
 """Components that no overlay has: the overlay to add them to, and their names."""
