@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 
 from manifests import (
@@ -34,13 +33,6 @@ def router() -> list[Document]:
 @pytest.fixture(scope="module")
 def download() -> list[Document]:
     return documents_of("model-download")
-
-
-@pytest.mark.parametrize("version", ["1.31", "1.37"])
-@pytest.mark.parametrize("target", ["router", "model-download"])
-def test_schemas_accept_every_document(target: str, version: str) -> None:
-    for document in documents_of(target):
-        assert kubernetes_validate.validate(document, version, strict=True) == version
 
 
 def test_settings_of_the_router(router: list[Document]) -> None:

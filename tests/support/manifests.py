@@ -58,7 +58,9 @@ def _kustomize(folder: Path) -> str:
     return run.stdout
 
 
+@cache
 def documents_of(target: str) -> list[Document]:
+    """Shared by all tests, which must not change them."""
     return list(yaml.safe_load_all(render(target)))
 
 
