@@ -106,6 +106,14 @@ def test_pods_are_restricted(target: str) -> None:
     assert "limits" in container["resources"]
 
 
+@pytest.mark.parametrize("target", ["router", "model-download"])
+def test_quantities_parse(target: str) -> None:
+    documents = documents_of(target)
+    sizes = [size for key in ("storage", "sizeLimit", "memory", "cpu") for size in found_under(documents, key)]
+    assert len(sizes) >= 4
+    assert all(quantity(size) > 0 for size in sizes)
+
+
 def test_the_download_fills_the_claim_that_the_overlay_mounts(download: list[Document]) -> None:
     job, claim = only(download, "Job"), only(download, "PersistentVolumeClaim")
     names = [*found_under(job, "claimName")]
