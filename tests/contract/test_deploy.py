@@ -3,124 +3,68 @@
 import json
 import os
 import re
-import subprocess
-import sys
-import tomllib
-from collections.abc import Iterator
-from decimal import Decimal
-from functools import cache
-from pathlib import Path
-from typing import Any, TypeAlias
 
 import kubernetes_validate
 import pytest
-import yaml
 
-Document: TypeAlias = dict[str, Any]
-"""One rendered Kubernetes object, or a part of one."""
+import custom_resources
+from manifests import (
+    DEPLOY,
+    RELEASE,
+    ROOT,
+    SCRIPTS,
+    TARGETS,
+    UID,
+    Document,
+    complaints,
+    containers,
+    documents_of,
+    found_under,
+    only,
+    pod,
+    quantity,
+    server,
+    variables,
+    without_dashboards,
+)
 
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
-SCRIPTS = Path(sys.executable).parent
-TARGETS = ["base", *sorted(f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir())]
-KUBERNETES = ["1.28", "1.32", "1.37"]
-RELEASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-
+KUBERNETES = ["1.31", "1.37"]
+"""preStop.sleep and image volumes are in the schemas from 1.31."""
 READINESS = "vitwire.v1.EncoderService"
 LIVENESS = "liveness"
-SECRETS = ("VITWIRE_TLS_CERT", "VITWIRE_TLS_KEY", "VITWIRE_AUTH_TOKENS_FILE")
-UID = 10001
-QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+|)")
-SCALE = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3")}
-SCALE |= {prefix: Decimal(1000) ** power for power, prefix in enumerate(["", *"kMGTPE"])}
-SCALE |= {f"{prefix}i": Decimal(1024) ** power for power, prefix in enumerate("KMGTPE", 1)}
-
-
-@cache
-def render(target: str) -> str:
-    """What `kubectl apply -k` would send; anything on stderr is a failure."""
-    command = [SCRIPTS / "kubectl", "kustomize", DEPLOY / target]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-    return run.stdout
-
-
-@pytest.fixture(params=TARGETS)
-def documents(request: pytest.FixtureRequest) -> list[Document]:
-    """The objects of the base or of one overlay."""
-    return list(yaml.safe_load_all(render(request.param)))
-
-
-def only(documents: list[Document], kind: str) -> Document:
-    (found,) = (document for document in documents if document["kind"] == kind)
-    return found
-
-
-def pod(documents: list[Document]) -> Document:
-    template: Document = only(documents, "Deployment")["spec"]["template"]["spec"]
-    return template
-
-
-def containers(documents: list[Document]) -> list[Document]:
-    """The init containers and the containers of the pod."""
-    spec = pod(documents)
-    return [*spec.get("initContainers", []), *spec["containers"]]
-
-
-def server(documents: list[Document]) -> Document:
-    (container,) = pod(documents)["containers"]
-    found: Document = container
-    return found
-
-
-def variables(documents: list[Document]) -> dict[str, str]:
-    """The environment that the server's container gets from the ConfigMap."""
-    config = only(documents, "ConfigMap")
-    (source,) = server(documents)["envFrom"]
-    assert source == {"configMapRef": {"name": config["metadata"]["name"]}}
-    assert "env" not in server(documents)
-    found: dict[str, str] = config["data"]
-    return found
+CORE = {"ConfigMap", "Deployment", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceAccount"}
+OPTIONAL = {"HorizontalPodAutoscaler", "PersistentVolumeClaim", *custom_resources.KINDS}
 
 
 def is_secure(documents: list[Document]) -> bool:
     return "VITWIRE_TLS_CERT" in variables(documents)
 
 
-def quantity(value: str | int) -> Decimal:
-    match = QUANTITY.fullmatch(str(value))
-    assert match is not None, f"{value!r} is no quantity"
-    number, suffix = Decimal(match["number"]), match["suffix"]
-    return number * SCALE[suffix] if suffix in SCALE else number * Decimal(f"1{suffix}")
-
-
-def found_under(node: object, key: str) -> Iterator[Any]:
-    """Every value that stands under `key`, at any depth."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            if name == key:
-                yield value
-            yield from found_under(value, key)
-    elif isinstance(node, list):
-        for value in node:
-            yield from found_under(value, key)
-
-
-def complaints(*command: str | Path) -> str:
-    """All that a linter printed, or its exit status when it failed without a word."""
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    return run.stdout + run.stderr or ("" if run.returncode == 0 else f"exit status {run.returncode}")
+def gpus(documents: list[Document]) -> int:
+    """Processes of the pod, each with ports of its own."""
+    return len(variables(documents).get("VITWIRE_DEVICES", "one").split(","))
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_schemas_accept_every_document(documents: list[Document], version: str) -> None:
-    for document in documents:
-        assert kubernetes_validate.validate(document, version, strict=True) == version
+def test_schemas_accept_every_document(version: str) -> None:
+    """Each once, as targets share most of them."""
+    found = {str(each): each for target in (*TARGETS, "router", "model-download") for each in documents_of(target)}
+    for document in found.values():
+        if document["kind"] not in custom_resources.KINDS:
+            assert kubernetes_validate.validate(document, version, strict=True) == version
+
+
+def test_the_schemas_refuse_what_is_misspelt() -> None:
+    """The validator only warns about kinds that it does not know; it does know these."""
+    deployment = only(documents_of("base"), "Deployment")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment | {"spec": {**deployment["spec"], "replica": 2}}, "1.37", strict=True)
 
 
 def test_every_kind_is_there_once(documents: list[Document]) -> None:
-    kinds = ["ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"]
-    assert sorted(document["kind"] for document in documents) == kinds
+    kinds = [document["kind"] for document in without_dashboards(documents)]
+    assert len(set(kinds)) == len(kinds)
+    assert CORE <= set(kinds) <= CORE | OPTIONAL
 
 
 def test_quantities_parse_and_requests_stay_below_limits(documents: list[Document]) -> None:
@@ -139,7 +83,7 @@ def test_quantities_parse_and_requests_stay_below_limits(documents: list[Documen
 
 @pytest.mark.parametrize("quirk", ["1GiB", "1 Gi", "4gb", "", "-1", "1Ki.", "500mm", "1e", "KI"])
 def test_a_quirky_quantity_is_refused(quirk: str) -> None:
-    with pytest.raises(AssertionError, match="is no quantity"):
+    with pytest.raises(AssertionError, match="is not a quantity"):
         quantity(quirk)
 
 
@@ -156,6 +100,8 @@ def test_selectors_match_the_pods(documents: list[Document]) -> None:
         deployment["selector"]["matchLabels"],
         only(documents, "Service")["spec"]["selector"],
         only(documents, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        only(documents, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+        *(each["spec"]["selector"]["matchLabels"] for each in documents if each["kind"] == "PodMonitor"),
         *(rule["labelSelector"]["matchLabels"] for rule in spread),
     ]
     for selector in selectors:
@@ -172,35 +118,58 @@ def test_recommended_labels(documents: list[Document]) -> None:
 
 
 def test_ports_agree(documents: list[Document]) -> None:
-    """Settings, container and Service name the same two ports; the Service is headless and speaks h2c, or TLS."""
+    """Settings, container and Service name the same ports; the Service is headless and speaks h2c, or TLS."""
     ports = {port["name"]: port["containerPort"] for port in server(documents)["ports"]}
     settings = variables(documents)
-    assert ports == {"grpc": int(settings["VITWIRE_PORT"]), "metrics": int(settings["VITWIRE_METRICS_PORT"])}
+    first = {"grpc": int(settings["VITWIRE_PORT"]), "metrics": int(settings["VITWIRE_METRICS_PORT"])}
+    suffixes = ["", *(f"-{number}" for number in range(1, gpus(documents)))]
+    assert ports == {name + end: port + n for n, end in enumerate(suffixes) for name, port in first.items()}
     assert settings["VITWIRE_HOST"] == settings["VITWIRE_METRICS_HOST"] == "0.0.0.0"
     service = only(documents, "Service")
     assert service["metadata"]["name"] == "vitwire"
     assert service["spec"]["clusterIP"] == "None"
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
-    protocols = {port["name"]: port["appProtocol"] for port in service["spec"]["ports"]}
-    assert protocols["grpc"] == ("https" if is_secure(documents) else "kubernetes.io/h2c")
+    assert all(port["name"] == port["targetPort"] for port in service["spec"]["ports"])
+    protocols = {port["appProtocol"] for port in service["spec"]["ports"] if port["name"].startswith("grpc")}
+    assert protocols == {"https" if is_secure(documents) else "kubernetes.io/h2c"}
+
+
+def test_the_network_policy_opens_these_ports_only(documents: list[Document]) -> None:
+    ports = {port["name"]: port["containerPort"] for port in server(documents)["ports"]}
+    policy = only(documents, "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    opened = [(each, rule["from"]) for rule in policy["ingress"] for each in rule["ports"]]
+    spans = [
+        range(start := ports.get(each["port"], each["port"]), each.get("endPort", start) + 1) for each, _ in opened
+    ]
+    assert {port for span in spans for port in span} == set(ports.values())
+    assert all(sources for _, sources in opened), "an empty list of sources admits everybody"
+    for span, (_, sources) in zip(spans, opened, strict=True):
+        if ports["metrics"] in span:
+            assert [list(source) for source in sources] == [["namespaceSelector"]]
+    names = "OTLP" in " ".join(variables(documents))
+    assert bool(policy.get("egress")) == names, "the server connects to a collector only"
 
 
 def test_probes_ask_the_health_services(documents: list[Document]) -> None:
     container = server(documents)
     port = {exposed["name"]: exposed["containerPort"] for exposed in container["ports"]}["grpc"]
     probes = {name: container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
-    if is_secure(documents):  # a kubelet's gRPC probes speak no TLS
+    ways = [way for probe in probes.values() for way in ("grpc", "httpGet", "exec", "tcpSocket") if way in probe]
+    assert len(ways) == 3, "a probe asks in one way"
+    if gpus(documents) > 1:
+        assert set(ways) == {"exec"}  # tests/e2e/test_supervisor.py runs them
+    elif is_secure(documents):  # a kubelet's gRPC probes speak no TLS
         paths = {"startupProbe": "/healthz", "readinessProbe": "/healthz", "livenessProbe": "/livez"}
         assert {name: probe["httpGet"] for name, probe in probes.items()} == {
             name: {"port": "metrics", "path": path} for name, path in paths.items()
         }
-        assert not any("grpc" in probe for probe in probes.values()), "a probe asks in one way"
-        return
-    assert {name: probe["grpc"] for name, probe in probes.items()} == {
-        "startupProbe": {"port": port, "service": READINESS},
-        "readinessProbe": {"port": port, "service": READINESS},
-        "livenessProbe": {"port": port, "service": LIVENESS},
-    }
+    else:
+        assert {name: probe["grpc"] for name, probe in probes.items()} == {
+            "startupProbe": {"port": port, "service": READINESS},
+            "readinessProbe": {"port": port, "service": READINESS},
+            "livenessProbe": {"port": port, "service": LIVENESS},
+        }
 
 
 def test_variables_are_settings(documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,98 +188,6 @@ def test_variables_are_settings(documents: list[Document], monkeypatch: pytest.M
     assert (settings.model, settings.port) == (names["VITWIRE_MODEL"], int(names["VITWIRE_PORT"]))
 
 
-def test_bounds_fit_into_the_memory_limit(documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server would warn at its start otherwise."""
-    from vitwire_server.config import resolving  # noqa: PLC0415  (as above)
-
-    for name, value in variables(documents).items():
-        monkeypatch.setenv(name, value)
-    limit = int(quantity(server(documents)["resources"]["limits"]["memory"]))
-    monkeypatch.setattr(resolving, "memory_limit", lambda: limit)
-    assert resolving.warnings(resolving.resolve([])) == []
-
-
-def test_pods_may_drain(documents: list[Document]) -> None:
-    settings = variables(documents)
-    drain = float(settings["VITWIRE_LAME_DUCK_SECONDS"]) + float(settings["VITWIRE_DRAIN_SECONDS"])
-    assert pod(documents)["terminationGracePeriodSeconds"] > drain
-    rollout = only(documents, "Deployment")["spec"]["strategy"]["rollingUpdate"]
-    assert rollout == {"maxUnavailable": 0, "maxSurge": 1}
-
-
-def test_containers_run_one_pinned_image(documents: list[Document]) -> None:
-    assert {container["image"] for container in containers(documents)} == {f"vitwire:{RELEASE}"}
-
-
-def test_pods_are_restricted(documents: list[Document]) -> None:
-    """The Pod Security Standard `restricted`, and a read-only root on top of it."""
-    spec = pod(documents)
-    assert spec["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": UID}.items()
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert spec["automountServiceAccountToken"] is False
-    assert only(documents, "ServiceAccount")["automountServiceAccountToken"] is False
-    assert spec["serviceAccountName"] == only(documents, "ServiceAccount")["metadata"]["name"]
-    assert spec["enableServiceLinks"] is False, "a Service named vitwire injects VITWIRE_PORT=tcp://…"
-    assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC", "hostUsers"}
-    for container in containers(documents):
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-
-
-def test_volumes_are_declared_and_writable_where_needed(documents: list[Document]) -> None:
-    volumes = {volume["name"]: volume for volume in pod(documents)["volumes"]}
-    for volume in volumes.values():
-        assert len(volume) == 2, "a name and one source"
-        assert volume.keys() <= {"name", "emptyDir", "persistentVolumeClaim", "secret"}
-    for container in containers(documents):
-        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert set(mounts.values()) <= volumes.keys()
-        assert "emptyDir" in volumes[mounts["/tmp"]]
-    assert variables(documents)["VITWIRE_MODEL"].startswith("/models")
-
-
-def test_secrets_are_mounted_where_the_settings_look(documents: list[Document]) -> None:
-    """Whole, as files mounted by subPath are never renewed; readable by the group, which is the pod's own."""
-    settings = variables(documents)
-    wanted = {str(Path(settings[name]).parent) for name in SECRETS if name in settings}
-    volumes = {each["name"]: each["secret"] for each in pod(documents)["volumes"] if "secret" in each}
-    mounts = [each for each in server(documents)["volumeMounts"] if each["name"] in volumes]
-    assert {each["mountPath"] for each in mounts} == wanted
-    assert all(each["readOnly"] and "subPath" not in each for each in mounts)
-    assert all(each["defaultMode"] == 0o440 for each in volumes.values())
-    assert not any("optional" in each for each in volumes.values()), "without its secret a pod must not start"
-
-
-def test_the_tls_overlay_is_closed() -> None:
-    documents = list(yaml.safe_load_all(render("overlays/gpu-tls")))
-    assert variables(documents).keys() >= {*SECRETS}
-    assert variables(documents)["VITWIRE_REFLECTION"] == "false"
-    only_there = [target for target in TARGETS if is_secure(list(yaml.safe_load_all(render(target))))]
-    assert only_there == ["overlays/gpu-tls"]
-
-
-def test_the_demo_serves_the_checkpoint_it_wrote() -> None:
-    documents = list(yaml.safe_load_all(render("overlays/cpu-demo")))
-    (writer,) = pod(documents)["initContainers"]
-    model = variables(documents)["VITWIRE_MODEL"]
-    assert writer["command"] == ["python3", "-m", "vitwire_server"]
-    assert writer["args"] == ["demo-checkpoint", "--model-type", "qwen3_vl", "--out", model]
-    mounts = [mount["name"] for mount in writer["volumeMounts"] if model.startswith(f"{mount['mountPath']}/")]
-    assert mounts == ["models"]
-    assert variables(documents)["VITWIRE_GRAPHS"] == "simulated"
-
-
-def test_the_gpu_overlay_asks_for_one_gpu() -> None:
-    documents = list(yaml.safe_load_all(render("overlays/gpu")))
-    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    assert server(documents)["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert pod(documents)["tolerations"] == [toleration]
-    assert variables(documents)["VITWIRE_DEVICE"] == "cuda"
-
-
 def test_yamllint_is_clean() -> None:
     config = ROOT / ".yamllint.yaml"
     assert complaints(SCRIPTS / "yamllint", "--strict", "-c", config, DEPLOY, config) == ""
@@ -323,7 +200,7 @@ def test_hadolint_is_clean() -> None:
 def test_the_image_is_what_the_pods_expect() -> None:
     text = (ROOT / "Dockerfile").read_text()
     runtime = re.split(r"^FROM ", text, flags=re.MULTILINE)[-1].replace("\\\n", " ")
-    documents = list(yaml.safe_load_all(render("base")))
+    documents = documents_of("base")
     steps = dict(line.split(maxsplit=1) for line in runtime.splitlines()[1:] if not line.startswith("#"))
     assert steps["USER"] == f"{UID}:{UID}"
     assert json.loads(steps["ENTRYPOINT"]) == ["python3", "-m", "vitwire_server"]

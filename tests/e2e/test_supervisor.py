@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from checkpoints import Checkpoints
+from manifests import documents_of, server
 from servers import ServerProcess, serving, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 from vitwire_server.config.host import THREADS, share_of_cores
@@ -49,8 +50,34 @@ def encode_until_shared(client: Client, children: list[ServerProcess]) -> None:
         assert len(client.encode(ITEMS, timeout=60)) == len(ITEMS)
 
 
+def probed(children: list[ServerProcess]) -> dict[str, bool]:
+    """The outcomes of the probes of overlays/multi-gpu, run as a kubelet does, on the ports of these processes."""
+    container = server(documents_of("overlays/multi-gpu"))
+    outcomes = {}
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        program, *words = (word for word in container[name]["exec"]["command"] if not word.isdecimal())
+        assert program == "python3"
+        ports = [str(child.metrics_port) for child in children]
+        done = subprocess.run([sys.executable, *words, *ports], timeout=60, check=False)
+        outcomes[name.removesuffix("Probe")] = done.returncode == 0
+    return outcomes
+
+
+def check_probes(supervisor: ServerProcess, children: list[ServerProcess]) -> None:
+    """All devices must start, one is enough to be ready, and one that hangs restarts the container."""
+    assert probed(children) == {"startup": True, "readiness": True, "liveness": True}
+    processes = psutil.Process(supervisor.process.pid).children()
+    processes[0].suspend()
+    assert probed(children) == {"startup": False, "readiness": True, "liveness": False}
+    processes[1].suspend()
+    assert not any(probed(children).values())
+    for process in processes:
+        process.resume()
+
+
 def test_two_processes_share_requests_and_a_dead_one_returns(checkpoints: Checkpoints) -> None:
     with supervised(checkpoints("qwen2_vl")) as (supervisor, children):
+        check_probes(supervisor, children)
         target = ",".join(child.target for child in children)
         with Client(f"ipv4:{target}", spread=2, timeout=60) as client:
             encode_until_shared(client, children)

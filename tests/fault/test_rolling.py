@@ -13,73 +13,17 @@ import load
 from checkpoints import Checkpoints
 from faults import Note, scaled
 from load import image, request
-from proxies import Config, address, envoy, free_ports
+from proxies import Config, documented, envoy, free_ports
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Item
 
 pytestmark = pytest.mark.timeout(900)
-SERVICE = "vitwire.v1.EncoderService"
 WORKERS = 8
 
 
-def config(replicas: list[int]) -> Config:
-    """Health by grpc_health_check; what was refused before an answer began is tried on the other replica."""
-    router = {
-        "name": "envoy.filters.http.router",
-        "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
-    }
-    previous = "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-    elsewhere = {
-        "name": "envoy.retry_host_predicates.previous_hosts",
-        "typed_config": {"@type": f"type.googleapis.com/{previous}"},
-    }
-    retries = {
-        "retry_on": "unavailable,connect-failure,refused-stream,reset",
-        "num_retries": 3,
-        "retry_host_predicate": [elsewhere],
-        "host_selection_retry_max_attempts": 5,
-    }
-    route = {
-        "match": {"prefix": "/"},
-        "route": {"cluster": "replicas", "timeout": "0s", "retry_policy": retries},
-    }
-    kind = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
-    manager = {
-        "@type": f"type.googleapis.com/{kind}",
-        "stat_prefix": "front",
-        "codec_type": "HTTP2",
-        "http_filters": [router],
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-    }
-    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
-    http2 = {
-        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {}},
-    }
-    check = {
-        "timeout": "5s",
-        "interval": "0.25s",
-        "no_traffic_interval": "0.25s",
-        "unhealthy_threshold": 3,
-        "healthy_threshold": 1,
-        "grpc_health_check": {"service_name": SERVICE},
-    }
-    cluster = {
-        "name": "replicas",
-        "connect_timeout": "1s",
-        "type": "STATIC",
-        "lb_policy": "ROUND_ROBIN",
-        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
-        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
-        "health_checks": [check],
-        "circuit_breakers": {"thresholds": [{"max_retries": 1024}]},
-        "load_assignment": {
-            "cluster_name": "replicas",
-            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": address(port)}} for port in replicas]}],
-        },
-    }
-    listener = {"name": "front", "filter_chains": [{"filters": filters}]}
-    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
+def config(replicas: list["Replica"]) -> Config:
+    """The example of deploy/, with checks that fit a lame duck of 2 s."""
+    return documented([("127.0.0.1", replica.port) for replica in replicas], interval="0.25s")
 
 
 class Replica:
@@ -111,7 +55,7 @@ def replicas(checkpoints: Checkpoints) -> Iterator[list[Replica]]:
 
 async def test_a_rolling_restart_fails_no_request(replicas: list[Replica], tmp_path: Path, note: Note) -> None:
     rounds = scaled(3)
-    with envoy(config([replica.port for replica in replicas]), tmp_path) as front:
+    with envoy(config(replicas), tmp_path) as front:
         await asyncio.wait_for(front.wait_for(2), 30)
         stop, start = asyncio.Event(), time.monotonic()
         loading = asyncio.create_task(load.closed(front.target, request(image(8, 8)), workers=WORKERS, stop=stop))
@@ -144,7 +88,7 @@ async def test_a_killed_replica_takes_down_no_more_than_what_it_held(
     replicas: list[Replica], tmp_path: Path, note: Note
 ) -> None:
     rounds = scaled(5)
-    with envoy(config([replica.port for replica in replicas]), tmp_path) as front:
+    with envoy(config(replicas), tmp_path) as front:
         await asyncio.wait_for(front.wait_for(2), 30)
         stop = asyncio.Event()
         loading = asyncio.create_task(load.closed(front.target, request(image(8, 8)), workers=WORKERS, stop=stop))

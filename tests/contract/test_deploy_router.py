@@ -1,0 +1,143 @@
+"""Manifests beside the server's: `vitwire router`, and the Job that downloads a model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manifests import (
+    DEPLOY,
+    RELEASE,
+    UID,
+    Document,
+    documents_of,
+    found_under,
+    only,
+    pod,
+    quantity,
+    server,
+    variables,
+)
+from vitwire.cli._app import app
+from vitwire.router.settings import Settings
+
+PREFIX = "VITWIRE_ROUTER_"
+
+
+@pytest.fixture(scope="module")
+def router() -> list[Document]:
+    return documents_of("router")
+
+
+@pytest.fixture(scope="module")
+def download() -> list[Document]:
+    return documents_of("model-download")
+
+
+def test_settings_of_the_router(router: list[Document]) -> None:
+    values = {name.removeprefix(PREFIX).lower(): value for name, value in variables(router).items()}
+    assert all(name.startswith(PREFIX) for name in variables(router))
+    kinds = {name: type(getattr(Settings(), name)) for name in values}
+    settings = Settings(**{name: kinds[name](value) for name, value in values.items()})
+    encoder = only(documents_of("base"), "Service")
+    assert settings.target == f"dns:///{encoder['metadata']['name']}:{encoder['spec']['ports'][0]['port']}"
+    limit = quantity(server(router)["resources"]["limits"]["memory"])
+    assert settings.max_buffered_bytes <= limit / 2
+
+
+def test_ports_and_selectors_of_the_router(router: list[Document]) -> None:
+    (port,) = server(router)["ports"]
+    assert port == {"name": "http", "containerPort": int(variables(router)[f"{PREFIX}PORT"])}
+    (exposed,) = only(router, "Service")["spec"]["ports"]
+    assert (exposed["targetPort"], exposed["port"]) == ("http", port["containerPort"])
+    assert "clusterIP" not in only(router, "Service")["spec"]
+    labels = only(router, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    policy = only(router, "NetworkPolicy")["spec"]
+    selectors = [
+        only(router, "Deployment")["spec"]["selector"]["matchLabels"],
+        only(router, "Service")["spec"]["selector"],
+        only(router, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        policy["podSelector"]["matchLabels"],
+    ]
+    assert all(selector and selector.items() <= labels.items() for selector in selectors)
+
+
+def test_the_router_may_reach_encoder_engine_and_names(router: list[Document]) -> None:
+    encoder, engine, names = only(router, "NetworkPolicy")["spec"]["egress"]
+    pods = only(documents_of("base"), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    (selector,) = found_under(encoder["to"], "matchLabels")
+    assert selector.items() <= pods.items()
+    assert [each["port"] for each in encoder["ports"]] == [50051]
+    assert [str(each["port"]) for each in engine["ports"]] == [variables(router)[f"{PREFIX}ENGINE_URL"].split(":")[-1]]
+    assert {each["port"] for each in names["ports"]} == {53}
+
+
+def test_probes_of_the_router(router: list[Document]) -> None:
+    """tests/e2e/test_router.py asks for these pages."""
+    probes = {name: server(router)[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    pages = {"startup": "/livez", "readiness": "/health", "liveness": "/livez"}
+    assert probes == {name: {"port": "http", "path": path} for name, path in pages.items()}
+
+
+def test_the_router_may_drain(router: list[Document]) -> None:
+    settings = variables(router)
+    pause = server(router)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain = sum(float(settings[f"{PREFIX}{name}_SECONDS"]) for name in ("LAME_DUCK", "DRAIN"))
+    assert pod(router)["terminationGracePeriodSeconds"] >= pause + drain + 10
+
+
+@pytest.mark.parametrize("target", ["router", "model-download"])
+def test_pods_are_restricted(target: str) -> None:
+    documents = documents_of(target)
+    (owner,) = (each for each in documents if each["kind"] in {"Deployment", "Job"})
+    spec = owner["spec"]["template"]["spec"]
+    assert spec["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": UID}.items()
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is spec["enableServiceLinks"] is False
+    (container,) = spec["containers"]
+    assert container["image"] == f"vitwire:{RELEASE}"
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
+    assert "limits" in container["resources"]
+
+
+@pytest.mark.parametrize("target", ["router", "model-download"])
+def test_quantities_parse(target: str) -> None:
+    documents = documents_of(target)
+    sizes = [size for key in ("storage", "sizeLimit", "memory", "cpu") for size in found_under(documents, key)]
+    assert len(sizes) >= 4
+    assert all(quantity(size) > 0 for size in sizes)
+
+
+def test_the_download_fills_the_claim_that_the_overlay_mounts(download: list[Document]) -> None:
+    job, claim = only(download, "Job"), only(download, "PersistentVolumeClaim")
+    names = [*found_under(job, "claimName")]
+    assert names == [*found_under(pod(documents_of("overlays/gpu")), "claimName")] == [claim["metadata"]["name"]]
+    selector = only(documents_of("base"), "Service")["spec"]["selector"]
+    assert not selector.items() <= job["spec"]["template"]["metadata"]["labels"].items(), "it would get requests"
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_a_download_without_the_hub_fails(download: list[Document], tmp_path: Path) -> None:
+    """With a folder that exists, the Hub's client alone would report success."""
+    (container,) = only(download, "Job")["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python3", "-c"]
+    values = {each["name"]: each.get("value", "") for each in container["env"]}
+    environment = {**values, "MODEL_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", *container["args"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 1
+    assert "OfflineModeIsEnabled" in done.stderr
+
+
+def test_the_router_is_a_command_of_the_image(router: list[Document]) -> None:
+    assert [*server(router)["command"], *server(router)["args"]] == ["vitwire", "router"]
+    assert "router" in {
+        command.name or (command.callback and command.callback.__name__) for command in app.registered_commands
+    }
+    assert (DEPLOY / "router" / "kustomization.yaml").read_text().count("EXTRAS=server,router") == 1
