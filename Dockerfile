@@ -11,7 +11,7 @@
 # exec: Triton and torch compile code below /tmp and run it, which Docker's default for a tmpfs forbids.
 # A digest makes the build reproducible; `docker buildx imagetools inspect python:3.11-slim-bookworm` prints today's.
 #
-# Both images need apt and Python 3.11 or newer at the same path, the builder with venv.
+# Both images need apt and Python 3.11 or newer at the same path, the builder with venv, the base with Python's headers.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 ARG BUILD_IMAGE=${BASE_IMAGE}
 
