@@ -24,8 +24,9 @@ SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
 "$bin/python" -m hatchling build -d dist
 "$bin/python" -m venv --without-pip .tools/release-check --clear
+python3 tools/locked.py --variant cpu client,cli >.tools/release-check/requirements.txt
 "$bin/python" -m pip --python .tools/release-check/bin/python install --quiet --require-hashes --no-deps \
-    --requirement <(python3 tools/locked.py --variant cpu client,cli)
+    --requirement .tools/release-check/requirements.txt
 "$bin/python" -m pip --python .tools/release-check/bin/python install --quiet --no-deps dist/*.whl
 (cd / && "$OLDPWD/.tools/release-check/bin/vitwire" --help >/dev/null) || fail "the wheel's command does not start"
 cp requirements.lock dist/
