@@ -1,45 +1,54 @@
-# The encoder server. PyPI's torch brings the CUDA libraries, so the plain build serves GPUs:
+# The encoder server, for GPUs or for the CPU, from requirements.lock alone: every package has its hash.
 #
-#   docker build -t vitwire:0.1.0 .
-#   docker build -t vitwire:0.1.0 --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .   # CPU only
-#   docker build -t vitwire:0.1.0 --build-arg EXTRAS=server,flash .   # with flash attention 4, CUDA 13
+#   docker build -t vitwire:0.1.0 .                                # VARIANT=cuda: torch from PyPI brings the CUDA libraries
+#   docker build -t vitwire:0.1.0-cpu --build-arg VARIANT=cpu \
+#       --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+#   docker build -t vitwire:0.1.0 --build-arg EXTRAS=router,videos .     # also: nixl, sglang, flash (CUDA 13)
+#   docker build -t vitwire:0.1.0 --build-arg \
+#       BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b .
 #   docker run --read-only --tmpfs /tmp:exec -v "$PWD/model:/models:ro" -e VITWIRE_MODEL=/models -p 50051:50051 vitwire:0.1.0
 #
 # exec: Triton and torch compile code below /tmp and run it, which Docker's default for a tmpfs forbids.
+# A digest makes the build reproducible; `docker buildx imagetools inspect python:3.11-slim-bookworm` prints today's.
 #
-# Both images need Python >= 3.11 at the same path, the builder with venv; pass digests for a reproducible build.
-ARG BASE_IMAGE=python:3.11-slim
+# Both images need apt and Python 3.11 or newer at the same path, the builder with venv, the base with Python's headers.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
 ARG BUILD_IMAGE=${BASE_IMAGE}
 
 FROM ${BUILD_IMAGE} AS builder
+# cuda or cpu: the build of torch.
+ARG VARIANT=cuda
+# Extras of pyproject.toml beside `server` and `cli`, separated by commas.
+ARG EXTRAS="router"
 # pip reads it from the environment; empty means PyPI alone.
 ARG PIP_EXTRA_INDEX_URL=""
-ARG EXTRAS="server"
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all:
 WORKDIR /src
-COPY constraints.txt pyproject.toml ./
+COPY requirements.lock ./
+COPY tools/locked.py tools/locked.py
 # Two environments: /opt/build makes and installs, /opt/vitwire is what ships, without pip.
-RUN python3 -m venv /opt/build \
-    && /opt/build/bin/pip install --constraint constraints.txt hatchling \
+RUN python3 tools/locked.py build > build.txt \
+    && python3 -m venv /opt/build \
+    && /opt/build/bin/pip install --require-hashes --no-deps --requirement build.txt \
     && python3 -m venv --without-pip /opt/vitwire
 # Dependencies in a layer of their own: a change of the source leaves these gigabytes cached.
-RUN python3 -c 'import os, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-        extras = (each for name in os.environ["EXTRAS"].split(",") for each in p["optional-dependencies"][name]); \
-        print(*p["dependencies"], *extras, sep="\n")' > requirements.txt \
+RUN python3 tools/locked.py --variant "$VARIANT" "server,cli,$EXTRAS" > requirements.txt \
     && /opt/build/bin/pip --python /opt/vitwire/bin/python install \
-        --constraint constraints.txt --requirement requirements.txt
-COPY LICENSE README.md ./
+        --require-hashes --no-deps --requirement requirements.txt
+COPY pyproject.toml LICENSE README.md ./
 COPY client client
 COPY server server
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
-    && /opt/build/bin/pip --python /opt/vitwire/bin/python install --no-deps --prefix /project /wheels/*.whl
+    && /opt/build/bin/pip --python /opt/vitwire/bin/python install --no-deps --prefix /project /wheels/*.whl \
+    && rm -rf /opt/vitwire/include
 
 FROM ${BASE_IMAGE} AS runtime
 ARG BASE_IMAGE
+ARG VARIANT=cuda
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="vitwire" \
-      org.opencontainers.image.description="A vision encoder as a service: a ViT over the wire" \
+      org.opencontainers.image.description="A vision encoder as a service: a ViT over the wire (${VARIANT})" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
@@ -49,13 +58,14 @@ RUN groupadd --gid 10001 vitwire \
     && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp \
         --shell /usr/sbin/nologin vitwire
 COPY --from=builder /opt/vitwire /opt/vitwire
-# Triton compiles a C file when its first kernel is launched, torch.compile C++ on CPU: gcc takes 200 MB, g++ 255.
+# The one compiler that is needed at run time: Triton compiles a C file when its first kernel is launched (gcc, 200 MB),
+# torch.compile C++ on the CPU (g++, 255 MB). tini is PID 1: it forwards signals and reaps orphaned processes.
 # hadolint ignore=DL3008
 RUN compiler=g++ \
     && if ls -d /opt/vitwire/lib/python3*/site-packages/triton; then compiler=gcc; fi \
     && apt-get update \
-    && apt-get install --yes --no-install-recommends "$compiler" libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get install --yes --no-install-recommends "$compiler" libc6-dev tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log
 COPY --from=builder /project /opt/vitwire
 # Fails the build where fused blocks or compiled shapes would be lost, and names what is missing.
 RUN /opt/vitwire/bin/python3 -m vitwire_server.runtime.toolchain
@@ -72,5 +82,8 @@ WORKDIR /opt/vitwire
 USER 10001:10001
 EXPOSE 50051 9464
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["python3", "-m", "vitwire_server"]
+# Healthy means loaded, captured and warmed up; Kubernetes ignores it and uses its own probes. With TLS or another port
+# replace it: docker run --health-cmd 'vitwire health --ca /certs/ca.pem --target localhost:50051'.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 CMD ["vitwire", "health", "--timeout", "5"]
+ENTRYPOINT ["tini", "--", "python3", "-m", "vitwire_server"]
 CMD ["serve"]

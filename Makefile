@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test watch-test engine-test example-test full-test acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -108,6 +108,35 @@ example-test: $(READY) ## the TypeScript example, with Node 20 or newer against 
 
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
+
+image-test: $(READY) ## the image, built by buildah and run by runc on a read-only root (as root; needs buildah, mmdebstrap, runc)
+	root=$$(tools/image.sh EXTRAS=$(IMAGE_EXTRAS)) && VITWIRE_IMAGE_ROOT=$$root VITWIRE_IMAGE_CONFIG=.tools/image/image.json \
+		VITWIRE_IMAGE_EXTRAS=$(IMAGE_EXTRAS) $(BIN)/python -m pytest -c tests/image/pytest.ini tests/image $(FLAGS)
+
+IMAGE_EXTRAS := videos,router
+SUPPLY := .tools/supply/bin
+
+.tools/supply/.ready: tools/requirements-supply.txt requirements.lock
+	$(PYTHON) -m venv .tools/supply
+	$(SUPPLY)/python -m pip install --quiet --require-hashes --requirement tools/requirements-supply.txt
+	$(SUPPLY)/python tools/locked.py build > .tools/supply/build.txt
+	$(SUPPLY)/python -m pip install --quiet --require-hashes --no-deps --requirement .tools/supply/build.txt
+	touch $@
+
+lock: .tools/supply/.ready ## write requirements.lock anew; FLAGS="--cpu-torch torch-2.13.0+cpu-….whl"
+	$(SUPPLY)/python tools/lock.py --uv $(abspath $(SUPPLY))/uv $(FLAGS)
+
+sbom: .tools/supply/.ready ## dist/sbom.cdx.json, CycloneDX; FLAGS="--variant cpu --extras server,cli"
+	$(SUPPLY)/python tools/supply.py sbom --bin $(SUPPLY) $(FLAGS)
+
+audit: .tools/supply/.ready ## known vulnerabilities of what is locked; exits 3 where no advisories can be read
+	$(SUPPLY)/python tools/supply.py audit --bin $(SUPPLY) $(FLAGS)
+
+licences: $(READY) .tools/supply/.ready ## dist/licences.md; fails on copyleft
+	$(SUPPLY)/python tools/supply.py licences --bin $(SUPPLY) --python $(BIN)/python --variant cpu $(FLAGS)
+
+release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing; FLAGS=--no-image
+	tools/release.sh $(FLAGS)
 
 acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test watch-test engine-test example-test ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python

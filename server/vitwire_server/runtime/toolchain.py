@@ -19,6 +19,7 @@ C_REMEDY = (
     "its own Python), or name a compiler in CC"
 )
 CXX_REMEDY = "install a C++ compiler (Debian: g++) or name one in CXX, or serve with --compile off"
+HEADERS_REMEDY = "install Python's headers (Debian: libpython3-dev for its own Python), or serve with --compile off"
 EXEC_REMEDY = (
     "the directory of compiled code must allow execution: docker run --tmpfs /tmp:exec, or TRITON_CACHE_DIR elsewhere"
 )
@@ -64,7 +65,7 @@ def driver_fault(backend: Path) -> str:
 
 
 def cxx_fault() -> str:
-    """Why torch.compile finds no C++ compiler, and the remedy; empty if it does."""
+    """Why torch.compile cannot compile C++, and the remedy; empty if it can: it needs a compiler and Python.h."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415 - loads torch
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415 - as above
 
@@ -72,7 +73,8 @@ def cxx_fault() -> str:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return f"there is no C++ compiler; {CXX_REMEDY}"
-    return ""
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.exists() else f"there is no {header}; {HEADERS_REMEDY}"
 
 
 def main() -> int:

@@ -1,0 +1,210 @@
+"""The image that buildah made of the Dockerfile, run by runc as its own user on a read-only root."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from containers import Container, Image, running
+
+from vitwire import Client, Item
+from vitwire_server.demo.checkpoint import write_demo_checkpoint
+
+PHOTO = np.arange(96 * 128 * 3, dtype=np.uint32).astype(np.uint8).reshape(96, 128, 3)
+TOOLS = {"make", "cmake", "cargo", "rustc", "git", "pip", "pip3", "clang", "nvcc", "gfortran", "go", "curl", "wget"}
+COMPILERS = re.compile(r"(x86_64-linux-gnu-)?(gcc|g\+\+|cc|c\+\+|cpp|c89|c99)(-\d+)?$|c(89|99)-gcc$")
+
+
+@pytest.fixture(scope="session")
+def image() -> Image:
+    root = Path(os.environ["VITWIRE_IMAGE_ROOT"])
+    document = json.loads(Path(os.environ["VITWIRE_IMAGE_CONFIG"]).read_text(encoding="utf-8"))
+    return Image(root, document["Docker"]["config"])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    write_demo_checkpoint("qwen3_vl", folder)
+    for path in (folder.parent, *folder.rglob("*"), folder):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(image: Image, model: Path, folder: Path, **settings: str) -> Iterator[tuple[Container, str]]:
+    """A container with the image's own command, and its address; the health check uses the default port."""
+    port = free_port()
+    environment = {
+        "VITWIRE_MODEL": "/models",
+        "VITWIRE_HOST": "127.0.0.1",
+        "VITWIRE_METRICS_HOST": "127.0.0.1",
+        "VITWIRE_PORT": str(port),
+        "VITWIRE_METRICS_PORT": str(free_port()),
+        "VITWIRE_TARGET": f"127.0.0.1:{port}",
+        "VITWIRE_LAME_DUCK_SECONDS": "0",
+    } | settings
+    with running(image, (), folder, environment, {"/models": model}) as container:
+        yield container, f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def served(image: Image, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Container, str]]:
+    with serving(image, model, tmp_path_factory.mktemp("served")) as (container, target):
+        container.wait_for("ready: ")
+        yield container, target
+
+
+def test_the_configuration_is_that_of_the_dockerfile(image: Image) -> None:
+    assert image.user == (10001, 10001)
+    assert image.config["Entrypoint"] == ["tini", "--", "python3", "-m", "vitwire_server"]
+    assert image.config["StopSignal"] == "SIGTERM"
+    labels = image.config["Labels"]
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert re.fullmatch(r"[0-9a-f]{40}|unknown", labels["org.opencontainers.image.revision"])
+    assert labels["org.opencontainers.image.base.name"].startswith("python:3.11-slim")
+
+
+def test_it_is_healthy_by_its_own_check(image: Image, served: tuple[Container, str]) -> None:
+    container, target = served
+    kind, *command = image.config["Healthcheck"]["Test"]
+    done = container.run(*command)
+    assert (kind, done.returncode, done.stdout) == ("CMD", 0, "SERVING\n"), done.stderr
+    with Client(target) as client:
+        (embedding,) = client.encode_images([PHOTO])
+    assert np.isfinite(embedding.numpy()).all()
+
+
+def test_the_check_fails_where_nothing_serves(image: Image, served: tuple[Container, str]) -> None:
+    container, _ = served
+    done = container.run("vitwire", "health", "--timeout", "2", "--target", f"127.0.0.1:{free_port()}")
+    assert done.returncode != 0
+
+
+def test_it_runs_without_privileges_on_a_read_only_root(served: tuple[Container, str]) -> None:
+    container, _ = served
+    status = dict(
+        line.split(":\t") for line in container.run("cat", "/proc/1/status").stdout.splitlines() if ":\t" in line
+    )
+    assert status["Uid"].split() == ["10001"] * 4
+    assert int(status["CapEff"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+    for folder in ("/", "/opt/vitwire", "/opt/vitwire/lib", "/models", "/etc", "/var/tmp"):
+        done = container.run("touch", f"{folder}/written")
+        assert "Read-only file system" in done.stderr, folder
+    assert container.run("touch", "/tmp/written").returncode == 0
+
+
+def test_no_file_is_writable_or_runs_as_another_user(image: Image) -> None:
+    command = ["find", image.root, "-xdev", "(", "-perm", "-o+w", "-type", "f", "-o", "-uid", "10001", ")"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_nothing_compiles_but_what_torch_needs(image: Image) -> None:
+    """g++ for torch.compile on the CPU (with CUDA gcc, for Triton); no build tools, no pip, nothing that downloads."""
+    folders = ("usr/bin", "usr/local/bin", "bin", "opt/vitwire/bin")
+    names = {path.name for folder in folders for path in (image.root / folder).glob("*")}
+    assert not names & TOOLS
+    compilers = {name for name in names if COMPILERS.match(name)}
+    assert "g++" in compilers
+    assert not list((image.root / "opt/vitwire/lib").glob("python3*/site-packages/pip"))
+    assert not list((image.root / "var/lib/apt/lists").glob("*_Packages*"))
+    assert not list(image.root.glob("src/*"))
+
+
+def test_packages_are_those_of_the_lock(image: Image) -> None:
+    folder = next((image.root / "opt/vitwire/lib").glob("python3*/site-packages"))
+    installed = {path.name.rpartition(".")[0].partition("-")[0].lower() for path in folder.glob("*.dist-info")}
+    command = [
+        "python3",
+        "tools/locked.py",
+        "--variant",
+        "cpu",
+        f"server,cli,{os.environ.get('VITWIRE_IMAGE_EXTRAS', '')}",
+    ]
+    selected = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
+    locked = {
+        name.lower().replace("-", "_").replace(".", "_") for name in re.findall(r"^([\w.-]+)==", selected, re.MULTILINE)
+    }
+    assert {name.replace(".", "_") for name in installed} - {"vitwire"} == locked
+
+
+def test_shapes_are_compiled_by_the_compiler_of_the_image(image: Image, model: Path, tmp_path: Path) -> None:
+    with serving(image, model, tmp_path, VITWIRE_COMPILE="on", VITWIRE_DTYPE="float32") as (container, target):
+        container.wait_for("ready: ")
+        with Client(target, timeout=120) as client:
+            for _ in range(40):
+                client.encode_images([PHOTO])
+        container.wait_for("compil")
+        assert "cannot compile" not in container.log()
+        assert "not compiled" not in container.log()
+
+
+def test_orphans_are_reaped(served: tuple[Container, str]) -> None:
+    """PID 1 reaps what its children left behind, such as the decoders of an RPC process that was killed."""
+    container, _ = served
+    assert container.run("sh", "-c", "(sh -c 'exit 0' & exec sh -c 'sleep 0.3 & exit 0') & exit 0").returncode == 0
+    program = (
+        "import glob;print([line for path in glob.glob('/proc/[0-9]*/stat') if ') Z ' in (line := open(path).read())])"
+    )
+    deadline = time.monotonic() + 30
+    while (zombies := container.run("python3", "-c", program).stdout.strip()) != "[]":
+        assert time.monotonic() < deadline, zombies
+        time.sleep(0.2)
+
+
+def test_sigterm_drains(image: Image, model: Path, tmp_path: Path) -> None:
+    """What was accepted is answered, and PID 1 exits with 0."""
+    results: list[int] = []
+    with serving(image, model, tmp_path, VITWIRE_DRAIN_SECONDS="30") as (container, target):
+        container.wait_for("ready: ")
+        with Client(target, timeout=60) as client:
+            model_of = client.model()
+            width = 3 * model_of.temporal_patch_size * model_of.patch_size**2
+            large = Item(np.zeros((64 * 64, width), np.float32), (1, 64, 64))
+            client.encode([large])
+            worker = threading.Thread(
+                target=lambda: results.extend(len(e.numpy()) for e in client.encode([large] * 12))
+            )
+            worker.start()
+            deadline = time.monotonic() + 60
+            while "vitwire_inflight_requests 1.0" not in container.run("python3", "-c", _INFLIGHT).stdout:
+                assert time.monotonic() < deadline
+            container.signal("TERM")
+            worker.join(60)
+        assert container.process.wait(60) == 0
+    assert results == [32 * 32] * 12
+
+
+_INFLIGHT = """
+import os, urllib.request
+url = f"http://127.0.0.1:{os.environ['VITWIRE_METRICS_PORT']}/metrics"
+print(*(line for line in urllib.request.urlopen(url).read().decode().splitlines() if 'inflight' in line), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_signal_during_the_start_ends_it(image: Image, model: Path, tmp_path: Path, name: str) -> None:
+    """PID 1 has no default action for signals, and imports take seconds."""
+    with serving(image, model, tmp_path) as (container, _):
+        deadline = time.monotonic() + 60
+        while container.run("true").returncode and time.monotonic() < deadline:
+            time.sleep(0.05)
+        container.signal(name)
+        code = container.process.wait(60)
+    assert code in {0, 128 + signal.Signals[f"SIG{name}"]}

@@ -1,0 +1,127 @@
+"""What ships: `sbom` (CycloneDX), `audit` (known vulnerabilities), `licences`, of the packages in requirements.lock.
+
+The tools are those of tools/requirements-supply.txt; `--bin` is the folder that has them.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from locked import LOCK, select
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = "server,cli,videos,router,nixl,sglang"
+FOUND, UNREACHABLE = 1, 3
+_COPYLEFT = re.compile(r"(?<!L)GPL|(?<!Lesser )General Public License", re.IGNORECASE)
+
+
+def requirements(variant: str, extras: str, folder: str) -> Path:
+    """The selection of the lock as a file."""
+    path = Path(folder, "requirements.txt")
+    path.write_text(select((ROOT / LOCK).read_text(encoding="utf-8"), frozenset(extras.split(",")), variant))
+    return path
+
+
+def sbom(tools: Path, selected: Path, out: Path) -> int:
+    """Write a bill of materials with the hash of every package; the same input gives the same bytes."""
+    command: list[str | Path] = [
+        tools / "cyclonedx-py",
+        "requirements",
+        selected,
+        "--pyproject",
+        ROOT / "pyproject.toml",
+    ]
+    command += ["--mc-type", "application", "--spec-version", "1.6", "--output-reproducible", "--output-file", out]
+    subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - a pinned tool
+    print(f"{len(json.loads(out.read_text(encoding='utf-8'))['components'])} packages in {out}")
+    return 0
+
+
+def audit(tools: Path, selected: Path) -> int:
+    """Report known vulnerabilities. A package for which no advisory was read counts as not audited, not as safe."""
+    command: list[str | Path] = [tools / "pip-audit", "--requirement", selected, "--require-hashes", "--disable-pip"]
+    command += ["--format", "json", "--progress-spinner", "off"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a pinned tool
+    if not done.stdout.startswith("{"):
+        return _unreachable(done.stderr.strip().rpartition("\n")[2])
+    every = json.loads(done.stdout)["dependencies"]
+    for package in every:
+        for each in package.get("vulns", ()):
+            fixed = ", ".join(each["fix_versions"]) or "no release"
+            print(f"{package['name']} {package['version']}: {each['id']}, fixed in {fixed}")
+    # A local version (torch's CPU build) is not on PyPI; the CUDA variant has the same release.
+    skipped = [each["name"] for each in every if "skip_reason" in each]
+    if any(each.get("vulns") for each in every):
+        return FOUND
+    if skipped:
+        return _unreachable(f"no advisories for {len(skipped)} of {len(every)} packages: {', '.join(skipped[:5])}, ...")
+    print(f"no known vulnerability in {len(every)} packages")
+    return 0
+
+
+def _unreachable(reason: str) -> int:
+    sys.stderr.write(
+        f"NOT AUDITED: {reason}\nRun `make audit` where https://pypi.org/pypi/NAME/VERSION/json is reachable.\n"
+    )
+    return UNREACHABLE
+
+
+def licences(tools: Path, selected: Path, python: Path, out: Path) -> int:
+    """Write a table of licences as an environment's packages state them; fails on copyleft ones."""
+    names = re.findall(r"^([\w.-]+)==(\S+)", selected.read_text(encoding="utf-8"), re.MULTILINE)
+    command: list[str | Path] = [
+        tools / "pip-licenses",
+        "--python",
+        python,
+        "--format",
+        "json",
+        "--with-urls",
+        "--with-system",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - a pinned tool
+    stated = {_normal(each["Name"]): each for each in json.loads(done.stdout)}
+    rows = ["| package | version | licence | source |", "|---|---|---|---|"]
+    refused = []
+    for name, version in names:
+        each = stated.get(_normal(name), {})
+        licence = each.get("License", "not read: not installed here")
+        rows.append(f"| {name} | {version} | {licence} | {each.get('URL', '')} |")
+        refused += [name] if _COPYLEFT.search(licence) else []
+    out.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    print(f"{len(names)} licences in {out}")
+    if refused:
+        sys.stderr.write(f"copyleft: {', '.join(refused)}\n")
+    return int(bool(refused))
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def main() -> int:
+    """Run a command on a selection of the lock."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("command", choices=["sbom", "audit", "licences"])
+    parser.add_argument("--bin", type=Path, required=True, help="folder of the tools")
+    parser.add_argument("--variant", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--extras", default=EXTRAS)
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="environment whose licences are read")
+    parser.add_argument("--out", type=Path, help="file to write")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        selected = requirements(given.variant, given.extras, folder)
+        if given.command == "audit":
+            return audit(given.bin, selected)
+        out = given.out or Path("dist", "sbom.cdx.json" if given.command == "sbom" else "licences.md")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if given.command == "sbom":
+            return sbom(given.bin, selected, out.resolve())
+        return licences(given.bin, selected, given.python, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
