@@ -179,7 +179,7 @@ def _check(result: Run | Finding) -> None:
         return
     if not result.summary.answered:
         fail(f"all {len(result.summary.samples)} requests failed")
-    if not result.summary.kept_pace:
+    if not result.summary.kept_pace():
         warn("the generator did not keep the rate: latencies include its own delays; use a faster or idle machine")
     elif result.limited_by() == "concurrency":
         warn(f"{result.concurrency} requests were in flight at once, and others waited: raise --concurrency")

@@ -60,12 +60,16 @@ class Search:
         """The rate that was confirmed; None before, or if no rate was."""
         return self.held if self.confirmed >= CONFIRMATIONS else None
 
+    @property
+    def confirming(self) -> bool:
+        """Whether the next trial repeats the rate that held."""
+        return self.rate == self.held
+
     def record(self, holds: bool) -> None:
         """The result of a trial of `rate`; chooses the next rate, or ends the search."""
         self.trials += 1
-        confirming = self.rate == self.held
         if holds:
-            self.confirmed += confirming
+            self.confirmed += self.confirming
             self.held = self.rate if self.held is None else max(self.held, self.rate)
             self._once_held = True
         else:
@@ -91,9 +95,13 @@ def holds(missed: int, requests: int) -> bool:
     return requests > 0 and missed <= MISSES * requests
 
 
-def trial_seconds(rate: float, seconds: float, limit_ms: float, most: float = 120.0) -> float:
-    """Duration of a trial: long enough for 300 requests and 20 times the latency limit, up to `most`."""
-    return max(seconds, min(most, max(300 / rate, 20 * limit_ms / 1e3)))
+def trial_seconds(rate: float, seconds: float, limit_ms: float, *, confirming: bool) -> float:
+    """Duration of a trial: at least `seconds`, and, up to 2 minutes, long enough for the requests and the limit.
+
+    Trials that confirm a rate have 300 requests and 20 times the latency limit, others a third.
+    """
+    enough = max(300 / rate, 20 * limit_ms / 1e3) / (1 if confirming else 3)
+    return max(seconds, min(120.0, enough))
 
 
 def replicas(demand: float, capacity: float, headroom: float) -> int:

@@ -29,7 +29,7 @@ class Run:
         limit_ms: of a trial that failed, which always has a cause.
         """
         summary = self.summary
-        if not summary.kept_pace:
+        if not summary.kept_pace(limit_ms):
             return "generator"
         if self._held_back(limit_ms):
             return "concurrency"

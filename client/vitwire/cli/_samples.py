@@ -64,14 +64,15 @@ class Summary:
         """Requests that were not answered, by code."""
         return dict(Counter(sample.error for sample in self.samples if sample.error))
 
-    @property
-    def kept_pace(self) -> bool:
-        """Whether the generator was on time, compared with what it measured: else its figures are not the server's."""
+    def kept_pace(self, limit_ms: float | None = None) -> bool:
+        """Whether the generator was on time, compared with a limit, or else with what it measured."""
         if not self.samples:
             return True
-        late = float(np.percentile([sample.late for sample in self.samples], 99))
-        slow = float(np.percentile([sample.latency for sample in self.samples], 99))
-        return late <= max(_LATE_SECONDS, _LATE_SHARE * slow)
+        late, slow = (
+            float(np.percentile([getattr(sample, name) for sample in self.samples], 99)) for name in ("late", "latency")
+        )
+        reference = slow if limit_ms is None else limit_ms / 1e3
+        return late <= max(_LATE_SECONDS, _LATE_SHARE * reference)
 
     @property
     def due_rate(self) -> float:
@@ -108,7 +109,7 @@ class Summary:
         """How the generator itself did."""
         late, waited = (np.array([getattr(each, name) for each in self.samples]) for name in ("late", "waited"))
         return {
-            "kept_pace": self.kept_pace,
+            "kept_pace": self.kept_pace(),
             "cpu_cores": round(self.cpu_seconds / self.seconds, 3),
             "in_flight_max": self.in_flight_max,
             "late_p99_ms": percentiles(late * 1e3).get("p99"),
