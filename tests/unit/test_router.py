@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -359,3 +360,15 @@ def test_the_extra_is_named() -> None:
     main = "import sys; sys.modules['starlette'] = None; from vitwire.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", main, "router"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "vitwire: starlette is not installed: pip install 'vitwire[router]'\n")
+
+
+def test_a_taken_port_and_a_misspelt_variable_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITWIRE_ROUTER_MAX_IMAGE", "3")
+    monkeypatch.setenv("VITWIRE_ROUTER_MAX_IMAGES", "3")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, ["router", f"--port={port}"])
+    assert done.exit_code == 1
+    ignored, *_, last = done.stderr.splitlines()
+    assert ignored == "vitwire: ignored: VITWIRE_ROUTER_MAX_IMAGE is not a setting of the router"
+    assert last.startswith(f"vitwire: --host 127.0.0.1 --port {port}: cannot listen: Address already in use")

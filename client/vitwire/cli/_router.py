@@ -1,17 +1,24 @@
 """`vitwire router`: the flags of the router's settings."""
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from vitwire.cli._connection import fail, reported
+from vitwire.cli._connection import fail, reported, warn
 from vitwire.router.settings import Flag, Settings
 
 PREFIX = "VITWIRE_ROUTER_"
 _EXTRA = frozenset({"httpcore2", "httpx2", "PIL", "prometheus_client", "python_multipart", "starlette", "uvicorn"})
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """Variables that look like settings of the router, such as misspelt ones."""
+    known = {PREFIX + each.name.upper() for each in fields(Settings)}
+    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -40,6 +47,8 @@ def router(**values: Any) -> None:  # noqa: ANN401  # one value for each setting
     Every flag is also an environment variable: --engine-url is VITWIRE_ROUTER_ENGINE_URL.
     """
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name in unknown_variables(os.environ):
+        warn(f"ignored: {name} is not a setting of the router")
     with reported():
         settings = Settings(**values)
         try:

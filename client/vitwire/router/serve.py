@@ -20,6 +20,7 @@ from vitwire.router.settings import Settings
 
 logger = logging.getLogger("vitwire.router")
 
+_BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
 """Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
 
@@ -77,8 +78,6 @@ def serve(settings: Settings) -> None:
     logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
         loop="asyncio",  # gRPC's asyncio is made for it
         http=limited_to(settings.stall_seconds),
         ws="none",
@@ -91,8 +90,18 @@ def serve(settings: Settings) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
     )
-    _Server(config, app, settings.lame_duck_seconds).run()
+    with _listener(settings.host, settings.port) as listener:
+        _Server(config, app, settings.lame_duck_seconds).run(sockets=[listener])
     logger.info("ended")
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError with the flags that it comes from."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(f"--host {host} --port {port}: cannot listen: {error.strerror}") from error
 
 
 def _configure_logs(settings: Settings) -> None:
