@@ -1,25 +1,28 @@
 """`vitwire bench`."""
 
 import json
-import math
-import os
-import re
-import sys
-from collections.abc import Sequence
-from itertools import cycle, islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from vitwire import Item, Model
 from vitwire._connections import CONNECTIONS
-from vitwire._prepare import clip_items, image_items
+from vitwire.cli import _scrape, _traces, _workload
+from vitwire.cli._bench_options import (
+    CLOSED_CONCURRENCY,
+    ArrivalsOption,
+    Concurrency,
+    MetricsPages,
+    Options,
+    Rate,
+    Sizes,
+    TraceFile,
+    sizes_of,
+)
+from vitwire.cli._bench_report import check_plot, plot, plot_trials, table, trials_table
+from vitwire.cli._capacity import Verdict
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
     INTERRUPTED,
@@ -34,31 +37,46 @@ from vitwire.cli._connection import (
     Wait,
     fail,
     reported,
+    warn,
 )
-from vitwire.cli._load import Load, Pace, Sample, Summary
+from vitwire.cli._find_capacity import Finding, Goal, find_capacity
+from vitwire.cli._load import Load, Pace
+from vitwire.cli._runs import Run, Runner, closed_pace
 
 
 def bench(
-    size: Annotated[
-        list[str] | None,
-        typer.Option(help="Size of the random images, WIDTHxHEIGHT; repeat the option to alternate between sizes."),
-    ] = None,
+    size: Sizes = None,
     items: Annotated[int, typer.Option(min=1, help="Images or clips per request.")] = 1,
     frames: Annotated[int, typer.Option(min=0, help="Send clips with this many frames instead of images.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum requests in flight.")] = 8,
+    trace: TraceFile = None,
+    concurrency: Concurrency = None,
     connections: Annotated[
         int, typer.Option(min=1, help="Maximum connections; a server with several RPC processes needs several.")
     ] = CONNECTIONS,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Requests per second, as a Poisson process, instead of back to back."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Duration in seconds.")] = 10.0,
+    rate: Rate = None,
+    arrivals: ArrivalsOption = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Duration in seconds; with --find-capacity, the least for each trial.")
+    ] = 10.0,
     requests: Annotated[int | None, typer.Option(min=1, help="Stop after this many requests.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a plot of the latencies to this file; PNG, SVG, … by suffix.")
+    metrics: MetricsPages = None,
+    p99_ms: Annotated[
+        float, typer.Option("--p99-ms", min=0.1, help="Latency that 99 % of requests must keep, for --find-capacity.")
+    ] = 500.0,
+    for_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="With --find-capacity: print the replicas for this many requests/s.")
+    ] = None,
+    headroom: Annotated[
+        float, typer.Option(min=0.0, max=0.95, help="Share of the capacity that --for-rate leaves unused.")
+    ] = 0.3,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Write a plot of the latencies to this file; PNG, SVG, … by suffix.")
     ] = None,
     *,
+    search: Annotated[
+        bool,
+        typer.Option("--find-capacity", help="Search the highest rate at which 99 % of requests keep --p99-ms."),
+    ] = False,
     repeat: Annotated[
         bool, typer.Option("--repeat", help="Send the same pixels each time, to measure the cache.")
     ] = False,
@@ -73,128 +91,95 @@ def bench(
 ) -> None:
     """Benchmark the service with random images; the last line of output is one JSON document.
 
-    Ctrl-C stops early, shows the results so far and exits with 130.
+    Latency counts from when a request was due, so that waiting for earlier ones is part of it. Ctrl-C stops early,
+    shows the results so far and exits with 130.
     """
-    sizes = [_size(text) for text in size or ["448x448"]]
-    if rate is not None and not math.isfinite(rate):
-        raise typer.BadParameter(f"{rate} is not a finite number", param_hint="--rate")
+    with reported():
+        recorded = None if trace is None else _traces.read(trace)
+        pages = [_scrape.page_url(text) for text in metrics or ()]
+    options = Options(sizes_of(size), concurrency, rate, arrivals, recorded, seconds, requests)
+    pace = options.pace()
     # Retries would hide what an overloaded server refuses.
     connection = Connection(target, token, tls, ca, cert, key, timeout, wait, max_retries=0, connections=connections)
     with connection.client() as client:
-        if plot:
-            _check_plot(plot)
+        if plot_file:
+            check_plot(plot_file)
         model = connection.model(client)
-        distinct = _requests(sizes, items, frames, model)
-        load = Load(client, distinct, Pace(concurrency, seconds, requests, rate), fresh=not repeat)
-        summary = Summary(_with_progress(load), load.samples)
+        workload = (
+            _workload.of_trace(recorded, model) if recorded else _workload.of_sizes(options.sizes, items, frames, model)
+        )
+        runner = Runner(client, pages)
+
+        def run_at(pace: Pace) -> Run:
+            return runner.run(Load(client, workload, pace, fresh=not repeat))
+
+        Load(client, workload, pace).warm_up()
+        goal = Goal(p99_ms, seconds, for_rate, headroom)
+        result = _found(goal, options, run_at) if search else run_at(pace)
     parameters = {
         "target": target,
         "model": model.model_id,
-        "sizes": [f"{width}x{height}" for width, height in sizes],
-        "items_per_request": items,
+        "sizes": [] if recorded else list(map(str, options.sizes)),
+        "trace": None if trace is None else str(trace),
+        "items_per_request": None if recorded else items,
         "frames": frames,
-        "concurrency": concurrency,
+        "concurrency": pace.concurrency,
         "connections": connections,
+        "arrivals": options.chosen_arrivals,
         "rate": rate,
     }
-    document = parameters | summary.document()
-    Console().print(_table(document))
-    typer.echo(json.dumps(document))
-    if plot:
-        with reported():
-            _plot(plot, summary)
-    if load.interrupted.is_set():
+    _show(result, parameters | result.document(), plot_file)
+    if result.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if not summary.answered:
-        fail(f"all {len(summary.samples)} requests failed")
+    _check(result)
 
 
-def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
-    if found is None or "0" in (found[1], found[2]):
-        raise typer.BadParameter(f"{text!r} is not WIDTHxHEIGHT", param_hint="--size")
-    return int(found[1]), int(found[2])
+def _found(goal: Goal, options: Options, run_at: Callable[[Pace], Run]) -> Finding:
+    """Start from half of what the service answers back to back, unless a rate is given."""
+    first = options.rate
+    if first is None:
+        closed = run_at(closed_pace(min(5.0, options.seconds), options.concurrency or CLOSED_CONCURRENCY))
+        if closed.interrupted or not closed.summary.answered:
+            return Finding(goal, interrupted=closed.interrupted)
+        first = max(0.02, 0.5 * len(closed.summary.answered) / closed.summary.seconds)
+
+    def trial(rate: float, seconds: float, concurrency: int) -> Run:
+        return run_at(options.pace_at(rate, seconds, concurrency))
+
+    return find_capacity(goal, first, trial, _progress)
 
 
-def _requests(sizes: Sequence[tuple[int, int]], count: int, frames: int, model: Model) -> list[list[Item]]:
-    """Distinct requests: enough for the cycle of sizes to repeat."""
-    cycled = cycle(sizes)
-    distinct = len(sizes) // math.gcd(len(sizes), count)
-    return [_request(list(islice(cycled, count)), frames, model) for _ in range(distinct)]
+def _progress(trial: Verdict) -> None:
+    verdict = "holds" if trial.holds else f"fails: {trial.limited_by}"
+    latency = "-" if trial.p99_ms is None else f"{trial.p99_ms:.0f} ms"
+    warn(f"{trial.rate:g} requests/s for {trial.seconds:g} s: p99 {latency}, {trial.missed} missed; {verdict}")
 
 
-def _request(sizes: Sequence[tuple[int, int]], frames: int, model: Model) -> list[Item]:
-    """Random pixels, prepared for the model."""
-    rng = np.random.default_rng(0)
-    shapes = [(height, width, 3) for width, height in sizes]
-    if frames:
-        return clip_items([rng.integers(0, 256, (frames, *shape), np.uint8) for shape in shapes], model)
-    return image_items([rng.integers(0, 256, shape, np.uint8) for shape in shapes], model)
+def _show(result: Run | Finding, document: dict[str, object], plot_file: Path | None) -> None:
+    console = Console()
+    if isinstance(result, Finding) and result.trials:
+        console.print(trials_table(result.trials))
+    console.print(table(document))
+    typer.echo(json.dumps(document))
+    if plot_file:
+        with reported():
+            if isinstance(result, Finding):
+                plot_trials(plot_file, result.trials, result.goal.p99_ms, result.rate)
+            else:
+                plot(plot_file, result.summary)
 
 
-def _with_progress(load: Load) -> float:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.completed} requests, {task.fields[errors]} errors"),
-        TimeElapsedColumn(),
-    )
-    quiet = not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        task = progress.add_task("", total=None, errors=0)
-        errors = 0
-
-        def update(sample: Sample) -> None:
-            nonlocal errors
-            errors += bool(sample.error)
-            progress.update(task, advance=1, errors=errors)
-
-        load.on_sample = update
-        return load.run()
-
-
-def _table(document: dict[str, object]) -> Table:
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in document.items():
-        if isinstance(value, dict):
-            text = ", ".join(f"{key} {each}" for key, each in value.items()) or "none"
-        elif isinstance(value, list):
-            text = ", ".join(map(str, value))
-        else:
-            text = "-" if value is None else str(value)
-        table.add_row(name.replace("_", " "), escape(text))
-    return table
-
-
-def _check_plot(path: Path) -> None:
-    """Raises ImportError or ValueError if a plot cannot be written to `path`."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415  # an optional dependency
-    except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install 'vitwire[plots]'") from None
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(f"--plot {path}: the suffix must be one of {', '.join(known)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: {path.parent} is not a directory")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--plot {path}: cannot be written")
-
-
-def _plot(path: Path, summary: Summary) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415  # as above
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    over_time, shares = figure.subplots(1, 2)
-    answered, latencies = summary.answered, summary.latencies
-    over_time.scatter([s.done for s in answered], [s.latency * 1e3 for s in answered], s=6, color="#1a5fb4")
-    for sample in summary.samples:
-        if sample.error:
-            over_time.axvline(sample.done, color="#b3261e", linewidth=0.5)
-    over_time.set(xlabel="seconds", ylabel="latency, ms", title=f"{len(answered)} requests", ylim=(0, None))
-    shares.plot(latencies, np.arange(1, len(latencies) + 1) / max(1, len(latencies)) * 100, color="#1a5fb4")
-    for share in (50, 95, 99):
-        shares.axhline(share, color="#888888", linewidth=0.5, linestyle="--")
-    shares.set(xlabel="latency, ms", ylabel="% of requests at most", title="distribution", ylim=(0, 100))
-    figure.savefig(path, dpi=140)
+def _check(result: Run | Finding) -> None:
+    """Warns of figures that do not describe the server; exits with 1 if there is no result."""
+    if isinstance(result, Finding):
+        if result.rate is None:
+            fail(f"no rate keeps {result.goal.p99_ms:g} ms for 99 % of requests; see the trials")
+        if result.limited_by == "generator":
+            warn("the generator could not send faster: the service may hold more; use more machines or processes")
+        return
+    if not result.summary.answered:
+        fail(f"all {len(result.summary.samples)} requests failed")
+    if not result.summary.kept_pace():
+        warn("the generator did not keep the rate: latencies include its own delays; use a faster or idle machine")
+    elif result.limited_by() == "concurrency":
+        warn(f"{result.concurrency} requests were in flight at once, and others waited: raise --concurrency")

@@ -1,51 +1,35 @@
-"""Load generation: worker threads send requests back to back or at a rate, and record each result."""
+"""Load generation: threads send requests back to back, or when they are due, and record each result."""
 
+import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from vitwire import Client, Item, VitwireError
+from vitwire._items import pixel_bytes
+from vitwire.cli._samples import NOT_SENT, Sample
+from vitwire.cli._workload import Workload
 
 _STAMP_BYTES = 8
-Array = npt.NDArray[np.float64]
+_GRACE_SECONDS = 1.0
+"""How long after the end requests that were due before it are still sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How many requests to send, and how fast."""
+    """How many requests to send, and when."""
 
-    workers: int
+    concurrency: int
+    """Maximum requests in flight; a thread each, started when needed."""
     seconds: float
     requests: int | None = None
     """Stop after this many, if that comes before `seconds`."""
-    rate: float | None = None
-    """Requests per second, as a Poisson process; None sends the next one when a worker is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request. Times in seconds since the load began."""
-
-    due: float
-    """Scheduled time. Latency counts from here, so waiting for a free worker counts as well."""
-    done: float
-    nbytes: int = 0
-    """Bytes of its pixels."""
-    tokens: int = 0
-    paths: tuple[str, ...] = ()
-    queued: tuple[float, ...] = ()
-    error: str = ""
-    """The status code's name; empty for a request that was answered."""
-
-    @property
-    def latency(self) -> float:
-        """Seconds from its scheduled time to its last row."""
-        return self.done - self.due
+    due: Iterator[float] | None = None
+    """Ascending times in seconds since the start; None sends the next request when one was answered."""
 
 
 @dataclass(slots=True)
@@ -53,161 +37,139 @@ class Load:
     """Sends requests through a client at a given pace."""
 
     client: Client
-    requests: Sequence[Sequence[Item]]
-    """Sent in turn; each worker copies them."""
+    workload: Workload
     pace: Pace
     fresh: bool = True
     """Whether to change pixels for each request, so that the cache never answers."""
     on_sample: Callable[[Sample], None] = lambda _: None
-    """Called for each sample, in the worker's thread."""
+    """Called for each sample, one at a time."""
     samples: list[Sample] = field(default_factory=list)
+    in_flight_max: int = 0
+    cpu_seconds: float = 0.0
+    """Processor time of this process while the load ran."""
     interrupted: threading.Event = field(default_factory=threading.Event)
     """Set by Ctrl-C."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _failures: list[Exception] = field(default_factory=list)
+    _in_flight: int = 0
+    _began: float = 0.0
+    _ended: float = float("inf")
+    """When the last request was due, once that is known."""
+
+    def warm_up(self) -> None:
+        """Open connections, and let the server do work that comes once."""
+        for items in self.workload.warmup:
+            self.client.encode(items)
 
     def run(self) -> float:
-        """Run the load; returns its duration in seconds. An exception in a worker is raised once all have ended.
+        """Run the load; returns its duration in seconds. An exception in a thread is raised once all have ended.
 
         Ctrl-C stops it early: requests in flight are dropped and the client is closed.
         """
-        for items in self.requests:
-            self.client.encode(items)  # warm up: connections, and one-time work in the server
-        failures: list[Exception] = []
-        began = time.perf_counter()
-        due = enumerate(self._due())
-        threads = [threading.Thread(target=self._work, args=(began, due, failures)) for _ in range(self.pace.workers)]
+        self._began, cpu = time.perf_counter(), time.process_time()
+        pool = ThreadPoolExecutor(self.pace.concurrency, "vitwire-bench")
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            if self.pace.due is None:
+                self._start_closed(pool)
+            else:
+                self._dispatch(pool, self.pace.due)
+            pool.shutdown()
         except KeyboardInterrupt:
             self.interrupted.set()
             self.client.close()
-            for thread in filter(threading.Thread.is_alive, threads):
-                thread.join()
-        seconds = time.perf_counter() - began
-        if failures:
-            raise failures[0]
+            pool.shutdown(cancel_futures=True)
+        seconds = self._now()
+        self.cpu_seconds = time.process_time() - cpu
+        if self._failures:
+            raise self._failures[0]
         return seconds
 
-    def _due(self) -> Iterator[float | None]:
-        """Scheduled times in seconds since the start, None for at once; ends after `requests`."""
-        rng = np.random.default_rng(0)
-        moment, count = 0.0, 0
-        while self.pace.requests is None or count < self.pace.requests:
-            count += 1
-            if self.pace.rate is not None:
-                moment += rng.exponential(1 / self.pace.rate)
-            yield moment if self.pace.rate is not None else None
+    def _start_closed(self, pool: ThreadPoolExecutor) -> None:
+        numbers = iter(range(self.pace.requests if self.pace.requests is not None else 1 << 62))
+        for _ in range(min(self.pace.concurrency, self.pace.requests or self.pace.concurrency)):
+            pool.submit(self._guarded, lambda: self._back_to_back(numbers))
 
-    def _work(self, began: float, due: Iterator[tuple[int, float | None]], failures: list[Exception]) -> None:
+    def _back_to_back(self, numbers: Iterator[int]) -> None:
+        while (now := self._now()) < self.pace.seconds and not (self.interrupted.is_set() or self._failures):
+            with self._lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            self._send(number, now, 0.0)
+
+    def _dispatch(self, pool: ThreadPoolExecutor, due: Iterator[float]) -> None:
+        """Hand each request to a thread when it is due, whatever became of those before it."""
+        for number, moment in enumerate(due):
+            if number == self.pace.requests or moment >= self.pace.seconds or self._failures:
+                break
+            if (early := moment - self._now()) > 0:
+                time.sleep(early)
+            late = self._now() - moment
+            pool.submit(self._guarded, lambda args=(number, moment, late): self._send(*args))  # type: ignore[misc]
+        self._ended = self._now()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            requests = [[_copied(item) for item in items] for items in self.requests]
-            stamps = np.random.default_rng()
-            while (upcoming := self._next(began, due)) is not None:
-                number, moment = upcoming
-                items = requests[number % len(requests)]
-                if self.fresh:
-                    _stamp(items, stamps)
-                if self.interrupted.wait(began + moment - time.perf_counter()):
-                    return
-                sample = self._send(items, began, moment)
-                if self.interrupted.is_set():
-                    return
-                with self._lock:
-                    self.samples.append(sample)
-                self.on_sample(sample)
+            work()
         except Exception as error:  # noqa: BLE001  # raised again in the main thread
             if not self.interrupted.is_set():  # a closed client fails in many ways
-                failures.append(error)
+                self._failures.append(error)
 
-    def _next(self, began: float, due: Iterator[tuple[int, float | None]]) -> tuple[int, float] | None:
-        """This worker's next request and its scheduled time; None when the load is over."""
+    def _send(self, number: int, due: float, late: float) -> None:
+        if self.interrupted.is_set():
+            return
+        items = self.workload[number]
+        if self._now() > self._ended + _GRACE_SECONDS:
+            self._record(Sample(due, self._now(), error=NOT_SENT, late=late))
+            return
+        if self.fresh:
+            items = [_changed(item) for item in items]
         with self._lock:
-            now = time.perf_counter() - began
-            number, moment = next(due, (0, self.pace.seconds))
-            moment = now if moment is None else moment
-            return (number, moment) if max(moment, now) < self.pace.seconds else None
+            self._in_flight += 1
+            self.in_flight_max = max(self.in_flight_max, self._in_flight)
+        waited = self._now() - due - late
+        try:
+            sample = self._encoded(items, due, late, waited)
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+        if not self.interrupted.is_set():
+            self._record(sample)
 
-    def _send(self, items: Sequence[Item], began: float, due: float) -> Sample:
+    def _encoded(self, items: Sequence[Item], due: float, late: float, waited: float) -> Sample:
+        nbytes = sum(map(pixel_bytes, items))
         try:
             embeddings = self.client.encode(items)
         except VitwireError as error:
-            return Sample(due, time.perf_counter() - began, _nbytes(items), error=error.code)
-        done = time.perf_counter() - began
+            return Sample(due, self._now(), nbytes, error=error.code, late=late, waited=waited)
+        done = self._now()
         reports = [each.report for each in embeddings]
         return Sample(
             due,
             done,
-            _nbytes(items),
+            nbytes,
             tokens=sum(each.shape[0] for each in embeddings),
             paths=tuple(each.path for each in reports),
             queued=tuple(each.queued for each in reports),
+            late=late,
+            waited=waited,
         )
 
+    def _record(self, sample: Sample) -> None:
+        with self._lock:
+            self.samples.append(sample)
+            self.on_sample(sample)
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Results of a load."""
-
-    seconds: float
-    samples: Sequence[Sample]
-
-    @property
-    def answered(self) -> list[Sample]:
-        return [sample for sample in self.samples if not sample.error]
-
-    @property
-    def latencies(self) -> Array:
-        """Latencies of answered requests in milliseconds, ascending."""
-        return np.sort(np.array([sample.latency for sample in self.answered])) * 1e3
-
-    def document(self) -> dict[str, object]:
-        """All results, for JSON."""
-        answered = self.answered
-        items = sum(len(sample.paths) for sample in answered)
-        tokens = sum(sample.tokens for sample in answered)
-        nbytes = sum(sample.nbytes for sample in answered)
-        return {
-            "seconds": round(self.seconds, 3),
-            "requests": len(self.samples),
-            "errors": dict(Counter(sample.error for sample in self.samples if sample.error)),
-            "items": items,
-            "paths": dict(Counter(path for sample in answered for path in sample.paths)),
-            "requests_per_second": round(len(answered) / self.seconds, 3),
-            "items_per_second": round(items / self.seconds, 3),
-            "tokens_per_second": round(tokens / self.seconds, 1),
-            "megabytes_per_second": round(nbytes / self.seconds / 1e6, 3),
-            "latency_ms": _percentiles(self.latencies),
-            "queued_ms": _percentiles(np.array([each for sample in answered for each in sample.queued]) * 1e3),
-        }
+    def _now(self) -> float:
+        """Seconds since the load began."""
+        return time.perf_counter() - self._began
 
 
-def _percentiles(values: Array) -> dict[str, float]:
-    """Percentiles by name; empty without values."""
-    if not len(values):
-        return {}
-    shares = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
-    found = {"mean": values.mean()} | {name: np.percentile(values, share) for name, share in shares.items()}
-    return {name: round(float(value), 3) for name, value in (found | {"max": values.max()}).items()}
-
-
-def _nbytes(items: Sequence[Item]) -> int:
-    """Bytes of the pixels of a request."""
-    return sum(np.asarray(view).nbytes for item in items for view in (item.pixels, item.crops) if view is not None)
-
-
-def _copied(item: Item) -> Item:
-    """A copy of the item with writable pixels."""
+def _changed(item: Item) -> Item:
+    """A copy of the item whose first pixels are random."""
     crops = None if item.crops is None else np.array(item.crops)
-    return Item(np.array(item.pixels), item.grid, item.modality, item.content_id, item.keep_ratio, crops)
-
-
-def _stamp(items: Sequence[Item], rng: np.random.Generator) -> None:
-    """Overwrite the first pixels with random values."""
-    for item in items:
-        assert isinstance(item.pixels, np.ndarray)
-        flat = item.pixels.reshape(-1)
-        count = min(_STAMP_BYTES, flat.size)
-        flat[:count] = rng.integers(0, 256, count, dtype=np.uint8)
+    pixels = np.array(item.pixels)
+    flat = pixels.reshape(-1).view(np.uint8)
+    count = min(_STAMP_BYTES, flat.size)
+    flat[:count] = np.frombuffer(os.urandom(count), np.uint8)
+    return Item(pixels, item.grid, item.modality, item.content_id, item.keep_ratio, crops)

@@ -1,0 +1,126 @@
+"""What a load measured, and its statistics."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+NOT_SENT = "NOT_SENT"
+"""Error of a request that was due, but for which no thread was free until after the end."""
+_LATE_SECONDS = 0.005
+_LATE_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request. Times in seconds since the load began."""
+
+    due: float
+    """Scheduled time. Latency counts from here, so all waiting in the generator counts as well."""
+    done: float
+    nbytes: int = 0
+    """Bytes of its pixels."""
+    tokens: int = 0
+    paths: tuple[str, ...] = ()
+    queued: tuple[float, ...] = ()
+    error: str = ""
+    """The status code's name, or NOT_SENT; empty for a request that was answered."""
+    late: float = 0.0
+    """Seconds by which the generator itself was late."""
+    waited: float = 0.0
+    """Seconds for which it then waited until fewer than the maximum were in flight, and for its pixels."""
+
+    @property
+    def latency(self) -> float:
+        """Seconds from its scheduled time to its last row."""
+        return self.done - self.due
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Results of a load."""
+
+    seconds: float
+    samples: Sequence[Sample]
+    cpu_seconds: float = 0.0
+    """Processor time of the generator."""
+    in_flight_max: int = 0
+
+    @property
+    def answered(self) -> list[Sample]:
+        return [sample for sample in self.samples if not sample.error]
+
+    @property
+    def latencies(self) -> Array:
+        """Latencies of answered requests in milliseconds, ascending."""
+        return np.sort(np.array([sample.latency for sample in self.answered])) * 1e3
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Requests that were not answered, by code."""
+        return dict(Counter(sample.error for sample in self.samples if sample.error))
+
+    def kept_pace(self, limit_ms: float | None = None) -> bool:
+        """Whether the generator was on time, compared with a limit, or else with what it measured."""
+        if not self.samples:
+            return True
+        late, slow = (
+            float(np.percentile([getattr(sample, name) for sample in self.samples], 99)) for name in ("late", "latency")
+        )
+        reference = slow if limit_ms is None else limit_ms / 1e3
+        return late <= max(_LATE_SECONDS, _LATE_SHARE * reference)
+
+    @property
+    def due_rate(self) -> float:
+        """Requests per second that were due."""
+        span = max((sample.due for sample in self.samples), default=0.0)
+        return len(self.samples) / span if span else 0.0
+
+    def missed(self, limit_ms: float) -> int:
+        """Requests not answered within a limit; those that failed or were not sent count as well."""
+        return sum(bool(sample.error) or sample.latency * 1e3 > limit_ms for sample in self.samples)
+
+    def document(self) -> dict[str, object]:
+        """All results, for JSON."""
+        answered = self.answered
+        items = sum(len(sample.paths) for sample in answered)
+        tokens = sum(sample.tokens for sample in answered)
+        nbytes = sum(sample.nbytes for sample in answered)
+        return {
+            "seconds": round(self.seconds, 3),
+            "requests": len(self.samples),
+            "errors": self.errors,
+            "items": items,
+            "paths": dict(Counter(path for sample in answered for path in sample.paths)),
+            "requests_per_second": round(len(answered) / self.seconds, 3),
+            "items_per_second": round(items / self.seconds, 3),
+            "tokens_per_second": round(tokens / self.seconds, 1),
+            "megabytes_per_second": round(nbytes / self.seconds / 1e6, 3),
+            "latency_ms": percentiles(self.latencies),
+            "queued_ms": percentiles(np.array([each for sample in answered for each in sample.queued]) * 1e3),
+            "generator": self.generator(),
+        }
+
+    def generator(self) -> dict[str, object]:
+        """How the generator itself did."""
+        late, waited = (np.array([getattr(each, name) for each in self.samples]) for name in ("late", "waited"))
+        return {
+            "kept_pace": self.kept_pace(),
+            "cpu_cores": round(self.cpu_seconds / self.seconds, 3),
+            "in_flight_max": self.in_flight_max,
+            "late_p99_ms": percentiles(late * 1e3).get("p99"),
+            "waited_p99_ms": percentiles(waited * 1e3).get("p99"),
+        }
+
+
+def percentiles(values: Array) -> dict[str, float]:
+    """Percentiles by name; empty without values."""
+    if not len(values):
+        return {}
+    shares = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+    found = {"mean": values.mean()} | {name: np.percentile(values, share) for name, share in shares.items()}
+    return {name: round(float(value), 3) for name, value in (found | {"max": values.max()}).items()}

@@ -1,0 +1,102 @@
+"""What the benchmark sends: items of random pixels, and which of them each request holds."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import numpy as np
+
+from vitwire import Item, Model
+from vitwire._prepare import clip_items, image_items
+from vitwire.cli._traces import Size, Trace
+
+_MIX_REQUESTS = 1024
+"""Requests drawn from a weighted mix before they repeat."""
+_MAX_WARMUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """A size of `--size`."""
+
+    width: int
+    height: int
+    weight: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "ImageSize":
+        """Raises ValueError unless the text is WIDTHxHEIGHT or WIDTHxHEIGHT:WEIGHT."""
+        found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})(?::(\d{1,6}(?:\.\d{1,6})?))?", text)
+        if found is None or (found[3] is not None and not float(found[3])):
+            raise ValueError(f"{text!r} is not WIDTHxHEIGHT or WIDTHxHEIGHT:WEIGHT")
+        return cls(int(found[1]), int(found[2]), None if found[3] is None else float(found[3]))
+
+    def __str__(self) -> str:
+        """As it is parsed."""
+        return f"{self.width}x{self.height}" + ("" if self.weight is None else f":{self.weight:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests, to be sent in turn and again from the first. Items that are equal are shared."""
+
+    requests: Sequence[Sequence[Item]]
+
+    @property
+    def warmup(self) -> Sequence[Sequence[Item]]:
+        """Requests that show the server each kind of item once, up to a limit."""
+        if len(self.requests) <= _MAX_WARMUP:
+            return self.requests
+        distinct = {id(item): item for items in self.requests for item in items}
+        return [[item] for item in islice(distinct.values(), _MAX_WARMUP)]
+
+    def __getitem__(self, number: int) -> Sequence[Item]:
+        """The items of request `number`."""
+        return self.requests[number % len(self.requests)]
+
+
+def of_sizes(sizes: Sequence[ImageSize], items: int, frames: int, model: Model) -> Workload:
+    """Requests of `items` images, or clips of `frames` frames.
+
+    Sizes take turns; if any has a weight, each item's size is drawn by weight instead (1 for those without).
+    """
+    prepared = _random_items(sizes, frames, model)
+    if all(size.weight is None for size in sizes):
+        turns, distinct = cycle(prepared), len(sizes) // math.gcd(len(sizes), items)
+        return Workload([list(islice(turns, items)) for _ in range(distinct)])
+    return Workload([[prepared[index] for index in row] for row in draws(sizes, items, _MIX_REQUESTS)])
+
+
+def draws(sizes: Sequence[ImageSize], items: int, requests: int) -> list[list[int]]:
+    """Indices of sizes drawn by weight, for each item of each request; the same each time."""
+    weights = np.array([1.0 if size.weight is None else size.weight for size in sizes])
+    drawn: list[list[int]] = (
+        np.random.default_rng(0).choice(len(sizes), (requests, items), p=weights / weights.sum()).tolist()
+    )
+    return drawn
+
+
+def of_trace(trace: Trace, model: Model) -> Workload:
+    """The requests of a trace. Raises ValueError for a model whose pixels do not follow from the grid."""
+    settings = model.image_preprocessor or model.video_preprocessor
+    if settings is not None and settings.tiling is not None:
+        raise ValueError("--trace: this model takes tiles, whose sizes a trace does not hold; use --size")
+    items = {size: _of_grid(size, model) for sizes in trace.requests for size in sizes}
+    return Workload([[items[size] for size in sizes] for sizes in trace.requests])
+
+
+def _of_grid(size: Size, model: Model) -> Item:
+    frames = model.temporal_patch_size if size.modality == "video" else 1
+    columns = model.channels * frames * model.patch_size**2
+    pixels = np.random.default_rng(0).integers(0, 256, (math.prod(size.grid), columns), np.uint8)
+    return Item(pixels, size.grid, size.modality)
+
+
+def _random_items(sizes: Sequence[ImageSize], frames: int, model: Model) -> list[Item]:
+    rng = np.random.default_rng(0)
+    shapes = [(size.height, size.width, 3) for size in sizes]
+    if frames:
+        return clip_items([rng.integers(0, 256, (frames, *shape), np.uint8) for shape in shapes], model)
+    return image_items([rng.integers(0, 256, shape, np.uint8) for shape in shapes], model)

@@ -1,0 +1,115 @@
+"""`vitwire bench` against a real server: rates, mixes, traces, metrics and the search for capacity."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import Checkpoints
+from servers import ServerProcess, serving
+
+VITWIRE = Path(sys.executable).with_name("vitwire")
+FLAGS = ("--graphs", "simulated", "--budgets", "16,64")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bench") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Checkpoints, trace: Path) -> Iterator[ServerProcess]:
+    with serving(checkpoints("qwen2_vl"), *FLAGS, "--record-trace", str(trace)) as process:
+        yield process
+
+
+def bench(server: ServerProcess, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [VITWIRE, "bench", "--target", server.target, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_recorded_load_is_replayed(server: ServerProcess, trace: Path, tmp_path: Path) -> None:
+    page = f"127.0.0.1:{server.metrics_port}"
+    mix = ("--size", "112x112:3", "--size", "56x168:1", "--metrics", page)
+    first = document(bench(server, *mix, "--rate", 40, "--requests", 60, "--plot", tmp_path / "plot.png"))
+    assert (first["requests"], first["errors"], first["arrivals"]) == (60, {}, "poisson")
+    assert first["seconds"] > 0.7, "60 requests at 40 per second take 1.5 s on average"
+    usage = first["server"]
+    assert usage["graph_hit_rate"] == 1
+    assert 0 < usage["device_busy"] <= 1
+    assert 0 <= usage["padding"] < 1
+    assert sum(usage["cpu_cores"].values()) > 0
+    assert usage["rejected"] == 0
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    copy = tmp_path / "trace.jsonl"
+    copy.write_text("\n".join(map(json.dumps, lines[-60:])))
+    for flags, arrivals in (((), "trace"), (("--rate", 200, "--arrivals", "uniform"), "uniform")):
+        start = len(trace.read_text().splitlines())
+        again = document(bench(server, "--trace", copy, "--requests", 60, "--repeat", *flags))
+        assert (again["requests"], again["arrivals"], again["errors"]) == (60, arrivals, {})
+        grids = [json.loads(line)["items"] for line in trace.read_text().splitlines()[start:]]
+        recorded = [line["items"] for line in lines[-60:]]
+        assert sorted(map(str, grids[-60:])) == sorted(map(str, recorded)), "the same sizes, in nearly the same order"
+        if not flags:
+            assert again["seconds"] > 0.9 * (lines[-1]["t"] - lines[-60]["t"])
+
+
+def test_a_generator_without_free_threads_counts_what_it_could_not_send(server: ServerProcess) -> None:
+    done = bench(server, "--size", "448x448", "--rate", 2000, "--seconds", 1, "--concurrency", 1)
+    found = document(done)
+    assert found["errors"]["NOT_SENT"] > 0
+    assert found["requests"] > 1500, "all that were due count"
+    assert found["generator"]["in_flight_max"] == 1
+    assert found["limited_by"] in {"concurrency", "generator"}
+    assert "--concurrency" in done.stderr or "generator" in done.stderr
+
+
+@pytest.mark.matrix
+def test_the_capacity_is_found_and_confirmed(server: ServerProcess, tmp_path: Path) -> None:
+    page, plot = f"http://127.0.0.1:{server.metrics_port}/metrics", tmp_path / "trials.svg"
+    words = ("--find-capacity", "--p99-ms", 150, "--seconds", 0.2, "--for-rate", 1000, "--metrics", page)
+    limit = ("--size", "56x56", "--timeout", 30, "--plot", plot)
+    done = bench(server, *words, *limit)
+    found = json.loads(done.stdout.splitlines()[-1])
+    trials = found["trials"]
+    assert trials, done.stderr
+    if found["capacity"] is None:  # a machine so busy that no rate holds
+        assert done.returncode == 1
+        assert "no rate keeps 150 ms" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    last = trials[-3:]
+    assert [(each["rate"], each["holds"]) for each in last] == [(found["capacity"], True)] * 3
+    assert all(each["missed"] <= 0.01 * each["requests"] for each in last)
+    assert found["limited_by"] is not None
+    assert found["replicas"] >= 1000 / found["capacity"]
+    assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--arrivals", "uniform"), "needs --rate"),
+        (("--arrivals", "trace", "--rate", "5"), "--trace"),
+        (("--trace", "/nowhere"), "/nowhere"),
+        (("--metrics", "ftp://x"), "--metrics"),
+        (("--metrics", "127.0.0.1:1"), "--metrics http://127.0.0.1:1/metrics"),
+        (("--concurrency", "100000"), "1024"),
+        (("--size", "5x5:0"), "WEIGHT"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(server: ServerProcess, words: tuple[str, ...], message: str) -> None:
+    done = bench(server, *words, "--requests", 1)
+    assert done.returncode in {1, 2}
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,184 @@
+"""The benchmark's pure parts: arrivals, traces, mixes, percentiles, the search for capacity, metrics pages."""
+
+import json
+import math
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from vitwire.cli import _arrivals, _capacity, _scrape, _traces
+from vitwire.cli._capacity import Search
+from vitwire.cli._samples import NOT_SENT, Sample, Summary
+from vitwire.cli._workload import ImageSize, draws
+
+rates = st.floats(0.01, 1e5)
+
+
+@given(rates, st.integers(0, 99))
+def test_poisson_arrivals_keep_the_rate_and_ascend(rate: float, seed: int) -> None:
+    times = list(islice(_arrivals.poisson(rate, seed), 4000))
+    assert times == sorted(times)
+    assert 4000 / times[-1] == pytest.approx(rate, rel=0.12), "7 standard deviations"
+    gaps = [(after - before) * rate for before, after in pairwise(times)]
+    assert sum(gap < math.log(2) for gap in gaps) / len(gaps) == pytest.approx(0.5, abs=0.06), "exponential gaps"
+
+
+@given(rates)
+def test_uniform_arrivals_have_equal_gaps(rate: float) -> None:
+    assert list(islice(_arrivals.uniform(rate), 5)) == pytest.approx([number / rate for number in range(5)])
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=2, max_size=30), st.none() | st.floats(0.1, 1e4))
+def test_recorded_times_repeat_with_their_gaps_and_take_the_mean_rate(moments: list[float], rate: float | None) -> None:
+    times = sorted(moments)
+    assume(times[-1] - times[0] > 1e-3)
+    count = len(times)
+    found = list(islice(_arrivals.recorded(times, rate), 3 * count))
+    assert found == sorted(found)
+    assert found[0] == 0
+    period = found[count]
+    mean = (count - 1) / (times[-1] - times[0]) if rate is None else rate
+    assert count / period == pytest.approx(mean, rel=1e-6)
+    first = [moment - times[0] for moment in times]
+    scale = (found[count - 1] - found[0]) / first[-1]
+    assert found[:count] == pytest.approx([moment * scale for moment in first], abs=1e-6)
+    assert [each - period for each in found[count : 2 * count]] == pytest.approx(found[:count], abs=1e-6)
+
+
+@pytest.mark.parametrize("times", [[], [3.0], [2.0, 2.0]])
+def test_times_without_a_rate_need_one(times: list[float]) -> None:
+    with pytest.raises(ValueError, match="--rate"):
+        next(_arrivals.recorded(times))
+    assert list(islice(_arrivals.recorded(times, 10.0), 2)) == [0, 0.1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), min_size=1, max_size=5), st.integers(1, 4))
+def test_mixes_are_drawn_by_weight(weights: list[tuple[int, int]], items: int) -> None:
+    sizes = [ImageSize(8, 8, weight) for weight, _ in weights]
+    drawn = [index for row in draws(sizes, items, 3000) for index in row]
+    total = sum(weight for weight, _ in weights)
+    for index, (weight, _) in enumerate(weights):
+        share = weight / total
+        spread = math.sqrt(share * (1 - share) / len(drawn))
+        assert drawn.count(index) / len(drawn) == pytest.approx(share, abs=6 * spread + 1e-9)
+
+
+@given(st.integers(1, 99999), st.integers(1, 99999), st.none() | st.integers(1, 999))
+def test_sizes_are_written_as_they_are_read(width: int, height: int, weight: int | None) -> None:
+    text = f"{width}x{height}" + ("" if weight is None else f":{weight}")
+    assert str(ImageSize.parse(text)) == text
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10), st.booleans()), min_size=1, max_size=60), st.floats(1, 9e3)
+)
+def test_requests_that_fail_miss_every_limit(outcomes: list[tuple[float, float, bool]], limit: float) -> None:
+    samples = [Sample(due, due + took, error=NOT_SENT if lost else "") for due, took, lost in outcomes]
+    found = Summary(100.0, samples)
+    assert found.missed(limit) == sum(s.error != "" or s.latency * 1e3 > limit for s in samples)
+    assert found.missed(math.inf) == len(samples) - len(found.answered)
+    latency = found.document()["latency_ms"]
+    assert isinstance(latency, dict)
+    assert list(latency.values())[1:] == sorted(list(latency.values())[1:])
+
+
+@given(st.floats(0.05, 1e4), st.floats(0.01, 100))
+def test_the_search_finds_a_threshold(capacity: float, start: float) -> None:
+    search = Search(capacity * start)
+    while not search.done:
+        search.record(search.rate <= capacity)
+    assert search.capacity is not None
+    assert capacity / _capacity.TOLERANCE * (1 - 1e-9) <= search.capacity <= capacity
+    assert search.trials < _capacity.MAX_TRIALS
+
+
+@given(st.floats(0.05, 1e4), st.lists(st.booleans(), min_size=_capacity.MAX_TRIALS, max_size=_capacity.MAX_TRIALS))
+def test_a_search_ends_whatever_trials_say_and_reports_only_what_held_to_the_end(
+    start: float, results: list[bool]
+) -> None:
+    search, history = Search(start), []
+    for result in results:
+        if search.done:
+            break
+        history.append((search.rate, result))
+        search.record(result)
+    assert search.done
+    if search.capacity is not None:
+        assert history[-_capacity.CONFIRMATIONS :] == [(search.capacity, True)] * _capacity.CONFIRMATIONS
+        assert all(held for rate, held in history if rate <= search.capacity)
+
+
+def test_a_service_that_holds_nothing_has_no_capacity() -> None:
+    search = Search(100.0)
+    while not search.done:
+        search.record(holds=False)
+    assert search.capacity is None
+
+
+@given(st.floats(0.1, 1e5), st.floats(0.1, 1e3), st.floats(0, 0.95))
+def test_replicas_carry_the_demand_within_the_headroom(demand: float, capacity: float, headroom: float) -> None:
+    count = _capacity.replicas(demand, capacity, headroom)
+    usable = capacity * (1 - headroom)
+    assert count * usable >= demand * (1 - 1e-6)
+    assert count == 1 or (count - 1) * usable < demand
+
+
+def test_a_trace_is_read_as_the_server_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    item = {"modality": "video", "grid": [2, 4, 4], "footprint": {"tokens": 8}}
+    lines = [{"t": t, "items": [item, {"modality": "image", "grid": [1, 4, 6]}]} for t in (1.0, 2.5, 0.5, 1.0)]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    trace = _traces.read(path)
+    assert trace.times == [1.0, 2.5, 3.0, 3.5], "the third starts another recording"
+    assert [size.grid for size in trace.requests[0]] == [(2, 4, 4), (1, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", "5", "x", '{"items": []}', '{"items": [{"grid": [0, 1, 1]}]}', '{"t": -1, "items": [{"grid": [1,2,2]}]}'],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"items": [{"grid": [1, 4, 6]}]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"trace\.jsonl:2: expected"):
+        _traces.read(path)
+
+
+PAGE = """# TYPE vitwire_items_total counter
+vitwire_items_total{modality="image",path="graph"} %d
+vitwire_items_total{modality="image",path="eager"} %d
+vitwire_items_total{modality="image",path="cache"} 0.0
+vitwire_tokens_total{kind="real"} %d
+vitwire_tokens_total{kind="padding"} %d
+vitwire_stage_seconds_sum{stage="execute"} %d
+vitwire_process_cpu_seconds_total{process="engine"} %d
+"""
+
+
+def test_usage_is_the_difference_of_two_pages() -> None:
+    before, after = _scrape.parse(PAGE % (1, 1, 10, 10, 5, 2)), _scrape.parse(PAGE % (10, 2, 100, 20, 14, 12))
+    usage = _scrape.Usage(before, after, 10.0)
+    assert usage.document() == {
+        "device_busy": 0.9,
+        "cpu_cores": {"engine": 1.0},
+        "graph_hit_rate": 0.9,
+        "cache_hit_rate": 0.0,
+        "padding": 0.1,
+        "rejected": 0,
+    }
+    assert usage.bound == "device"
+    assert _scrape.Usage(before, after, 10.0, pages=2).device_busy == 0.45
+
+
+@pytest.mark.parametrize("text", ["file:///etc/passwd", "http://", "ftp://x/metrics"])
+def test_pages_are_http(text: str) -> None:
+    with pytest.raises(ValueError, match="--metrics"):
+        _scrape.page_url(text)
+
+
+@pytest.mark.parametrize("text", ["h:9464", "http://h:9464", "http://h:9464/", "http://h:9464/metrics"])
+def test_a_page_may_be_an_address(text: str) -> None:
+    assert _scrape.page_url(text) == "http://h:9464/metrics"
