@@ -127,13 +127,13 @@ lock: .tools/supply/.ready ## write requirements.lock anew; FLAGS="--cpu-torch t
 	$(SUPPLY)/python tools/lock.py --uv $(abspath $(SUPPLY))/uv $(FLAGS)
 
 sbom: .tools/supply/.ready ## dist/sbom.cdx.json, CycloneDX; FLAGS="--variant cpu --extras server,cli"
-	$(SUPPLY)/python tools/supply.py sbom --bin $(SUPPLY) $(FLAGS)
+	$(SUPPLY)/python -m tools.supply sbom --bin $(SUPPLY) $(FLAGS)
 
 audit: .tools/supply/.ready ## known vulnerabilities of what is locked; exits 3 where no advisories can be read
-	$(SUPPLY)/python tools/supply.py audit --bin $(SUPPLY) $(FLAGS)
+	$(SUPPLY)/python -m tools.supply audit --bin $(SUPPLY) $(FLAGS)
 
 licences: $(READY) .tools/supply/.ready ## dist/licences.md; fails on copyleft
-	$(SUPPLY)/python tools/supply.py licences --bin $(SUPPLY) --python $(BIN)/python --variant cpu $(FLAGS)
+	$(SUPPLY)/python -m tools.supply licences --bin $(SUPPLY) --python $(BIN)/python --variant cpu $(FLAGS)
 
 release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing; FLAGS=--no-image
 	tools/release.sh $(FLAGS)

@@ -30,9 +30,9 @@ python3 tools/locked.py --variant cpu client,cli >.tools/release-check/requireme
 "$bin/python" -m pip --python .tools/release-check/bin/python install --quiet --no-deps dist/*.whl
 (cd / && "$OLDPWD/.tools/release-check/bin/vitwire" --help >/dev/null) || fail "the wheel's command does not start"
 cp requirements.lock dist/
-"$bin/python" tools/supply.py sbom --bin "$bin" --out dist/sbom.cdx.json
-"$bin/python" tools/supply.py licences --bin "$bin" --python "${LICENCES_PYTHON:-.venv/bin/python}" --out dist/licences.md
-"$bin/python" tools/supply.py audit --bin "$bin" || [[ $? == 3 ]] || fail "known vulnerabilities, see above"
+"$bin/python" -m tools.supply sbom --bin "$bin" --out dist/sbom.cdx.json
+"$bin/python" -m tools.supply licences --bin "$bin" --python "${LICENCES_PYTHON:-.venv/bin/python}" --out dist/licences.md
+"$bin/python" -m tools.supply audit --bin "$bin" || [[ $? == 3 ]] || fail "known vulnerabilities, see above"
 image="docker buildx build --push --tag REGISTRY/vitwire:$version ."
 if [[ ${1:-} != --no-image ]]; then
     if command -v docker >/dev/null && docker info >/dev/null 2>&1; then

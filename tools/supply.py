@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from locked import LOCK, select
+from tools.locked import LOCK, select
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = "server,cli,videos,router,nixl,sglang"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from manifests import (
-    DEPLOY,
     RELEASE,
+    ROOT,
     UID,
     Document,
     documents_of,
