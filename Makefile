@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench fleet-study kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -63,6 +63,9 @@ bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a
 
 wire-bench: $(READY) ## what the service costs on a CPU, beside bare gRPC and the bare tower; FLAGS="--plot p.png"
 	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
+
+fleet-study: $(READY) ## a simulated fleet: routing, crashes, autoscaling; FLAGS="--replicas 1000 --loads 0.7 --parts routing --plot ."
+	$(BIN)/python -m bench.fleet_study $(FLAGS)
 
 # A server of one process, and one of an engine with two edges.
 SHAPES := 1 2

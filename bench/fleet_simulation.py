@@ -1,42 +1,59 @@
-"""A fleet of encoders behind routers, simulated: queues, batches, caches, routing, crashes. See docs/scale.md.
+"""A fleet of encoders behind routers, simulated: queues, batches, caches, retries, crashes. See docs/scale.md.
 
 The costs of a replica are measured (docs/performance.md). `bench/fleet_study.py` runs the experiments.
 """
 
-import zlib
-from bisect import bisect_left
+import random
 from collections import OrderedDict, deque
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import simpy
+from bench.fleet_routing import Routing
+from bench.fleet_tally import Tally
 
-# Measured for Qwen3-VL-8B on an H200; docs/scale.md derives each from docs/performance.md.
-BATCH_SECONDS = 1.3e-3
-TOKEN_SECONDS = 8.0e-6
-TOKEN_PAIR_SECONDS = 5.9e-9
-HOST_SECONDS = 1 / 2195
-OVERHEAD_SECONDS = 4.8e-3
-BATCH_TOKENS = 4096
-ROW_BYTES = 32_768
-READY_SECONDS = 16.0
-
-QUEUE_ITEMS = 4096
-RETRIES = 3
-BACKOFF_SECONDS = 0.05
-ROUTERS = 50
-POLICIES = ("round_robin", "least_request", "hash", "bounded_hash")
-_BOUND = 1.25
-_RING_POINTS = 40
+_RETRIES = 8
+_FIRST_BACKOFF, _MAX_BACKOFF = 0.1, 0.4
+"""As the client's."""
 
 
-def device_seconds(tokens: Sequence[int]) -> float:
-    """Time of the device for one batch."""
-    return BATCH_SECONDS + sum(TOKEN_SECONDS * each + TOKEN_PAIR_SECONDS * each * each for each in tokens)
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a replica takes: Qwen3-VL-8B on an H200; docs/scale.md derives each value from docs/performance.md."""
+
+    batch_seconds: float = 1.3e-3
+    token_seconds: float = 8.0e-6
+    token_pair_seconds: float = 5.9e-9
+    batch_tokens: int = 4096
+    batch_items: int = 64
+    answer_seconds: float = 1 / 2195
+    """Shortest time between two answers."""
+    send_bytes_per_second: float = 3.5e9
+    other_seconds: float = 4.4e-3
+    """Of each request, without holding up others."""
+    row_bytes: int = 32_768
+    pixel_bytes: int = 3072
+    """Both per token."""
+    admitted_items: int = 4096
+    admitted_bytes: int = 4 << 30
+    ready_seconds: float = 16.0
+    """From the start of a process until it serves."""
+
+    def device_seconds(self, tokens: Sequence[int]) -> float:
+        """Time of the device for one batch."""
+        return self.batch_seconds + sum(self.token_seconds * n + self.token_pair_seconds * n * n for n in tokens)
+
+    def send_seconds(self, tokens: int) -> float:
+        """Time for which the rows of one image hold up those of others."""
+        return max(self.answer_seconds, tokens * self.row_bytes / self.send_bytes_per_second)
+
+    def capacity(self, tokens: Sequence[int]) -> float:
+        """Images per second of one replica without cache hits, in full batches."""
+        items = sum(self.device_seconds([n]) - self.batch_seconds for n in tokens) / len(tokens)
+        return 1 / (items + self.batch_seconds * sum(tokens) / len(tokens) / self.batch_tokens)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """One image."""
 
@@ -47,54 +64,35 @@ class Request:
     attempts: int = 0
 
 
-@dataclass(slots=True)
-class Tally:
-    """What came of the requests that were due after the start of the measurement."""
-
-    start: float
-    latencies: list[float] = field(default_factory=list)
-    hits: int = 0
-    retries: int = 0
-    failed: int = 0
-
-    def row(self, seconds: float) -> dict[str, float]:
-        """For a table."""
-        done = len(self.latencies)
-        p50, p99 = np.percentile(self.latencies, (50, 99)) * 1e3 if done else (0.0, 0.0)
-        total = max(1, done + self.failed)
-        return {
-            "images_per_second": round(done / seconds),
-            "p50_ms": round(float(p50), 1),
-            "p99_ms": round(float(p99), 1),
-            "hits": round(self.hits / total, 4),
-            "retries": round(self.retries / total, 4),
-            "failed": round(self.failed / total, 4),
-        }
-
-
 class Replica:
-    """A queue, a device that takes batches from it, a cache, and a host that hands out one answer at a time."""
+    """A queue, a device that takes batches from it, a cache, and a host that sends one answer after the other."""
 
-    def __init__(self, fleet: "Fleet", name: int, *, ready: float = 0.0) -> None:
+    def __init__(self, fleet: "Fleet", name: int, ready_after: float) -> None:
         self.fleet, self.name = fleet, name
         self.queue: deque[Request] = deque()
         self.cache: OrderedDict[int, int] = OrderedDict()
         self.cached_tokens = 0
-        self.busy_seconds = self.host_free = 0.0
-        self.alive = False
+        self.admitted: dict[Request, None] = {}
+        """Requests in the queue, on the device and being sent, in order of arrival."""
+        self.admitted_tokens = 0
+        self.busy_seconds = self.sending_until = 0.0
         self.epoch = 0
-        fleet.env.process(self._start(ready))
+        """Number of crashes."""
+        self._wake: simpy.Event | None = None
+        fleet.env.process(self._start(ready_after))
 
-    def _start(self, delay: float) -> Generator[simpy.Event, None, None]:
-        if delay:
-            yield self.fleet.env.timeout(delay)
-        self.alive, self.wake = True, self.fleet.env.event()
-        self.fleet.changed()
-        self.fleet.env.process(self._encode(self.epoch))
+    def _start(self, seconds: float) -> Generator[simpy.Event, None, None]:
+        if seconds:
+            yield self.fleet.env.timeout(seconds)
+        self.fleet.ready(self)
+        yield from self._encode(self.epoch)
 
     def remember(self, content: int, tokens: int) -> None:
         """Store an embedding; the least recently used ones make room."""
-        if content in self.cache or tokens > self.fleet.cache_tokens:
+        if content in self.cache:
+            self.cache.move_to_end(content)
+            return
+        if tokens > self.fleet.cache_tokens:
             return
         self.cache[content] = tokens
         self.cached_tokens += tokens
@@ -103,149 +101,160 @@ class Replica:
 
     def submit(self, request: Request) -> None:
         """Answer from the cache, queue, or refuse."""
+        costs = self.fleet.costs
+        tokens = self.admitted_tokens + request.tokens
+        full = tokens * (costs.row_bytes + costs.pixel_bytes) > costs.admitted_bytes
+        if len(self.admitted) >= costs.admitted_items or (full and self.admitted):
+            self.fleet.lost(request, self)
+            return
+        self.admitted[request] = None
+        self.admitted_tokens = tokens
         if request.content in self.cache:
             self.cache.move_to_end(request.content)
-            self.answer(request, hit=True)
-        elif len(self.queue) >= QUEUE_ITEMS:
-            self.fleet.retry(request, self)
-        else:
-            self.queue.append(request)
-            if not self.wake.triggered:
-                self.wake.succeed()
+            self._send(request, hit=True)
+            return
+        self.queue.append(request)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None:
+            self._wake.succeed()
+            self._wake = None
 
     def _encode(self, epoch: int) -> Generator[simpy.Event, None, None]:
-        while self.alive and self.epoch == epoch:
+        while self.epoch == epoch:
             if not self.queue:
-                self.wake = self.fleet.env.event()
-                yield self.wake
+                self._wake = self.fleet.env.event()
+                yield self._wake
                 continue
-            batch = [self.queue.popleft()]
-            tokens = batch[0].tokens
-            while self.queue and tokens + self.queue[0].tokens <= BATCH_TOKENS:
-                tokens += self.queue[0].tokens
-                batch.append(self.queue.popleft())
-            seconds = device_seconds([each.tokens for each in batch])
+            batch = self._take()
+            seconds = self.fleet.costs.device_seconds([each.tokens for each in batch])
             yield self.fleet.env.timeout(seconds)
-            if self.epoch != epoch:  # the process died under the batch
-                for request in batch:
-                    self.fleet.retry(request, self)
+            if self.epoch != epoch:
                 return
             self.busy_seconds += seconds
             for request in batch:
                 self.remember(request.content, request.tokens)
-                self.answer(request, hit=False)
+                self._send(request, hit=False)
 
-    def answer(self, request: Request, *, hit: bool) -> None:
-        """Hand the rows out, one item after the other."""
-        now = self.fleet.env.now
-        self.host_free = max(now, self.host_free) + HOST_SECONDS
-        done = self.fleet.env.timeout(self.host_free - now + OVERHEAD_SECONDS)
-        done.callbacks.append(lambda _: self.fleet.done(request, self, hit))
+    def _take(self) -> list[Request]:
+        """As many requests as fit one batch, in order of arrival; at least one."""
+        batch = [self.queue.popleft()]
+        room = self.fleet.costs.batch_tokens - batch[0].tokens
+        while self.queue and self.queue[0].tokens <= room and len(batch) < self.fleet.costs.batch_items:
+            room -= self.queue[0].tokens
+            batch.append(self.queue.popleft())
+        return batch
 
-    def crash(self, restart: float) -> None:
-        """Lose queue, batch and cache; a new process is ready after `restart`."""
-        self.alive, self.epoch = False, self.epoch + 1
-        waiting, self.queue = list(self.queue), deque()
+    def _send(self, request: Request, *, hit: bool) -> None:
+        now, epoch = self.fleet.env.now, self.epoch
+        self.sending_until = max(now, self.sending_until) + self.fleet.costs.send_seconds(request.tokens)
+        sent = self.fleet.env.timeout(self.sending_until - now + self.fleet.costs.other_seconds)
+        sent.callbacks.append(lambda _: self._sent(request, hit, epoch))
+
+    def _sent(self, request: Request, hit: bool, epoch: int) -> None:
+        if epoch == self.epoch:  # else the crash has taken it
+            del self.admitted[request]
+            self.admitted_tokens -= request.tokens
+            self.fleet.answered(request, self, hit)
+
+    def crash(self, restart_after: float) -> None:
+        """Lose the requests inside and the cache; a new process is ready after `restart_after` seconds."""
+        self.epoch += 1
+        self.fleet.gone(self)
+        lost, self.admitted = list(self.admitted), {}
+        self.admitted_tokens = self.cached_tokens = 0
+        self.queue.clear()
         self.cache.clear()
-        self.cached_tokens = 0
-        self.fleet.changed()
-        if not self.wake.triggered:
-            self.wake.succeed()
-        for request in waiting:
-            self.fleet.retry(request, self)
-        self.fleet.env.process(self._start(restart))
+        self.sending_until = 0.0
+        self._wake_up()
+        for request in lost:
+            self.fleet.lost(request, self)
+        self.fleet.env.process(self._start(restart_after))
 
 
 class Fleet:
     """Replicas, the routers in front of them, and what came of the requests."""
 
-    def __init__(self, count: int, policy: str, cache_bytes: float, tally: Tally, seed: int = 0) -> None:
+    def __init__(
+        self,
+        count: int,
+        policy: str,
+        *,
+        costs: Costs | None = None,
+        cache_bytes: float = 0.0,
+        routers: int = 50,
+        seed: int = 0,
+    ) -> None:
         self.env = simpy.Environment()
-        self.policy, self.tally = policy, tally
-        self.cache_tokens = int(cache_bytes // ROW_BYTES)
-        self.rng = np.random.default_rng(seed)
-        self.sent = np.zeros((ROUTERS, 16 * count), np.int32)
-        """Requests in flight by router and replica: a router knows its own only."""
-        self.open = [0] * ROUTERS
-        """Their sums."""
-        self.turns = self.rng.integers(0, count, ROUTERS)
+        self.costs = costs or Costs()
+        self.cache_tokens = int(cache_bytes // self.costs.row_bytes)
+        self.random = random.Random(seed)
+        self.routing = Routing(policy, routers, self.random)
+        self.tally = Tally()
+        self.on_ready: Callable[[Replica], None] = lambda _: None
+        self.on_answer: Callable[[Request], None] = lambda _: None
         self.replicas: list[Replica] = []
-        self.live: list[Replica] = []
-        self._ring: list[tuple[int, Replica]] = []
-        self._hashes: list[int] = []
-        self.replicas += [Replica(self, number) for number in range(count)]
+        for _ in range(count):
+            self.add(0.0)
         self.env.run(until=1e-9)
 
-    def changed(self) -> None:
-        """Routers see at once which replicas are there: a crash closes its connections."""
-        self.live = [each for each in self.replicas if each.alive]
-        self._ring, self._hashes = [], []
+    @property
+    def live(self) -> Sequence[Replica]:
+        """Replicas that serve."""
+        return self.routing.live
 
-    def choose(self, request: Request) -> Replica:
-        """The replica for a request, by the policy."""
-        live = self.live
-        if self.policy == "round_robin":
-            self.turns[request.router] += 1
-            return live[int(self.turns[request.router]) % len(live)]
-        if self.policy == "least_request" or request.attempts:
-            first, second = (live[int(self.rng.random() * len(live))] for _ in range(2))
-            sent = self.sent[request.router]
-            return first if sent[first.name] <= sent[second.name] else second
-        return self.on_ring(request)
+    @property
+    def busy_seconds(self) -> list[float]:
+        """Time that each device has computed."""
+        return [each.busy_seconds for each in self.replicas]
 
-    def on_ring(self, request: Request) -> Replica:
-        """The replica that owns the content of a request; with a bound, the next one that is not overloaded."""
-        if not self._ring:
-            points = [
-                (_hash(b"%d/%d" % (each.name, point)), each) for each in self.live for point in range(_RING_POINTS)
-            ]
-            self._ring = sorted(points, key=lambda entry: entry[0])
-            self._hashes = [number for number, _ in self._ring]
-        place = bisect_left(self._hashes, _hash(b"%d" % request.content)) % len(self._ring)
-        found = self._ring[place][1]
-        if self.policy == "hash":
-            return found
-        sent = self.sent[request.router]
-        limit = _BOUND * (self.open[request.router] + 1) / len(self.live)
-        while sent[found.name] > limit:
-            place = (place + 1) % len(self._ring)
-            found = self._ring[place][1]
-        return found
+    def add(self, ready_after: float) -> None:
+        """A replica more, which serves after some seconds."""
+        self.replicas.append(Replica(self, len(self.replicas), ready_after))
 
-    def submit(self, request: Request) -> None:
-        """Route a request; without replicas it fails."""
+    def ready(self, replica: Replica) -> None:
+        """Called by a replica that serves from now on; routers see it at once."""
+        self.routing.change([each for each in self.replicas if each is replica or each in self.live])
+        self.on_ready(replica)
+
+    def gone(self, replica: Replica) -> None:
+        """Called by a replica that crashes; routers see it at once, as its connections close."""
+        self.routing.change([each for each in self.live if each is not replica])
+
+    def arrive(self, tokens: int, content: int) -> None:
+        """A new request, at a router chosen at random."""
+        self.tally.arrived += 1
+        self._submit(Request(self.env.now, tokens, content, int(self.random.random() * self.routing.routers)))
+
+    def _submit(self, request: Request) -> None:
         if not self.live:
-            self._fail(request)
+            self._retry(request)
             return
-        replica = self.choose(request)
-        self.sent[request.router, replica.name] += 1
-        self.open[request.router] += 1
+        replica = self.routing.choose(request)
+        self.routing.started(request.router, replica)
         replica.submit(request)
 
-    def retry(self, request: Request, replica: Replica) -> None:
-        """After a refusal or a crash: again after a pause, up to a number of times."""
-        self.sent[request.router, replica.name] -= 1
-        self.open[request.router] -= 1
-        if request.attempts >= RETRIES:
-            self._fail(request)
+    def lost(self, request: Request, replica: Replica) -> None:
+        """A replica refused the request, or crashed before it had answered."""
+        self.routing.ended(request.router, replica)
+        self._retry(request)
+
+    def _retry(self, request: Request) -> None:
+        if request.attempts >= _RETRIES:
+            self.tally.failed(request.due)
             return
+        pause = min(_MAX_BACKOFF, _FIRST_BACKOFF * 2**request.attempts) * self.random.uniform(0.8, 1.2)
         request.attempts += 1
-        self.tally.retries += request.due >= self.tally.start
-        pause = self.env.timeout(BACKOFF_SECONDS * 2 ** (request.attempts - 1) * float(self.rng.uniform(0.5, 1)))
-        pause.callbacks.append(lambda _: self.submit(request))
+        self.env.timeout(pause).callbacks.append(lambda _: self._submit(request))
 
-    def done(self, request: Request, replica: Replica, hit: bool) -> None:
-        """A request was answered."""
-        self.sent[request.router, replica.name] -= 1
-        self.open[request.router] -= 1
-        if request.due >= self.tally.start:
-            self.tally.latencies.append(self.env.now - request.due)
-            self.tally.hits += hit
+    def answered(self, request: Request, replica: Replica, hit: bool) -> None:
+        """Called by a replica whose answer has arrived."""
+        self.routing.ended(request.router, replica)
+        self.tally.answered(request.due, self.env.now, hit=hit, retried=request.attempts > 0)
+        self.on_answer(request)
 
-    def _fail(self, request: Request) -> None:
-        self.tally.failed += request.due >= self.tally.start
-
-
-def _hash(key: bytes) -> int:
-    """Spread evenly over 32 bits: CRC alone keeps neighbours together."""
-    return zlib.crc32(zlib.adler32(key).to_bytes(4, "big") + key[::-1] + b"vitwire") * 2654435761 % (1 << 32)
+    def drain(self) -> None:
+        """Run until every request was answered or has failed; arrivals must have ended."""
+        while self.tally.unfinished:
+            self.env.step()

@@ -1,235 +1,184 @@
-"""Experiments with a simulated fleet: routing by load, crashes, and how late an autoscaler may be. See docs/scale.md.
+"""Experiments with a simulated fleet: routing, crashes, and how late an autoscaler is. See docs/scale.md.
 
-`python -m bench.fleet_study --replicas 1000` prints tables and ends in one JSON line. A run is reproducible: all
-random numbers follow from `--seed`.
+`python -m bench.fleet_study` prints a row per experiment and ends in one JSON line. All random numbers follow from the
+seeds, so a run is reproducible. A figure is the median over the seeds; `spread` has the lowest and the highest.
 """
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Generator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import simpy
 from bench import sizes
-from bench.fleet_simulation import BATCH_TOKENS, POLICIES, READY_SECONDS, ROUTERS, Fleet, Replica, Request, Tally
-from bench.fleet_simulation import device_seconds as batch_seconds
+from bench.fleet_load import Images
+from bench.fleet_routing import POLICIES
+from bench.fleet_scaling import SCENARIOS, doubled
+from bench.fleet_simulation import Costs, Fleet
 
 from vitwire_server.fitting.traces import read_trace
 
 Row = dict[str, Any]
-LOADS = (0.5, 0.7, 0.85, 0.95)
-WARM_SECONDS = 1.0
-_CATALOGUE = 200_000
-"""Contents that are sent again and again."""
-_ZIPF = 0.8
-_PERIOD = 15.0
-"""Seconds between decisions of the autoscaler, as of a HorizontalPodAutoscaler."""
-_TARGET = 0.7
-"""Busy share of a device that the autoscaler aims at."""
+Experiment = Callable[[int], Row]
+PARTS = ("calibration", "routing", "routers", "failures", "scaling")
+MEASURED = ((49, 64, 1664.0), (49, 128, 2195.0), (196, 64, 539.0), (1024, 32, 67.7))
+"""Tokens of an image, requests in flight, images per second that docs/performance.md has for 6 edges."""
+CRASH_AFTER, CRASH_SECONDS = 2.0, 30.0
+"""When the replicas crash, and how long is measured: until some time after they are back."""
 
 
-class Images:
-    """What arrives: sizes from a trace, and contents of which a share repeats."""
+class Study:
+    """The experiments, for the options of the command line."""
 
-    def __init__(self, tokens: Sequence[int], repeats: float, seed: int) -> None:
-        self.tokens, self.repeats = tokens, repeats
-        self.rng = np.random.default_rng(seed)
-        weights = 1 / np.arange(1, _CATALOGUE + 1) ** _ZIPF
-        self.cumulative = np.cumsum(weights / weights.sum())
-        self.drawn: list[int] = []
-        self.unique = _CATALOGUE
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.recorded = [each.tokens for each in read_trace(options.trace, merge=2)] if options.trace else None
 
-    @cached_property
-    def capacity(self) -> float:
-        """Images per second of one replica without hits, in full batches."""
-        per_batch = BATCH_TOKENS / float(np.mean(self.tokens))
-        each = float(np.mean([batch_seconds([tokens]) - batch_seconds([]) for tokens in self.tokens]))
-        return 1 / (each + batch_seconds([]) / per_batch)
+    def tokens(self, seed: int) -> list[int]:
+        """Sizes of images."""
+        return self.recorded or [each.tokens for each in sizes.footprints(20_000, seed=seed)]
 
-    def content(self) -> int:
-        """The content of the next image: one of the catalogue, or a new one."""
-        if not self.drawn:
-            repeated = np.searchsorted(self.cumulative, self.rng.random(10_000))
-            self.drawn = np.where(self.rng.random(10_000) < self.repeats, repeated, -1).tolist()
-        found = self.drawn.pop()
-        if found >= 0:
-            return found
-        self.unique += 1
-        return self.unique
+    def fleet(self, policy: str, load: float, seed: int, *, cache: bool, routers: int, seconds: float) -> Fleet:
+        """A fleet under load, at the end of its warm-up; load is a share of its capacity without hits."""
+        options, tokens = self.options, self.tokens(seed)
+        images = Images(tokens, options.repeats, seed)
+        cache_bytes = options.cache_gib * 2**30 * cache
+        fleet = Fleet(options.replicas, policy, cache_bytes=cache_bytes, routers=routers, seed=seed)
+        images.fill(fleet)
+        rate = load * fleet.costs.capacity(tokens) * options.replicas
+        fleet.env.process(images.arrive(fleet, lambda _: rate, options.warm_up + seconds))
+        fleet.tally.start = options.warm_up
+        fleet.env.run(until=options.warm_up)
+        return fleet
 
-    def size(self, content: int) -> int:
-        """Equal contents have equal sizes."""
-        return self.tokens[content * 7919 % len(self.tokens)]
+    def routing(self, policy: str, load: float, seed: int, *, cache: bool, routers: int | None = None) -> Row:
+        """One policy at one load."""
+        routers, seconds = routers or self.options.routers, self.options.seconds
+        fleet = self.fleet(policy, load, seed, cache=cache, routers=routers, seconds=seconds)
+        before = np.array(fleet.busy_seconds)
+        fleet.env.run(until=self.options.warm_up + seconds)
+        busy = (np.array(fleet.busy_seconds) - before) / seconds
+        fleet.drain()
+        row = {"policy": policy, "cache": cache, "load": load, "routers": routers}
+        shares = {"busy": round(float(busy.mean()), 3), "busiest": round(float(busy.max()), 3)}
+        return row | fleet.tally.row(seconds) | shares
 
-    def arrive(self, fleet: Fleet, rate: Callable[[float], float]) -> Generator[simpy.Event, None, None]:
-        """A Poisson process at a rate that may change with time."""
-        while True:
-            yield fleet.env.timeout(float(self.rng.exponential(1 / rate(fleet.env.now))))
-            content = self.content()
-            router = int(self.rng.random() * ROUTERS)
-            fleet.submit(Request(fleet.env.now, self.size(content), content, router))
+    def failures(self, policy: str, share: float, seed: int) -> Row:
+        """A share of the replicas crashes at once; each is back, with an empty cache, when a server would be ready."""
+        load = 0.7
+        fleet = self.fleet(policy, load, seed, cache=True, routers=self.options.routers, seconds=CRASH_SECONDS)
+        crash = self.options.warm_up + CRASH_AFTER
+        fleet.env.run(until=crash)
+        for replica in fleet.replicas[: round(share * len(fleet.replicas))]:
+            replica.crash(fleet.costs.ready_seconds)
+        fleet.env.run(until=self.options.warm_up + CRASH_SECONDS)
+        fleet.drain()
+        late = fleet.tally.late_windows(crash, self.options.aim_ms / 1e3)
+        row = {"policy": policy, "load": load, "crashed": share, "seconds_over_aim": len(late)}
+        return row | fleet.tally.row(CRASH_SECONDS)
 
-    def fill(self, fleet: Fleet) -> None:
-        """Caches as they are after a long time: each replica has seen what its policy sends it."""
-        if not fleet.cache_tokens:
-            return
-        if fleet.policy.endswith("hash"):
-            for content in range(_CATALOGUE - 1, -1, -1):
-                request = Request(0.0, self.size(content), content, 0)
-                fleet.on_ring(request).remember(content, request.tokens)
-            return
-        draws = 2 * fleet.cache_tokens // int(np.mean(self.tokens))
-        for replica in fleet.replicas:
-            for _ in range(draws):
-                content = self.content()
-                replica.remember(content, self.size(content))
+    def scaling(self, number: int, seed: int) -> Row:
+        """Load that doubles at once."""
+        options = self.options
+        cache_bytes = options.cache_gib * 2**30
+        tokens = self.tokens(seed)
+        return doubled(tokens, SCENARIOS[number], options.scaling_replicas, cache_bytes, options.aim_ms / 1e3, seed)[0]
 
-
-def routing(tokens: Sequence[int], options: argparse.Namespace, policy: str, load: float, *, cache: bool) -> Row:
-    """One policy at one load, in shares of the capacity without cache."""
-    images = Images(tokens, options.repeats, options.seed)
-    tally = Tally(WARM_SECONDS)
-    fleet = Fleet(options.replicas, policy, options.cache_gib * 2**30 * cache, tally, options.seed)
-    images.fill(fleet)
-    fleet.env.process(images.arrive(fleet, lambda _: load * images.capacity * options.replicas))
-    fleet.env.run(until=WARM_SECONDS + options.seconds)
-    return {"policy": policy, "cache": cache, "load": load} | tally.row(options.seconds) | _spread(fleet, options)
-
-
-def _spread(fleet: Fleet, options: argparse.Namespace) -> Row:
-    busy = np.array([each.busy_seconds for each in fleet.replicas]) / (WARM_SECONDS + options.seconds)
-    return {"busy": round(float(busy.mean()), 3), "busiest": round(float(busy.max()), 3)}
-
-
-def failures(tokens: Sequence[int], options: argparse.Namespace, policy: str, share: float) -> Row:
-    """A share of the replicas crashes at once and is back, with an empty cache, when a server would be ready."""
-    load = 0.7
-    images = Images(tokens, options.repeats, options.seed)
-    tally = Tally(WARM_SECONDS)
-    fleet = Fleet(options.replicas, policy, options.cache_gib * 2**30, tally, options.seed)
-    images.fill(fleet)
-    fleet.env.process(images.arrive(fleet, lambda _: load * images.capacity * options.replicas))
-    fleet.env.run(until=WARM_SECONDS)
-    for replica in fleet.replicas[: round(share * options.replicas)]:
-        replica.crash(READY_SECONDS)
-    fleet.env.run(until=WARM_SECONDS + options.seconds)
-    return {"policy": policy, "load": load, "crashed": share} | tally.row(options.seconds)
+    def experiments(self, part: str) -> Iterator[Experiment]:
+        """The experiments of a part, each of which takes a seed."""
+        loads = self.options.loads
+        if part == "calibration":
+            yield from (partial(calibration, *row) for row in MEASURED)
+        elif part == "routing":
+            chosen = self.options.policies
+            cases = [(p, False) for p in chosen if not p.endswith("hash")] + [(p, True) for p in chosen]
+            yield from (partial(self.routing, p, load, cache=cache) for p, cache in cases for load in loads)
+        elif part == "routers":
+            yield from (partial(self.routing, "least_request", 0.85, cache=False, routers=n) for n in (1, 5, 50))
+        elif part == "failures":
+            yield from (
+                partial(self.failures, policy, share)
+                for policy in ("least_request", "bounded_hash")
+                for share in (0.0, 0.1, 0.25)
+            )
+        else:
+            yield from (partial(self.scaling, number) for number in range(len(SCENARIOS)))
 
 
-def scaling(tokens: Sequence[int], options: argparse.Namespace, lag: float, growth: float) -> Row:
-    """The load of a fleet at its target grows at once; replicas are added `lag` seconds after the decision."""
-    count, minutes = options.scaling_replicas, 4
-    images = Images(tokens, 0.0, options.seed)
-    tally = Tally(0.0)
-    fleet = Fleet(count, "least_request", 0, tally, options.seed)
-    base = _TARGET * images.capacity * count
-    fleet.env.process(images.arrive(fleet, lambda now: base * (growth if now > 30 else 1.0)))
-    fleet.env.process(_autoscale(fleet, lag))
-    fleet.env.run(until=60 * minutes)
-    slow = sum(latency > 1 for latency in tally.latencies) / max(1, len(tally.latencies))
-    row = {"growth": growth, "lag": lag, "replicas": f"{count} to {len(fleet.replicas)}", "over_1_s": round(slow, 4)}
-    return row | tally.row(60 * minutes)
+def calibration(tokens: int, in_flight: int, measured: float, seed: int, seconds: float = 10.0) -> Row:
+    """One replica with requests back to back, as in the measurement that the costs were taken from."""
+    warm_up = 2.0
+    fleet = Fleet(1, "round_robin", seed=seed)
+    fleet.tally.start = warm_up
+    fleet.on_answer = lambda _: fleet.arrive(tokens, 0) if fleet.env.now < warm_up + seconds else None
+    for _ in range(in_flight):
+        fleet.arrive(tokens, 0)
+    fleet.env.run(until=warm_up + seconds)
+    fleet.drain()
+    return {"tokens": tokens, "in_flight": in_flight, "measured": measured} | fleet.tally.row(seconds)
 
 
-def _autoscale(fleet: Fleet, lag: float) -> Generator[simpy.Event, None, None]:
-    """As a HorizontalPodAutoscaler: by the ratio of use to target, at most doubling at a time."""
-    before = 0.0
-    while True:
-        yield fleet.env.timeout(_PERIOD)
-        total = sum(each.busy_seconds for each in fleet.replicas)
-        use = (total - before) / _PERIOD / len(fleet.live)
-        queued = sum(len(each.queue) for each in fleet.live) / len(fleet.live)
-        before = total
-        ratio = max(use, min(2.0, queued / 64)) / _TARGET
-        wanted = min(2 * len(fleet.live), math.ceil(len(fleet.live) * ratio)) if ratio > 1.1 else 0
-        for name in range(len(fleet.replicas), wanted):
-            fleet.replicas.append(Replica(fleet, name, ready=lag + READY_SECONDS))
+def over_seeds(experiment: Experiment, seeds: int) -> Row:
+    """The median of each figure, and the spread of those that differ."""
+    rows = [experiment(seed) for seed in range(seeds)]
+    merged, spread = dict(rows[0]), {}
+    for name, value in rows[0].items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            values = [row[name] for row in rows]
+            merged[name] = round(float(np.median(values)), 5)
+            if min(values) != max(values):
+                spread[name] = [min(values), max(values)]
+    return merged | {"spread": spread}
 
 
 def run(options: argparse.Namespace) -> Row:
-    """All experiments; prints rows as they are done."""
-    found = read_trace(options.trace, merge=2) if options.trace else sizes.footprints(20_000, seed=options.seed)
-    tokens = [each.tokens for each in found]
-    capacity = Images(tokens, 0.0, options.seed).capacity
-    document: Row = {
-        "replicas": options.replicas,
-        "capacity": round(capacity, 1),
-        "mean_tokens": float(np.mean(tokens)),
-    }
-    experiments: dict[str, list[Callable[[], Row]]] = {
-        "routing": [
-            *(
-                lambda p=p, load=load: routing(tokens, options, p, load, cache=False)
-                for p in POLICIES[:2]
-                for load in LOADS
-            ),
-            *(lambda p=p, load=load: routing(tokens, options, p, load, cache=True) for p in POLICIES for load in LOADS),
-        ],
-        "failures": [
-            lambda p=p, share=share: failures(tokens, options, p, share)
-            for p in ("least_request", "bounded_hash")
-            for share in (0.01, 0.1, 0.25)
-        ],
-        "scaling": [
-            lambda lag=lag, growth=growth: scaling(tokens, options, lag, growth)
-            for growth in (1.3, 2.0)
-            for lag in (0, 30, 90)
-        ],
-    }
-    for name in options.parts:
-        document[name] = []
-        for experiment in experiments[name]:
-            document[name].append(experiment())
-            print(name, json.dumps(document[name][-1]), file=sys.stderr, flush=True)
+    """All parts; prints rows as they are done."""
+    study = Study(options)
+    tokens = study.tokens(0)
+    document: Row = {name: getattr(options, name) for name in ("replicas", "seconds", "seeds", "repeats", "routers")}
+    document |= {"capacity": round(Costs().capacity(tokens), 1), "mean_tokens": round(float(np.mean(tokens)), 1)}
+    for part in options.parts:
+        document[part] = []
+        for experiment in study.experiments(part):
+            document[part].append(over_seeds(experiment, options.seeds))
+            print(part, json.dumps(document[part][-1]), file=sys.stderr, flush=True)
     return document
 
 
-def plot(document: Row, path: Path) -> None:
-    """Latency and hits by load, for each policy."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  # for --plot only
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    latency, hits = figure.subplots(1, 2)
-    for cache in (False, True):
-        for policy in POLICIES:
-            rows = [row for row in document["routing"] if (row["policy"], row["cache"]) == (policy, cache)]
-            if not rows:
-                continue
-            loads, style = [row["load"] for row in rows], "-" if cache else "--"
-            label = policy.replace("_", " ") + ("" if cache else ", no cache")
-            latency.plot(loads, [row["p99_ms"] for row in rows], style, marker="o", label=label)
-            if cache:
-                hits.plot(loads, [row["hits"] for row in rows], style, marker="o", label=label)
-    latency.set(xlabel="load, share of the capacity without cache", ylabel="p99, ms", yscale="log")
-    hits.set(xlabel="load, share of the capacity without cache", ylabel="share of images from the cache", ylim=(0, 1))
-    latency.legend(fontsize=7)
-    hits.legend(fontsize=7)
-    figure.savefig(path, dpi=140)
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=10.0, help="simulated seconds that are measured")
+    parser.add_argument("--warm-up", type=float, default=5.0, help="simulated seconds before them")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each experiment")
+    parser.add_argument("--loads", nargs="+", type=float, default=[0.5, 0.7, 0.85, 0.95])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--routers", type=int, default=50, help="clients or proxies that each balance by themselves")
+    parser.add_argument("--trace", type=Path, help="sizes, as vitwire-server serve --record-trace writes them")
+    parser.add_argument("--repeats", type=float, default=0.5, help="share of images from the catalogue (an assumption)")
+    parser.add_argument("--cache-gib", type=float, default=16.0, help="cache of each replica")
+    parser.add_argument("--aim-ms", type=float, default=500.0, help="latency that 99 %% of the requests should keep")
+    parser.add_argument("--scaling-replicas", type=int, default=4, help="replicas before the load doubles")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--plot", type=Path, help="folder for fleet-routing.svg and fleet-scaling.svg")
+    return parser.parse_args(words)
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replicas", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=2.0, help="simulated seconds that are measured")
-    parser.add_argument("--trace", type=Path, help="sizes, as vitwire-server serve --record-trace writes them")
-    parser.add_argument("--repeats", type=float, default=0.5, help="share of images from the catalogue (an assumption)")
-    parser.add_argument("--cache-gib", type=float, default=16.0, help="cache of each replica")
-    parser.add_argument("--scaling-replicas", type=int, default=8)
-    parser.add_argument(
-        "--parts", nargs="+", choices=("routing", "failures", "scaling"), default=["routing", "failures", "scaling"]
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    options = parsed()
     document = run(options)
     if options.plot:
-        plot(document, options.plot)
+        from bench.fleet_plots import plot_routing, plot_scaling  # noqa: PLC0415  # matplotlib, for --plot only
+
+        if "routing" in document:
+            plot_routing(document["routing"], options.plot / "fleet-routing.svg")
+        if "scaling" in document:
+            plot_scaling(Study(options).tokens(0), options, options.plot / "fleet-scaling.svg")
     print(json.dumps(document))
 
 
