@@ -75,7 +75,8 @@ class Replica:
         self.admitted: dict[Request, None] = {}
         """Requests in the queue, on the device and being sent, in order of arrival."""
         self.admitted_tokens = 0
-        self.busy_seconds = self.sending_until = 0.0
+        self.computed_seconds = self.sending_until = 0.0
+        self.computing_since: float | None = None
         self.epoch = 0
         """Number of crashes."""
         self._wake: simpy.Event | None = None
@@ -86,6 +87,12 @@ class Replica:
             yield self.fleet.env.timeout(seconds)
         self.fleet.ready(self)
         yield from self._encode(self.epoch)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time that the device has computed, for the batch on it as well; not for those that a crash ended."""
+        running = 0.0 if self.computing_since is None else self.fleet.env.now - self.computing_since
+        return self.computed_seconds + running
 
     def remember(self, content: int, tokens: int) -> None:
         """Store an embedding; the least recently used ones make room."""
@@ -129,10 +136,11 @@ class Replica:
                 continue
             batch = self._take()
             seconds = self.fleet.costs.device_seconds([each.tokens for each in batch])
+            self.computing_since = self.fleet.env.now
             yield self.fleet.env.timeout(seconds)
             if self.epoch != epoch:
                 return
-            self.busy_seconds += seconds
+            self.computed_seconds, self.computing_since = self.computed_seconds + seconds, None
             for request in batch:
                 self.remember(request.content, request.tokens)
                 self._send(request, hit=False)
@@ -166,7 +174,7 @@ class Replica:
         self.admitted_tokens = self.cached_tokens = 0
         self.queue.clear()
         self.cache.clear()
-        self.sending_until = 0.0
+        self.sending_until, self.computing_since = 0.0, None
         self._wake_up()
         for request in lost:
             self.fleet.lost(request, self)

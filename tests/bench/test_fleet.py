@@ -90,8 +90,8 @@ def test_one_replica_is_the_queue_of_theory(load: float, seed: int) -> None:
     """M/D/1: Poisson arrivals, one image a batch, all of one size, nothing else that takes time.
 
     The mean wait is load / (2 - 2 load) service times (Pollaczek and Khinchine). The standard error comes from the
-    means of 20 blocks, each of a hundred busy periods and more, so that blocks hardly depend on each other. The tolerance
-    is 4 of these, with a fixed seed.
+    means of 20 blocks, each of a hundred busy periods and more, so that blocks hardly depend on each other. The
+    tolerance is 4 of these, with a fixed seed.
     """
     costs = Costs(batch_items=1, answer_seconds=0, send_bytes_per_second=1e30, other_seconds=0)
     images = Images([400], 0.0, seed)
