@@ -223,7 +223,7 @@ class Fleet:
 
     def ready(self, replica: Replica) -> None:
         """Called by a replica that serves from now on; routers see it at once."""
-        self.routing.change([each for each in self.replicas if each is replica or each in self.live])
+        self.routing.change(sorted([*self.live, replica], key=lambda each: each.name))
         self.on_ready(replica)
 
     def gone(self, replica: Replica) -> None:

@@ -30,7 +30,7 @@ def loaded(
     return fleet
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(0, 99), st.integers(1, 4), st.floats(0.3, 1.5), st.floats(0.05, 4.0))
 def test_every_request_is_answered_or_fails_once(
     policy: str, seed: int, crashed: int, load: float, restart: float
@@ -97,15 +97,15 @@ def test_one_replica_is_the_queue_of_theory(load: float, seed: int) -> None:
     images = Images([400], 0.0, seed)
     fleet = Fleet(1, "round_robin", costs=costs, seed=seed)
     service = costs.device_seconds([400])
-    fleet.env.process(images.arrive(fleet, lambda _: load / service, 8_000 * service / load))
-    fleet.env.run(until=8_000 * service / load)
+    fleet.env.process(images.arrive(fleet, lambda _: load / service, 6_000 * service / load))
+    fleet.env.run(until=6_000 * service / load)
     fleet.drain()
     waits = np.array(fleet.tally.latencies) / service - 1
     assert waits.min() > -1e-6
     blocks = [block.mean() for block in np.array_split(waits, 20)]
     error = np.std(blocks, ddof=1) / np.sqrt(len(blocks))
     theory = load / (2 - 2 * load)
-    assert error < 0.15 * theory, "the check has some power"
+    assert error < 0.2 * theory, "the check has some power"
     assert abs(waits.mean() - theory) < 4 * error
 
 
@@ -128,6 +128,7 @@ def test_a_run_follows_from_its_seed() -> None:
     assert latencies(3) == latencies(3) != latencies(4)
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, CATALOGUE * 10), min_size=1))
 def test_equal_contents_have_equal_sizes(contents: list[int]) -> None:
     words = np.array(contents, np.uint64)
@@ -139,7 +140,7 @@ def test_equal_contents_have_equal_sizes(contents: list[int]) -> None:
 @pytest.mark.parametrize(("tokens", "in_flight", "measured"), MEASURED)
 def test_costs_give_what_was_measured(tokens: int, in_flight: int, measured: float) -> None:
     """Of the row that gRPC and clients bound (224² with 64 in flight) the simulation is optimistic by a third."""
-    row = calibration(tokens, in_flight, measured, 0, seconds=1.0)
+    row = calibration(tokens, in_flight, measured, 0, seconds=0.5)
     low, high = (0.97, 1.35) if (tokens, in_flight) == (49, 64) else (0.97, 1.03)
     assert low < row["images_per_second"] / measured < high
 
