@@ -40,7 +40,7 @@ def grpcurl(server: ServerProcess, *words: str) -> str:
 
 
 class TestGrpcurl:
-    """The lines of the README, literally."""
+    """What reflection describes, and a call through it; test_readme.py runs the README's own lines."""
 
     def test_list(self, server: ServerProcess) -> None:
         assert {SERVICE, "grpc.health.v1.Health"} <= set(grpcurl(server, "list").split())
