@@ -30,7 +30,6 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
 
 def shell(script: str, server: ServerProcess, folder: Path) -> str:
     """What the lines print, run against `server` with the tools of this environment."""
-    assert TARGET in script
     ran = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script.replace(TARGET, server.target)],
         cwd=folder,
@@ -66,7 +65,7 @@ def test_the_client_in_ten_lines(server: ServerProcess) -> None:
 
 
 def calls() -> list[str]:
-    """The lines of the README that call a server's RPCs."""
+    """The lines of "Operate it" that call a server's RPCs."""
     section = README.read_text(encoding="utf-8").partition("## Operate it\n")[2]
     return [line for line in section.splitlines() if line.startswith(("grpcurl ", "buf curl "))]
 
@@ -78,6 +77,15 @@ def test_grpcurl_and_buf_call_the_server(server: ServerProcess, line: str, tmp_p
         assert answer == {"status": "SERVING"}
     else:
         assert (answer.get("modelType") or answer["model_type"]) == "qwen3_vl"
+
+
+def test_a_line_shows_graph_hits_and_fallbacks(server: ServerProcess, tmp_path: Path) -> None:
+    (line,) = (
+        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("curl -s localhost:9464")
+    )
+    shown = shell(line.replace("localhost:9464", f"127.0.0.1:{server.metrics_port}"), server, tmp_path)
+    assert "vitwire_graph_hits_total" in shown
+    assert "vitwire_eager_fallbacks_total" in shown
 
 
 def test_both_tools_call_health_and_the_encoder() -> None:
