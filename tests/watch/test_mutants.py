@@ -18,8 +18,9 @@ Document = dict[str, Any]
 RULES: Document = yaml.safe_load((MONITORING / "rules.yaml").read_text(encoding="utf-8"))
 TESTS: Document = yaml.safe_load(Path(__file__).with_name("rules_test.yaml").read_text(encoding="utf-8"))
 NAMES = [rule.get("alert") or rule["record"] for group in RULES["groups"] for rule in group["rules"]]
-THRESHOLD = re.compile(r"(?<=[<>] )[\d.]*[1-9][\d.]*")
+THRESHOLD = re.compile(r"(?:(?<=[<>] )|(?<=[<>]= ))[\d.]*[1-9][\d.]*")
 MATCHER = re.compile(r'[^{,]*(?:=~|!~|!=|=)"[^"]*",?')
+OPERATOR = re.compile(r"\s(or|and|unless)\s")
 FACTORS = (0.1, 10)
 
 pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: make watch-test")
@@ -35,18 +36,19 @@ def mutants(rule: Document) -> Iterator[tuple[str, Document]]:
     yield "never", rule | {"expr": f"({expression}) and on () vector(1) > 1"}
     for match in MATCHER.finditer(expression):
         yield f"without {match[0].strip()}", rule | {"expr": expression[: match.start()] + expression[match.end() :]}
+    for match in OPERATOR.finditer(expression):
+        yield f"before {match[1]}", rule | {"expr": expression[: match.start()]}
+        if match[1] == "or":
+            yield "after or", rule | {"expr": expression[match.end() :]}
     if "record" in rule:
         for factor in FACTORS:
             yield f"{factor} times", rule | {"expr": f"({expression}) * {factor}"}
         return
     yield "always", rule | {"expr": "vector(1)"}
     for match in THRESHOLD.finditer(expression):
-        for factor in FACTORS:
-            bound = f"{float(match[0]) * factor:g}"
-            yield (
-                f"{match[0]} is {bound}",
-                rule | {"expr": expression[: match.start()] + bound + expression[match.end() :]},
-            )
+        before, after = expression[: match.start()], expression[match.end() :]
+        for bound in (f"{float(match[0]) * factor:g}" for factor in FACTORS):
+            yield f"{match[0]} is {bound}", rule | {"expr": before + bound + after}
     if "for" in rule:
         amount, unit = int(rule["for"][:-1]), rule["for"][-1]
         yield "at once", {name: value for name, value in rule.items() if name != "for"}
