@@ -65,7 +65,7 @@ wire-bench: $(READY) ## what the service costs on a CPU, beside bare gRPC and th
 	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
 
 fleet-study: $(READY) ## a simulated fleet: routing, crashes, autoscaling; FLAGS="--replicas 1000 --loads 0.7 --parts routing --plot ."
-	$(BIN)/python -m bench.fleet_study $(FLAGS)
+	$(BIN)/python -m bench.simulation.study $(FLAGS)
 
 # A server of one process, and one of an engine with two edges.
 SHAPES := 1 2

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
-from vitwire.cli._samples import Sample, Summary
+from vitwire.cli._bench.samples import Sample, Summary
 
 __all__ = ["running"]  # the fixture
 

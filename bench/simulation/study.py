@@ -1,7 +1,7 @@
 """Experiments with a simulated fleet: routing, crashes, and how late an autoscaler is. See docs/scale.md.
 
-`python -m bench.fleet_study` prints a row per experiment and ends in one JSON line. All random numbers follow from the
-seeds, so a run is reproducible. A figure is the median over the seeds; `spread` has the lowest and the highest.
+`python -m bench.simulation.study` prints a row per experiment and ends in one JSON line. All random numbers follow from
+the seeds, so a run is reproducible. A figure is the median over the seeds; `spread` has the lowest and the highest.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from bench import sizes
-from bench.fleet_load import Images
-from bench.fleet_routing import POLICIES
-from bench.fleet_scaling import SCENARIOS, doubled
-from bench.fleet_simulation import Costs, Fleet
+from bench.simulation.fleet import Costs, Fleet
+from bench.simulation.load import Images
+from bench.simulation.routing import POLICIES
+from bench.simulation.scaling import SCENARIOS, doubled
 
 from vitwire_server.fitting.traces import read_trace
 
@@ -173,7 +173,7 @@ def main() -> None:
     options = parsed()
     document = run(options)
     if options.plot:
-        from bench.fleet_plots import plot_routing, plot_scaling  # noqa: PLC0415  # matplotlib, for --plot only
+        from bench.simulation.plots import plot_routing, plot_scaling  # noqa: PLC0415  # matplotlib, for --plot only
 
         if "routing" in document:
             plot_routing(document["routing"], options.plot / "fleet-routing.svg")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator, Sequence
 import numpy as np
 import numpy.typing as npt
 import simpy
-from bench.fleet_routing import Words, mixed
-from bench.fleet_simulation import Fleet, Replica
+from bench.simulation.fleet import Fleet, Replica
+from bench.simulation.routing import Words, mixed
 
 CATALOGUE = 200_000
 """Contents that are sent again and again, by Zipf's law."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from bench.fleet_simulation import Replica, Request
+    from bench.simulation.fleet import Replica, Request
 
 POLICIES = ("round_robin", "least_request", "hash", "bounded_hash")
 BOUND = 1.5

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.fleet_load import CATALOGUE, Images
-from bench.fleet_routing import POLICIES, mixed
-from bench.fleet_scaling import Scenario, doubled
-from bench.fleet_simulation import Costs, Fleet
-from bench.fleet_study import MEASURED, calibration, over_seeds
+from bench.simulation.fleet import Costs, Fleet
+from bench.simulation.load import CATALOGUE, Images
+from bench.simulation.routing import POLICIES, mixed
+from bench.simulation.scaling import Scenario, doubled
+from bench.simulation.study import MEASURED, calibration, over_seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,6 +1,6 @@
 """A fleet of encoders behind routers, simulated: queues, batches, caches, retries, crashes. See docs/scale.md.
 
-The costs of a replica are measured (docs/performance.md). `bench/fleet_study.py` runs the experiments.
+The costs of a replica are measured (docs/performance.md). `bench/simulation/study.py` runs the experiments.
 """
 
 import random
@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import simpy
-from bench.fleet_routing import Routing
-from bench.fleet_tally import Tally
+from bench.simulation.routing import Routing
+from bench.simulation.tally import Tally
 
 _RETRIES = 8
 _FIRST_BACKOFF, _MAX_BACKOFF = 0.1, 0.4

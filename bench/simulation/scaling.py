@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import simpy
-from bench.fleet_load import Images
-from bench.fleet_simulation import Fleet
+from bench.simulation.fleet import Fleet
+from bench.simulation.load import Images
 
 Row = dict[str, Any]
 _TARGET_ITEMS = 64

@@ -7,8 +7,8 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from bench.fleet_routing import POLICIES
-from bench.fleet_scaling import SCENARIOS, doubled
+from bench.simulation.routing import POLICIES
+from bench.simulation.scaling import SCENARIOS, doubled
 from matplotlib.figure import Figure
 
 mpl.rcParams["svg.hashsalt"] = "vitwire"
