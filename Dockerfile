@@ -82,8 +82,9 @@ WORKDIR /opt/vitwire
 USER 10001:10001
 EXPOSE 50051 9464
 STOPSIGNAL SIGTERM
-# Healthy means loaded, captured and warmed up; Kubernetes ignores it and uses its own probes. With TLS or another port
-# replace it: docker run --health-cmd 'vitwire health --ca /certs/ca.pem --target localhost:50051'.
-HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 CMD ["vitwire", "health", "--timeout", "5"]
+# Healthy means loaded, captured and warmed up. VITWIRE_TARGET is needed where VITWIRE_PORT does not say where to connect.
+# With TLS: docker run --health-cmd 'vitwire health --ca /certs/ca.pem --target localhost:50051'. Kubernetes ignores this.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
+    CMD ["sh", "-c", "exec vitwire health --timeout 5 --target \"${VITWIRE_TARGET:-127.0.0.1:${VITWIRE_PORT:-50051}}\""]
 ENTRYPOINT ["tini", "--", "python3", "-m", "vitwire_server"]
 CMD ["serve"]

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Build the unmodified Dockerfile without a container engine: buildah, on a base that mmdebstrap makes and that is
-# tagged as the FROM name. Everything lies below .tools/image; the last line of stdout is the image's root directory.
+# tagged as the FROM name. Everything lies below .tools/image; the last line of stdout is the image's root directory,
+# and .tools/image/image.json describes the image.
 #
-#   tools/image.sh [NAME=VALUE build arguments…]
+#   tools/image.sh [NAME=VALUE build arguments…]      default: VARIANT=cpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for tool in buildah mmdebstrap runc; do
