@@ -126,7 +126,7 @@ SUPPLY := .tools/supply/bin
 	$(SUPPLY)/python -m pip install --quiet --require-hashes --no-deps --requirement .tools/supply/build.txt
 	touch $@
 
-lock: .tools/supply/.ready ## write requirements.lock anew; FLAGS="--cpu-torch torch-2.13.0+cpu-….whl"
+lock: .tools/supply/.ready ## regenerate requirements.lock; FLAGS="--cpu-torch torch-2.13.0+cpu-….whl"
 	$(SUPPLY)/python tools/lock.py --uv $(abspath $(SUPPLY))/uv $(FLAGS)
 
 sbom: .tools/supply/.ready ## dist/sbom.cdx.json, CycloneDX; FLAGS="--variant cpu --extras server,cli"

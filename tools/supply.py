@@ -1,4 +1,4 @@
-"""What ships: `sbom` (CycloneDX), `audit` (known vulnerabilities), `licences`, of the packages in requirements.lock.
+"""Reports on the packages in requirements.lock: `sbom` (CycloneDX), `audit` (known vulnerabilities) and `licences`.
 
 The tools are those of tools/requirements-supply.txt; `--bin` is the folder that has them.
 """
@@ -74,7 +74,7 @@ def _unreachable(reason: str) -> int:
 
 
 def licences(tools: Path, selected: Path, python: Path, out: Path) -> int:
-    """Write a table of licences as an environment's packages state them; fails on copyleft ones."""
+    """Write a table of the licences that the packages of an environment declare; fails if one is copyleft."""
     names = re.findall(r"^([\w.-]+)==(\S+)", selected.read_text(encoding="utf-8"), re.MULTILINE)
     command: list[str | Path] = [
         tools / "pip-licenses",
