@@ -224,5 +224,5 @@ def test_a_signal_during_the_start_ends_it(image: Image, model: Path, tmp_path: 
             time.sleep(0.05)
         container.signal(name)
         code = container.process.wait(60)
-    # 1: SIGINT while the interpreter imports `site`, before any code of the server.
+    # 1: SIGINT while the interpreter imports `site` or `runpy`, before any code of the server.
     assert code in {0, 1, 128 + signal.Signals[f"SIG{name}"]}
