@@ -30,7 +30,7 @@ COMPILERS = {"cpu": {"gcc", "g++"}, "cuda": {"gcc"}}
 
 @pytest.fixture(scope="session")
 def image() -> Image:
-    root = Path(os.environ["VITWIRE_IMAGE_ROOT"])
+    root = Path(os.environ["VITWIRE_IMAGE_ROOT"]).resolve()
     document = json.loads((REPOSITORY / ".tools/image/image.json").read_text(encoding="utf-8"))
     return Image(root, document["Docker"]["config"])
 
