@@ -163,9 +163,9 @@ main()
 """
 
 
-@pytest.mark.parametrize(("flags", "answered"), [((), 3), (("--rate", "0.01"), 0)])
+@pytest.mark.parametrize(("flags", "answered"), [((), 3), (("--rate", "0.01", "--arrivals", "uniform"), 0)])
 def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered: int) -> None:
-    """Neither requests in flight nor those that are due much later are waited for."""
+    """Neither requests in flight nor the next one, due after 100 s, are waited for."""
     fake, end, numbers = Fake(), Event(), count()
 
     def hold(_: grpc.ServicerContext) -> None:
@@ -177,13 +177,13 @@ def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered
     with serving(fake) as service:
         command = [sys.executable, "-c", PROGRAM, *words, "--target", service.target]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while fake.methods.count("Encode") < 1 + answered + 2 * bool(answered):
+        in_flight = 2 if answered else 1
+        while fake.methods.count("Encode") < 1 + answered + in_flight:
             assert process.poll() is None
             time.sleep(0.02)
-        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         try:
-            out, err = process.communicate(timeout=10)
+            out, err = process.communicate(timeout=50)
         finally:
             process.kill()
             end.set()
@@ -218,6 +218,12 @@ def test_a_rate_is_a_number(running: Running, rate: str) -> None:
     assert running.fake.methods == []
 
 
+def test_a_load_without_a_request_is_an_error(running: Running) -> None:
+    done = bench(running.target, "--rate", 0.001, "--seconds", 0.1)
+    assert done.exit_code == 1
+    assert done.stderr == "vitwire: no request was due: use more --seconds, or a higher --rate\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -228,6 +234,8 @@ def test_a_rate_is_a_number(running: Running, rate: str) -> None:
         (("--metrics", "127.0.0.1:1"), "--metrics http://127.0.0.1:1/metrics"),
         (("--concurrency", "100000"), "1024"),
         (("--size", "5x5:0"), "WEIGHT"),
+        (("--find-capacity",), "--requests"),
+        (("--for-rate", "5"), "--find-capacity"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str, ...], message: str) -> None:
