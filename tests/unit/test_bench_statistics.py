@@ -140,7 +140,15 @@ def test_a_trace_is_read_as_the_server_writes_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{}", "5", "x", '{"items": []}', '{"items": [{"grid": [0, 1, 1]}]}', '{"t": -1, "items": [{"grid": [1,2,2]}]}'],
+    [
+        "{}",
+        "5",
+        "x",
+        '{"items": []}',
+        '{"items": [{"grid": [0, 1, 1]}]}',
+        '{"items": [{"grid": [1, 1e400, 4]}]}',
+        '{"t": -1, "items": [{"grid": [1,2,2]}]}',
+    ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
@@ -175,7 +183,7 @@ def test_usage_is_the_difference_of_two_pages() -> None:
     assert scrape.Usage(before, after, 10.0, pages=2).device_busy == 0.45
 
 
-@pytest.mark.parametrize("text", ["file:///etc/passwd", "http://", "ftp://x/metrics"])
+@pytest.mark.parametrize("text", ["file:///etc/passwd", "http://", "ftp://x/metrics", "h:99999", "[::1"])
 def test_pages_are_http(text: str) -> None:
     with pytest.raises(ValueError, match="--metrics"):
         scrape.page_url(text)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
+from vitwire.cli._bench import load
 from vitwire.cli._bench.samples import Sample, Summary
 
 __all__ = ["running"]  # the fixture
@@ -27,6 +28,9 @@ __all__ = ["running"]  # the fixture
 def bench(target: str, *arguments: object) -> Result:
     words = ["bench", "--target", target, "--size", "32x40", *map(str, arguments)]
     return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+NO_PAGE = "not a metrics page; use --metrics-port of the server"
 
 
 def document(done: Result) -> dict[str, object]:
@@ -163,7 +167,9 @@ main()
 """
 
 
-@pytest.mark.parametrize(("flags", "answered"), [((), 3), (("--rate", "0.01", "--arrivals", "uniform"), 0)])
+@pytest.mark.parametrize(
+    ("flags", "answered"), [((), 3), (("--rate", "0.01", "--arrivals", "uniform"), 0), (("--rate", "1e6"), 0)]
+)
 def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered: int) -> None:
     """Neither requests in flight nor the next one, due after 100 s, are waited for."""
     fake, end, numbers = Fake(), Event(), count()
@@ -190,6 +196,14 @@ def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered
     assert (process.returncode, err) == (130, "")
     found = json.loads(out.splitlines()[-1])
     assert (found["requests"], found["errors"]) == (answered, {})
+
+
+def test_a_rate_beyond_the_generator_ends_and_says_so(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_BEHIND_SECONDS", 0.2)
+    done = bench(running.target, "--rate", 1e9, "--seconds", 0.1)
+    found = document(done)
+    assert found["limited_by"] == "generator"
+    assert "the generator did not keep the rate" in done.stderr
 
 
 def test_percentiles_are_those_of_what_was_answered() -> None:
@@ -243,6 +257,12 @@ def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str,
     assert done.exit_code in {1, 2}
     assert message in done.stderr
     assert done.stdout == ""
+
+
+def test_the_grpc_port_is_not_a_metrics_page(running: Running) -> None:
+    done = bench(running.target, "--metrics", running.target, "--requests", 1)
+    assert done.exit_code == 1
+    assert done.stderr == f"vitwire: --metrics http://{running.target}/metrics: {NO_PAGE}\n"
 
 
 @pytest.mark.parametrize(
