@@ -220,14 +220,15 @@ def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphS
     start = time.perf_counter()
     costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
     _log.info(
-        "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token, at least %.2f ms, and "
-        "%.2f ms of the host",
+        "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token of the device, at least "
+        "%.2f ms, and %.2f ms of the host; a replay takes %.2f ms of the host",
         len(costs.measured),
         time.perf_counter() - start,
         1e3 * costs.eager_fixed,
         1e6 * costs.eager_token,
         1e3 * costs.eager_floor,
         1e3 * costs.eager_host,
+        1e3 * costs.replay_host,
     )
     return costs
 
