@@ -21,6 +21,7 @@ from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
+from vitwire_server.runtime.devices import dtype_fault, graph_fault
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.outbox import Outbox
@@ -75,6 +76,8 @@ def load_model(
     checkpoint = open_checkpoint(settings.model)
     preprocessing = checkpoint.preprocessing()
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if fault := dtype_fault(dtype, device):
+        raise UsageError(f"--dtype {settings.dtype}: {fault}")
     _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
@@ -134,9 +137,12 @@ def _mode(graphs: str, device: torch.device) -> str:
         raise UsageError(
             f"--graphs cuda: {device} has no CUDA graphs; use a CUDA device, or --graphs simulated for tests"
         )
-    if graphs == "auto":
-        return "cuda" if device.type == "cuda" else "off"
-    return graphs
+    if graphs != "auto":
+        return graphs
+    if device.type == "cuda" and (fault := graph_fault(device)):
+        _log.warning("--graphs auto: off, since %s", fault)
+        return "off"
+    return "cuda" if device.type == "cuda" else "off"
 
 
 def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
