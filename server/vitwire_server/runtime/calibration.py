@@ -17,6 +17,8 @@ from vitwire_server.runtime.engine import Engine
 from vitwire_server.towers.tower import Tower
 
 _REPEATS = 5
+_GAIN = 0.02
+"""Share of a replay that a budget for short segments saves at least."""
 _MARGIN = 1.5
 """How much longer the device is busy with replays than launching an eager forward takes."""
 _SHORTEST = 1e-3
@@ -58,9 +60,9 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
     launched, as under load; without graphs it is that of an idle engine. The host's time is that of the smallest
     batches: what it takes to stage more depends on where their pixels are.
     """
+    largest = {budget.tokens: budget for budget in ladder}  # of as many tokens the one for all segments
     replays = {
-        budget: timed(engine, sample_items(tower, tower.samples(budget.tokens, budget.max_items)), budget)
-        for budget in ladder
+        budget: timed(engine, sample_items(tower, tower.samples_for(budget)), budget) for budget in largest.values()
     }
     batches = [sample_items(tower, tower.samples(min(size, most), items)) for size in _EAGER_TOKENS]
     sized = {sum(item.footprint.tokens for item in batch): batch for batch in batches}
@@ -70,7 +72,30 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
     eager = {size: behind.seconds(batch) or alone[size].device for size, batch in sized.items()}
     replay_host = min((each.wall - each.device for each in replays.values()), default=0.0)
     measured = {budget.tokens: each.device for budget, each in replays.items()}
-    return replace(fit(measured, eager), eager_host=eager_host, replay_host=max(0.0, replay_host))
+    costs = replace(fit(measured, eager), eager_host=eager_host, replay_host=max(0.0, replay_host))
+    return replace(costs, saved=_saved(engine, tower, {each: largest[each.tokens] for each in ladder}))
+
+
+def worthwhile(ladder: Ladder, costs: Costs) -> Ladder:
+    """Without budgets for short segments that are hardly faster than those for all."""
+    largest = {budget.tokens: budget for budget in ladder}
+    kept = [
+        budget
+        for budget in ladder
+        if budget is largest[budget.tokens] or costs.saved.get(budget, 0.0) >= _GAIN * costs.measured[budget.tokens]
+    ]
+    return Ladder(tuple(kept))
+
+
+def _saved(engine: Engine, tower: Tower, largest: Mapping[Budget, Budget]) -> dict[Budget, float]:
+    """Device seconds that each budget for short segments saves against `largest` of as many tokens, on its samples."""
+    saved = {}
+    for budget, all_segments in largest.items():
+        if budget != all_segments:
+            items = sample_items(tower, tower.samples_for(budget))
+            own, others = (timed(engine, items, each).device for each in (budget, all_segments))
+            saved[budget] = max(0.0, others - own)
+    return saved
 
 
 def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:

@@ -111,7 +111,7 @@ class Planner:
         self._costs = costs
         self._kept: dict[int, Work] = {}
         self._by_cost = _ByCost(ladder, costs)
-        self._options = Options([budget.tokens for budget in ladder], self._busy_seconds)
+        self._options = Options(sorted({budget.tokens for budget in ladder}), self._busy_seconds)
 
     def plan(self, footprints: Sequence[Footprint], backlog: float = 0.0) -> Plan:
         """Batches that hold each of `footprints` exactly once, by position.
@@ -168,7 +168,7 @@ class Planner:
         if tokens not in self._kept:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            replays = (self._costs.work(budget, tokens) for budget in self._ladder if budget.tokens >= tokens)
+            replays = (self._costs.replay_work(budget.tokens) for budget in self._ladder if budget.tokens >= tokens)
             self._kept[tokens] = min((self._costs.eager_work(tokens), *replays), key=lambda work: work.alone)
         return self._kept[tokens]
 

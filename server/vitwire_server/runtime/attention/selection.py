@@ -91,6 +91,10 @@ class Selection:
         """The backend for segments of up to `longest` patches."""
         return next(one for one, (most, _) in zip(self.bands, _BANDS, strict=True) if longest <= most)
 
+    def register(self) -> None:
+        """Make it known to transformers as `implementation`."""
+        AttentionInterface.register(self.implementation, _packed(self.attend))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
         """As `Attend`; NaN and infinity stay in their segment."""
         one = self.at(longest)
@@ -119,7 +123,7 @@ def select(
         selection = _fastest(loaded, device, dtype, heads, head_dim, faults)
     else:
         selection = Selection.only(loaded[0], "the only backend for this device")
-    AttentionInterface.register(selection.implementation, _packed(selection.attend))
+    selection.register()
     _log.info("attention: %s, %s", selection.name, selection.reason)
     if selection.unused and name == "auto":
         _log.info("attention: not used: %s", "; ".join(f"{name}: {why}" for name, why in selection.unused.items()))
