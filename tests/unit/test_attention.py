@@ -80,6 +80,7 @@ def test_a_name_that_cannot_serve_is_reported() -> None:
 def test_another_backend_for_shorter_segments_asks_for_a_budget_of_its_own() -> None:
     short, long, longest = (LoadedBackend(name, refusing) for name in ("triton", "fa4", "cudnn"))
     assert Selection((short, short, long, long), "").shorter(8192) == [256]
+    assert [Selection((short, long, long, long), "").shorter(longest) for longest in (64, 128, 129)] == [[], [], [128]]
     assert Selection((short, short, long, long), "").shorter(256) == []
     assert Selection((short, long, long, longest), "").shorter(8192) == [128, 1024]
     assert Selection((short, long, long, longest), "").shorter(1024) == [128]

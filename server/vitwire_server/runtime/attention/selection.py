@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -69,8 +70,8 @@ class Selection:
     def shorter(self, longest: int) -> list[int]:
         """Lengths below `longest` up to which another backend is faster, where it differs from that of longer ones."""
         below = [(most, one.name) for one, (most, _) in zip(self.bands, _BANDS, strict=True) if most < longest]
-        following = [*(name for _, name in below[1:]), self.at(longest).name]
-        return [most for (most, name), longer in zip(below, following, strict=True) if name != longer]
+        steps = pairwise([*below, (longest, self.at(longest).name)])
+        return [most for (most, name), (_, longer) in steps if name != longer]
 
     @property
     def name(self) -> str:
