@@ -118,7 +118,17 @@ class TestDevices:
         )
         turing = device.capability < (8, 0)
         assert set(faults.values()) == ({"it needs compute capability 8.0, the device has 7.5"} if turing else {""})
-        assert bool(devices.graph_fault(cuda)) is turing
+        assert bool(devices.kernel_fault(cuda)) is turing
+
+    def test_what_is_unavailable_is_listed(self, device: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(devices, "triton_fault", lambda: "")
+        cuda, faults = torch.device("cuda", 0), {"fa3": "it cannot be loaded", "varlen": ""}
+        turing = device.capability < (8, 0)
+        listed = devices.unavailable(cuda, faults, graphs=not turing)
+        kernels = "kernels and captured attention need compute capability 8.0, the device has 7.5"
+        expected = {"graphs": kernels, "fused blocks": kernels} if turing else {}
+        assert listed == expected | {"fa3": "it cannot be loaded"}
+        assert devices.unavailable(torch.device("cpu"), faults, graphs=False) == {}
 
     def test_bfloat16_is_refused_where_it_is_not_computed(self, device: Architecture) -> None:
         fault = devices.dtype_fault(torch.bfloat16, torch.device("cuda", 0))

@@ -256,5 +256,5 @@ class ModelCard:
     """Files that are decoded."""
     backends: Mapping[Budget, str] = field(default_factory=dict)
     """The attention backend of each budget's longest segments."""
-    missing: Mapping[str, str] = field(default_factory=dict)
-    """Attention backends that the device or the installation lacks, and why."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Attention backends, graphs or fused blocks that do not run on this device, and why."""

@@ -21,7 +21,7 @@ from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items, worthwhile
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
-from vitwire_server.runtime.devices import dtype_fault, graph_fault
+from vitwire_server.runtime.devices import dtype_fault, kernel_fault, unavailable
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.outbox import Outbox
@@ -113,7 +113,7 @@ def load_model(
         device=str(device),
         version=release(),
         backends=backends,
-        missing=attention.unused if attention else {},
+        unavailable=unavailable(device, attention.unused if attention else {}, graphs=mode != "off"),
     )
     _announce(checkpoint, card, metrics)
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
@@ -143,8 +143,8 @@ def _mode(graphs: str, device: torch.device) -> str:
         )
     if graphs != "auto":
         return graphs
-    if device.type == "cuda" and (fault := graph_fault(device)):
-        _log.warning("--graphs auto: off, since %s", fault)
+    if device.type == "cuda" and (fault := kernel_fault(device)):
+        _log.warning("--graphs auto: graphs are off: %s", fault)
         return "off"
     return "cuda" if device.type == "cuda" else "off"
 
@@ -173,7 +173,7 @@ def _backends(ladder: Ladder, attention: Selection | None) -> dict[Budget, str]:
 
 
 def _fuse(tower: Tower, attention: Selection) -> None:
-    if fault := triton_fault():
+    if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
     from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only

@@ -138,7 +138,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         device=card.device,
         server_version=card.version,
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
-        missing_backends=[pb.MissingBackend(name=name, reason=why) for name, why in sorted(card.missing.items())],
+        unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
     )
 
 

@@ -1,12 +1,15 @@
 """What a CUDA device offers a kernel: by it tiles and backends are chosen, without a list of models."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-BFLOAT16_CAPABILITY = (8, 0)
-"""The first that multiplies bfloat16."""
+from vitwire_server.runtime.toolchain import triton_fault
+
+AMPERE = (8, 0)
+"""The first that multiplies bfloat16; Triton and flash attention support no older ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,25 @@ def architecture(device: torch.device) -> Architecture:
 
 def dtype_fault(dtype: torch.dtype, device: torch.device) -> str:
     """Why a device does not compute in `dtype`, and what to do; empty if it does."""
-    if device.type != "cuda" or dtype is not torch.bfloat16 or architecture(device).capability >= BFLOAT16_CAPABILITY:
+    if device.type != "cuda" or dtype is not torch.bfloat16 or architecture(device).capability >= AMPERE:
         return ""
     model = f"{torch.cuda.get_device_name(device)}, compute capability {architecture(device).name}"
     remedy = "serve with --dtype float16 or --dtype float32"
     return f"{device} ({model}) does not compute bfloat16, which needs 8.0 or newer; {remedy}"
 
 
-def graph_fault(device: torch.device) -> str:
-    """Why a CUDA device gets no graphs by default; empty if it does."""
+def kernel_fault(device: torch.device) -> str:
+    """Why a CUDA device runs neither Vitwire's kernels nor attention that graphs can capture; empty if it does."""
     found = architecture(device)
-    if found.capability >= BFLOAT16_CAPABILITY:
+    if found.capability >= AMPERE:
         return ""
-    return f"graphs need attention that they can capture, and none runs on compute capability {found.name}, below 8.0"
+    return f"kernels and captured attention need compute capability 8.0, the device has {found.name}"
+
+
+def unavailable(device: torch.device, backends: Mapping[str, str], *, graphs: bool) -> dict[str, str]:
+    """What a CUDA device or the installation lacks of attention `backends`, graphs and fused blocks, and why."""
+    if device.type != "cuda":
+        return {}
+    kernels = kernel_fault(device)
+    faults = {"graphs": "" if graphs else kernels, "fused blocks": kernels or triton_fault()}
+    return {name: why for name, why in (*faults.items(), *backends.items()) if why}
