@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality
 from vitwire_server.core.models import Encoding, Geometry, Limits, ModelCard, Preprocessing
 from vitwire_server.decoding.messages import Measured
 from vitwire_server.rpc.codec import Codec, EncodedItem, parsed
+from vitwire_server.rpc.responses import model_message
 
 GEOMETRY = Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0)
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)
@@ -264,3 +265,21 @@ def test_no_bytes_get_past_the_codec_but_as_an_error_it_names(
             CODEC.items(outcome)
     except InvalidRequest as wrong:
         assert all(violation.field for violation in wrong.violations)
+
+
+def test_the_model_names_the_attention_of_each_budget_and_what_is_unavailable() -> None:
+    large = budget(784, merge=2, max_items=64, max_frames=512)
+    short = replace(large, max_segment_patches=256)
+    card = replace(
+        CARD,
+        ladder=Ladder((short, large)),
+        backends={short: "triton", large: "fa4"},
+        unavailable={"fa3": "it has kernels for compute capability 9.x, the device has 8.0"},
+    )
+    model = model_message(card)
+    assert [(each.tokens, each.segment_patches, each.attention_backend) for each in model.budgets] == [
+        (784, 256, "triton"),
+        (784, 3136, "fa4"),
+    ]
+    assert [(each.feature, each.reason) for each in model.unavailable] == list(card.unavailable.items())
+    assert [each.attention_backend for each in model_message(replace(card, backends={})).budgets] == ["sdpa", "sdpa"]

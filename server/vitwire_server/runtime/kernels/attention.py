@@ -4,8 +4,7 @@ Variable-length flash attention launches `slots * longest / block` programs, mos
 Here a list of tiles says which rows a program works on, so the grid has `rows / block + slots` programs, whatever the
 longest segment. A program never mixes segments, so NaN does not spread between items. Softmax is computed online
 (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Scores of heads of 72 or 80 columns are
-computed as 64 + 16 rather than padded to 128; their values as 64 + 64, since triton 3.6 miscompiles products that are
-narrower on Hopper.
+computed as 64 + 16 rather than padded to 128. `tiles.py` has the sizes of blocks, by the device.
 """
 
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
 
+from vitwire_server.runtime.devices import architecture
+from vitwire_server.runtime.kernels.tiles import attention_rows, attention_tile
+
 _LOG2_E = 1.4426950408889634
 _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
-_FEW_ROWS = 64
-_MANY_ROWS = 128
-_BUSY_PROGRAMS = 264
-"""Number of programs of `_MANY_ROWS` that keeps a device with 132 multiprocessors busy."""
 
 
 def segment_tiles(boundaries: Tensor, rows: int, heads: int) -> Tensor:
@@ -28,7 +26,7 @@ def segment_tiles(boundaries: Tensor, rows: int, heads: int) -> Tensor:
 
     Each is its first row and the begin and end of its segment; unused tiles are zero.
     """
-    block, slots = _block(rows, heads), len(boundaries) - 1
+    block, slots = attention_rows(rows, heads, architecture(boundaries.device)), len(boundaries) - 1
     tiles = torch.empty((triton.cdiv(rows, block) + slots, 3), dtype=torch.int32, device=boundaries.device)
     _map[(len(tiles),)](boundaries, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
     return tiles
@@ -51,9 +49,8 @@ def segment_attention(
         return attended.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     tiles = segment_tiles(boundaries, rows, heads) if tiles is None else tiles
-    many = _block(rows, heads) == _MANY_ROWS
-    whole = 1 << (head_dim.bit_length() - 1)
-    rest = head_dim - whole
+    on = architecture(q.device)
+    tile = attention_tile(attention_rows(rows, heads, on), head_dim, q.element_size(), on)
     _attend[len(tiles), heads](
         q,
         k,
@@ -66,20 +63,15 @@ def segment_attention(
         v.stride(0),
         out.stride(0),
         head_dim,
-        ROWS=_MANY_ROWS if many else _FEW_ROWS,
-        KEYS=64,
-        WHOLE=whole,
-        REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
-        SPARE=64,
-        num_warps=4,
-        num_stages=3 if many else 2,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        WHOLE=tile.whole,
+        REST=tile.rest,
+        SPARE=tile.spare,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return out
-
-
-def _block(rows: int, heads: int) -> int:
-    """Rows per tile: fewer if there would be too few tiles for the device."""
-    return _MANY_ROWS if triton.cdiv(rows, _MANY_ROWS) * heads >= _BUSY_PROGRAMS else _FEW_ROWS
 
 
 @triton.jit(do_not_specialize=["slots"])
