@@ -114,7 +114,7 @@ class CublasLt:
             outputs,
             c_void_p(out.data_ptr()),
             outputs,
-            ctypes.create_string_buffer(algorithm.state, _ALGORITHM_BYTES),
+            (c_uint64 * (_ALGORITHM_BYTES // 8)).from_buffer_copy(algorithm.state),
             c_void_p(self._workspace.data_ptr()),
             c_size_t(_WORKSPACE_BYTES),
             c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
