@@ -86,7 +86,9 @@ def _judged(name: str, fitted: Sequence[Footprint], judged: Sequence[Footprint])
     sizes = optimal_ladder(loads([each.tokens for each in fitted], LARGEST), RUNGS, LARGEST, ASSUMED)
     ours, doubling = _ladder(sizes), _ladder(powers_of_two(LARGEST))
     plan = Planner(ours, Bounds(LARGEST, ITEMS, FRAMES), without_graph=Fallback.GRAPHS_OFF).plan
-    return [_depth(name, depth, judged, plan, lambda queue: plan_ascending(queue, doubling, ITEMS)) for depth in DEPTHS]
+    return [
+        _depth(name, depth, judged, plan, lambda queue, _: plan_ascending(queue, doubling, ITEMS)) for depth in DEPTHS
+    ]
 
 
 def _depth(
@@ -98,13 +100,15 @@ def _depth(
         score, taken = Score(), []
         for queue in queues(judged, depth):
             start = time.perf_counter()
-            made = plan(queue)
+            made = plan(queue, 0.0)
             taken.append(time.perf_counter() - start)
             score.add(made, queue)
+            score.add_under_load(plan(queue, score.load.backlog), queue)
         row |= {
             f"padding_{who}": round(score.padding, 4),
             f"launches_{who}": score.launches,
             f"seconds_{who}": round(score.seconds, 3),
+            f"under_load_{who}": round(score.load.end, 3),
             f"us_per_plan_{who}": round(1e6 * median(taken), 1),
         }
     return row

@@ -9,7 +9,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import is_flash_attn_2_available
 
-from vitwire_server.core.budgets import Budget, Ladder, budget
+from vitwire_server.core.budgets import Budget, Ladder, budget, with_shorter
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.items import Item, total
 from vitwire_server.runtime.attention.selection import Selection, select
@@ -142,7 +142,7 @@ class Bench:
         self._attention[name] = f"{choice.name}, {choice.reason}"
         streams: Streams = CudaStreams(self._device) if self._device.type == "cuda" else HostStreams()
         batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
-        ladder = _ladder(tower, batches.values())
+        ladder = _ladder(tower, batches.values(), choice)
         ways = ("graph_stock", "graph_compiled") if self._options.compile else ("graph_stock",)
         for column in ways:
             self._column(name, column, tower, ladder, batches, rows, streams)
@@ -238,8 +238,8 @@ class Bench:
         return float(started.elapsed_time(done)) / 1e3
 
 
-def _ladder(tower: PackedTower, batches: Iterable[Sequence[Item]]) -> Ladder:
-    """A budget as the server makes it for the tokens of each batch, with slots for all of the batch's segments."""
+def _ladder(tower: PackedTower, batches: Collection[Sequence[Item]], choice: Selection) -> Ladder:
+    """A budget as the server makes it for each batch, with slots for all of the batch's segments."""
     budgets: dict[int, Budget] = {}
     for batch in batches:
         load = total([item.footprint for item in batch])
@@ -250,7 +250,9 @@ def _ladder(tower: PackedTower, batches: Iterable[Sequence[Item]]) -> Ladder:
             max_items=max(before.max_items, len(batch)),
             max_segments=max(before.max_segments, load.segments),
         )
-    return Ladder(tuple(sorted(budgets.values())))
+    ladder = with_shorter(Ladder(tuple(sorted(budgets.values()))), choice.shorter, merge=tower.geometry.merge)
+    loads = [(total([item.footprint for item in batch]), len(batch)) for batch in batches]
+    return Ladder(tuple(sorted({fitting for load in loads if (fitting := ladder.smallest_fitting(*load))})))
 
 
 def fused(tower: PackedTower, choice: Selection) -> int:

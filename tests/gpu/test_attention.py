@@ -16,7 +16,7 @@ LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 356, 0, 0, 0, 0], [502, 0, 0, 
 @pytest.fixture(params=list(BACKENDS))
 def attend(request: pytest.FixtureRequest, device: torch.device) -> Attend:
     backend = BACKENDS[request.param]
-    if device.type != "cuda" or not backend.runs(device, torch.bfloat16, HEAD_DIM, captured=True):
+    if device.type != "cuda" or backend.fault(device, torch.bfloat16, HEAD_DIM, captured=True):
         pytest.skip(f"{backend.name} does not serve graphs on {device}")
     try:
         return backend.load()

@@ -19,7 +19,6 @@ from vitwire_server.runtime.choices import Choices
 from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.products import TILES, Tile, partial_sums
-from vitwire_server.runtime.kernels.shapes import Shape, shape_of
 from vitwire_server.runtime.products import Products
 
 HOPPER = (9, 0)
@@ -155,17 +154,3 @@ def test_choices_are_kept_for_the_next_start(tmp_path: Path) -> None:
     assert (Choices.read(path).get("196x1152x1152"), Choices.read(path).get("49x1152x1152")) == ("beef", "")
     path.write_text("[", encoding="utf-8")
     assert Choices.read(path).get("49x1152x1152") is None
-
-
-@pytest.mark.parametrize(
-    ("rows", "longest", "expected"),
-    [
-        (196, 196, Shape(64, warps=4, stages=3, programs=132)),
-        (784, 784, Shape(128, warps=8, stages=3, programs=264)),
-        (784, 64, Shape(64, warps=4, stages=2)),
-        (1568, 196, Shape(128, warps=4, stages=3, programs=264)),
-        (3136, 196, Shape(128, warps=4, stages=3)),
-    ],
-)
-def test_few_rows_of_attention_have_small_tiles(rows: int, longest: int, expected: Shape) -> None:
-    assert shape_of(rows, 16, longest, torch.device("cpu")) == expected

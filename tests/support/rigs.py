@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from reference import Array, norm_error
-from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.budgets import Budget, Ladder, with_shorter
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected
-from vitwire_server.runtime.attention.selection import select
+from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
@@ -62,13 +62,17 @@ class Rig:
         sizes: Sequence[int] = BUDGETS,
         wrap: Wrap = lambda recorder: recorder,
         adapter: Adapter | None = None,
+        attention: Selection | None = None,
     ) -> "Rig":
-        """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder."""
+        """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder.
+
+        With `attention`, budgets are captured for short segments as well where it attends to them in another way.
+        """
         checkpoint = open_checkpoint(str(folder))
         tower = load_tower(
             checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
         ).tower
-        choice = select("auto", device, dtype, *tower.attention_heads, captured=bool(sizes))
+        choice = attention or select("auto", device, dtype, *tower.attention_heads, captured=bool(sizes))
         tower.use_attention(choice.implementation)
         if device.type == "cuda":
             from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA
@@ -77,6 +81,8 @@ class Rig:
         streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
         recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         ladder = Ladder(tuple(_budgets(tower, sizes)))
+        if attention:
+            ladder = with_shorter(ladder, attention.shorter, merge=tower.geometry.merge)
         graphs = GraphSet(tower, ladder, wrap(recorder))
         modalities = checkpoint.preprocessing()
         stager = Stager(tower.geometry, modalities, device)

@@ -6,8 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vitwire_server.runtime import devices
+from vitwire_server.runtime.attention import registry
 from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, _fastest, select
+from vitwire_server.runtime.devices import Architecture
+from vitwire_server.runtime.kernels.tiles import AttentionTile, Division, attention_division, attention_tile
 
 HEADS, DIM = 2, 8
 
@@ -38,12 +42,12 @@ def refusing(*_: object) -> Tensor:
 
 def test_each_band_has_its_own() -> None:
     short, long = LoadedBackend("triton", of_zeros), LoadedBackend("fa4", refusing)
-    choice = Selection((short, short, long), "to be tested")
+    choice = Selection((short, short, long, long), "to be tested")
     assert (choice.name, choice.implementation) == ("triton+fa4", "vitwire_flash_triton+fa4")
-    assert {longest: choice.at(longest).name for longest in (1, 1024, 1025, 1 << 40)} == {
+    assert {longest: choice.at(longest).name for longest in (1, 256, 257, 1 << 40)} == {
         1: "triton",
-        1024: "triton",
-        1025: "fa4",
+        256: "triton",
+        257: "fa4",
         1 << 40: "fa4",
     }
     assert (short.isolates, long.isolates) == (True, False)
@@ -56,17 +60,96 @@ def test_what_is_wrong_or_refuses_is_not_chosen(caplog: pytest.LogCaptureFixture
         LoadedBackend("varlen", refusing),
         LoadedBackend("sdpa", segment_sdpa),
     ]
-    choice = _fastest(backends, torch.device("cpu"), torch.float32, 2, 8)
+    choice = _fastest(backends, torch.device("cpu"), torch.float32, 2, 8, {})
     assert choice.name == "sdpa"
     assert "64 patches: sdpa" in choice.reason
-    assert "triton is not used: relative error" in caplog.text
-    assert "varlen failed: only on a device of another kind" in caplog.text
+    assert "triton is not used: its relative error" in caplog.text
+    assert "varlen is not used: it failed: only on a device of another kind" in caplog.text
     with pytest.raises(ValueError, match="no attention backend passed"):
-        _fastest(backends[:2], torch.device("cpu"), torch.float32, 2, 8)
+        _fastest(backends[:2], torch.device("cpu"), torch.float32, 2, 8, {})
 
 
 def test_a_name_that_cannot_serve_is_reported() -> None:
-    with pytest.raises(
-        ValueError, match=r"'triton' does not run on cpu in torch.float32; available: sdpa \(cpu/cuda\)"
-    ):
-        select("triton", torch.device("cpu"), torch.float32, 2, 64, captured=False)
+    for name, why in (("triton", "triton: it does not run on cpu"), ("fast", "there is no such backend")):
+        with pytest.raises(
+            ValueError, match=rf"{name}' does not run on cpu in torch.float32 \({why}\); available: sdpa"
+        ):
+            select(name, torch.device("cpu"), torch.float32, 2, 64, captured=False)
+
+
+def test_another_backend_for_shorter_segments_asks_for_a_budget_of_its_own() -> None:
+    short, long, longest = (LoadedBackend(name, refusing) for name in ("triton", "fa4", "cudnn"))
+    assert Selection((short, short, long, long), "").shorter(8192) == [256]
+    assert [Selection((short, long, long, long), "").shorter(longest) for longest in (64, 128, 129)] == [[], [], [128]]
+    assert Selection((short, short, long, long), "").shorter(256) == []
+    assert Selection((short, long, long, longest), "").shorter(8192) == [128, 1024]
+    assert Selection((short, long, long, longest), "").shorter(1024) == [128]
+    assert Selection((short, long, short, short), "").shorter(8192) == [128, 256], "though it attends as the longest"
+    assert Selection.only(long, "").shorter(8192) == []
+
+
+DEVICES = {(7, 5): (40, 64), (8, 0): (108, 163), (8, 6): (84, 99), (8, 9): (128, 99), (9, 0): (132, 227)}
+DEVICES |= {(10, 0): (148, 227), (12, 0): (170, 99)}
+"""Multiprocessors of a device of each compute capability, and KiB of shared memory that a program may have."""
+
+
+class TestDevices:
+    """What a CUDA device of another generation runs, by its architecture alone."""
+
+    @pytest.fixture(params=list(DEVICES), ids=str)
+    def device(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Architecture:
+        processors, shared = DEVICES[request.param]
+        found = Architecture(request.param, processors, shared << 10)
+        for module in (registry, devices):
+            monkeypatch.setattr(module, "architecture", lambda _: found)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+        return found
+
+    def test_backends_that_do_not_run_give_a_reason(self, device: Architecture) -> None:
+        cuda = torch.device("cuda", 0)
+        faults = {
+            name: backend.fault(cuda, torch.float16, 72, captured=True) for name, backend in registry.BACKENDS.items()
+        }
+        assert faults.pop("sdpa") == "CUDA graphs cannot capture it"
+        assert not registry.BACKENDS["sdpa"].fault(cuda, torch.float32, 72, captured=False)
+        hopper = device.capability == (9, 0)
+        assert faults.pop("fa3") == (
+            "" if hopper else f"it has kernels for compute capability 9.x, the device has {device.name}"
+        )
+        turing = device.capability < (8, 0)
+        assert set(faults.values()) == ({"it needs compute capability 8.0, the device has 7.5"} if turing else {""})
+        assert bool(devices.graph_fault(cuda)) is turing
+
+    def test_bfloat16_is_refused_where_it_is_not_computed(self, device: Architecture) -> None:
+        fault = devices.dtype_fault(torch.bfloat16, torch.device("cuda", 0))
+        assert not devices.dtype_fault(torch.float16, torch.device("cuda", 0))
+        if device.capability >= (8, 0):
+            assert not fault
+        else:
+            assert fault == (
+                "cuda:0 (a device, compute capability 7.5) does not compute bfloat16, which needs 8.0 or newer; serve "
+                "with --dtype float16 or --dtype float32"
+            )
+
+    @pytest.mark.parametrize("head_dim", sorted(registry.BACKENDS["triton"].head_dims))
+    def test_a_tile_fits_into_shared_memory(self, device: Architecture, head_dim: int) -> None:
+        sizes = (64, 784, 1568, 4096, 65536)
+        divisions = {attention_division(rows, 16, longest, device) for rows in sizes for longest in (64, 1024)}
+        assert {division.rows for division in divisions} == {64, 128}
+        for division in divisions:
+            tile = attention_tile(division, head_dim, 2, device)
+            assert tile.whole + tile.rest >= head_dim > tile.whole // 2
+            assert not tile.rest or tile.whole + tile.spare >= head_dim
+            if device.capability >= (8, 0):
+                assert tile.shared_bytes(2, device) <= device.block_bytes
+        if device.capability == (9, 0):
+            for rows, longest, division, stages, warps in (
+                (196, 196, Division(64, 132), 3, 4),
+                (784, 784, Division(128, 132), 3, 8),
+                (784, 64, Division(64), 2, 4),
+                (1568, 196, Division(128, 264), 3, 4),
+                (3136, 196, Division(128), 3, 4),
+            ):
+                assert attention_division(rows, 16, longest, device) == division, "as measured"
+                expected = AttentionTile(division.rows, 64, 64, 16, 64, stages, warps)
+                assert attention_tile(division, 72, 2, device) == expected

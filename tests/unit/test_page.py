@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -59,6 +60,7 @@ def metrics() -> Metrics:
     small, large = (budget(tokens, merge=2, max_items=8, max_frames=8) for tokens in (64, 1024))
     made.model.captured(2, 1, 2.0, 1 << 20)
     made.engine.graphs_captured(Ladder((small, large)))
+    made.model.attends({small: "triton", replace(large, max_segment_patches=256): "triton", large: "fa4"})
     ran: Sequence[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
     made.engine.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
     made.engine.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))
@@ -83,8 +85,8 @@ def render(metrics: Metrics, health: Health | None = None, points: Sequence[Poin
 
 def test_tables_hold_the_figures(metrics: Metrics) -> None:
     rows = Document(render(metrics)).rows
-    assert ["64", "3", "1", "25.0%", ""] in rows
-    assert ["1024", "0", "0", "\u2013", ""] in rows
+    assert ["64", "3", "1", "25.0%", "triton", ""] in rows
+    assert ["1024", "0", "0", "\u2013", "triton up to 256 patches, fa4", ""] in rows
     assert ["oversize", "3"] in rows
     assert ["waiting", "7 items"] in rows
     assert ["waiting bytes", "3 MiB"] in rows
@@ -92,7 +94,7 @@ def test_tables_hold_the_figures(metrics: Metrics) -> None:
     assert ["admitted bytes", "5 MiB of 4 GiB"] in rows
     assert ["received", "6 MiB"] in rows
     assert ["item: not found", "1"] in rows
-    assert ["budgets captured", "2 of 3"] in rows
+    assert ["budgets captured", "3 of 4"] in rows
     assert ["hit rate", "\u2013"] in rows
 
 

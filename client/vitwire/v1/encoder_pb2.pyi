@@ -885,6 +885,7 @@ class GetModelResponse(google.protobuf.message.Message):
     CHANNELS_LAST_FIELD_NUMBER: builtins.int
     DELIVERIES_FIELD_NUMBER: builtins.int
     ENCODINGS_FIELD_NUMBER: builtins.int
+    MISSING_BACKENDS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -938,6 +939,12 @@ class GetModelResponse(google.protobuf.message.Message):
         decode.
         """
 
+    @property
+    def missing_backends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MissingBackend]:
+        """Attention backends that the server would try on a device of this kind but
+        that do not run here.
+        """
+
     def __init__(
         self,
         *,
@@ -964,11 +971,32 @@ class GetModelResponse(google.protobuf.message.Message):
         channels_last: builtins.bool = ...,
         deliveries: collections.abc.Iterable[Global___DeliveryWay.ValueType] | None = ...,
         encodings: collections.abc.Iterable[Global___Encoding.ValueType] | None = ...,
+        missing_backends: collections.abc.Iterable[Global___MissingBackend] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "missing_backends", b"missing_backends", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
+
+@typing.final
+class MissingBackend(google.protobuf.message.Message):
+    """An attention backend that is not used, and the reason."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+
+Global___MissingBackend: typing_extensions.TypeAlias = MissingBackend
 
 @typing.final
 class DroppedBudget(google.protobuf.message.Message):
@@ -1217,6 +1245,7 @@ class Budget(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     SEGMENT_PATCHES_FIELD_NUMBER: builtins.int
     CROPS_FIELD_NUMBER: builtins.int
+    ATTENTION_BACKEND_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     items: builtins.int
     segments: builtins.int
@@ -1225,6 +1254,10 @@ class Budget(google.protobuf.message.Message):
     """Longest segment, in patches."""
     crops: builtins.int
     """Crops, in towers that take them."""
+    attention_backend: builtins.str
+    """Attention backend for segments of this length. Of budgets with as many
+    tokens, those for shorter segments have a faster one.
+    """
     def __init__(
         self,
         *,
@@ -1233,8 +1266,9 @@ class Budget(google.protobuf.message.Message):
         segments: builtins.int = ...,
         segment_patches: builtins.int = ...,
         crops: builtins.int = ...,
+        attention_backend: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["crops", b"crops", "items", b"items", "segment_patches", b"segment_patches", "segments", b"segments", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "crops", b"crops", "items", b"items", "segment_patches", b"segment_patches", "segments", b"segments", "tokens", b"tokens"]) -> None: ...
 
 Global___Budget: typing_extensions.TypeAlias = Budget
 

@@ -1,7 +1,7 @@
 """Budgets, the capacities of captured graphs, and ladders of them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vitwire_server.core.grids import Footprint
@@ -9,6 +9,7 @@ from vitwire_server.core.grids import Footprint
 _FEWEST_SEGMENTS = 8
 _TOKENS_PER_SEGMENT = 16
 _LONGEST = 8192
+_FEWEST_SHORT = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,14 +42,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Budgets in ascending order; empty when no graph is captured."""
+    """Budgets in ascending order; empty when no graph is captured.
+
+    Of those of as many tokens, the last holds the longest segments; the others hold short ones only, faster.
+    """
 
     budgets: tuple[Budget, ...] = ()
 
     def __post_init__(self) -> None:
-        tokens = [budget.tokens for budget in self.budgets]
-        if tokens != sorted(set(tokens)):
-            raise ValueError(f"budgets must ascend strictly in tokens, got {tokens}")
+        kinds = [(budget.tokens, budget.max_segment_patches) for budget in self.budgets]
+        if kinds != sorted(set(kinds)):
+            raise ValueError(f"budgets must ascend strictly in tokens and longest segments, got {kinds}")
 
     def __iter__(self) -> Iterator[Budget]:
         return iter(self.budgets)
@@ -58,7 +62,7 @@ class Ladder:
 
     @cached_property
     def largest(self) -> Budget | None:
-        """The budget of most tokens, None on an empty ladder."""
+        """The budget of most tokens and longest segments, None on an empty ladder."""
         return self.budgets[-1] if self.budgets else None
 
     def smallest_fitting(self, load: Footprint, items: int) -> Budget | None:
@@ -80,6 +84,21 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
         max_segments=segments,
         max_segment_patches=min(tokens * merge * merge, _LONGEST),
     )
+
+
+def with_shorter(ladder: Ladder, shorter: Callable[[int], Iterable[int]], *, merge: int) -> Ladder:
+    """The ladder, and budgets of as many tokens for short segments where they can be attended in a faster way.
+
+    `shorter` has the lengths below a budget's longest segment at which they can. A budget for short segments holds at
+    least two of the longest.
+    """
+    added = {
+        replace(budget, max_segment_patches=longest)
+        for budget in ladder
+        for longest in shorter(budget.max_segment_patches)
+        if budget.tokens * merge * merge >= _FEWEST_SHORT * longest
+    }
+    return Ladder(tuple(sorted({*ladder, *added})))
 
 
 def default_tokens(max_tokens: int, *, smallest: int = 16, ratio: float = 1.25) -> list[int]:

@@ -4,16 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Footprint
+from vitwire_server.core.timeline import Work
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a forward as a function of its tokens.
+    """Seconds of a forward as a function of its tokens, on the host and on the device.
 
-    Attention within segments is not included, as it does not depend on packing. A replay costs the measured time of
-    its budget, or else the linear prediction. An eager forward costs a linear prediction, but at least the time to
-    launch its kernels from Python.
+    Attention within segments is not included, as it does not depend on packing. On the device, a replay costs the
+    measured time of its budget, or else the linear prediction; an eager forward costs a linear prediction, but at
+    least `eager_floor`. The host's part does not depend on tokens.
     """
 
     replay_fixed: float
@@ -22,43 +24,70 @@ class Costs:
     eager_token: float
     eager_floor: float
     eager_host: float = 0.0
-    """Seconds that an eager forward keeps the host busy beyond a replay. They count in full: the same interpreter
-    launches the next batch and serves requests."""
+    """Seconds that launching an eager forward's kernels from Python keeps the host busy, staging included."""
+    replay_host: float = 0.0
+    """Seconds of the host for any batch: staging, the launch of a replay, and collecting rows."""
     measured: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Seconds of a replay by the budget's tokens, timed right after capture."""
+    """Device seconds of a replay by the budget's tokens, timed right after capture."""
     attention_pair: float = 1e-8
     """Seconds that attention takes for a pair of patches, at most: a large tower on a slow device."""
+    saved: Mapping[Budget, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Device seconds that a budget for short segments saves against the one for all segments, of as many tokens."""
+
+    def replay_work(self, tokens: int, saved: float = 0.0) -> Work:
+        """Host and device seconds of one replay of the budget of `tokens`."""
+        measured = self.measured.get(tokens)
+        device = self.replay_fixed + self.replay_token * tokens if measured is None else measured
+        return Work(self.replay_host, self.replay_host, device - saved)
+
+    def eager_work(self, tokens: int) -> Work:
+        """Host and device seconds of one eager forward of `tokens` at the exact shape."""
+        device = max(self.eager_floor, self.eager_fixed + self.eager_token * tokens)
+        return Work(max(self.eager_host, self.replay_host), self.replay_host, device)
+
+    def work(self, budget: Budget | None, tokens: int) -> Work:
+        """Host and device seconds of a batch of `tokens`; None runs eagerly."""
+        if budget is None:
+            return self.eager_work(tokens)
+        return self.replay_work(budget.tokens, self.saved.get(budget, 0.0) if self.saved else 0.0)
 
     def replay(self, tokens: int) -> float:
-        """Seconds of one replay of the budget of `tokens`."""
-        measured = self.measured.get(tokens)
-        return self.replay_fixed + self.replay_token * tokens if measured is None else measured
+        """Seconds of one replay of the budget of `tokens` on an idle engine."""
+        return self.replay_work(tokens).alone
 
     def eager(self, tokens: int) -> float:
-        """Seconds of one eager forward of `tokens` at the exact shape."""
-        return self.eager_host + max(self.eager_floor, self.eager_fixed + self.eager_token * tokens)
+        """Seconds of one eager forward of `tokens` at the exact shape on an idle engine."""
+        return self.eager_work(tokens).alone
 
     def attention(self, footprints: Sequence[Footprint]) -> float:
         """Seconds that attention within segments adds, at most; neither `replay` nor `eager` counts it."""
         return self.attention_pair * sum(footprint.patches * footprint.longest for footprint in footprints)
 
 
-EAGER_HOST_SECONDS = 9.0e-3
-"""Seconds that an eager forward blocks the host: launching its kernels from Python takes 7 to 11 ms (H200)."""
-
 ASSUMED = Costs(
-    replay_fixed=2.0e-3,
+    replay_fixed=1.5e-3,
     replay_token=8.3e-6,
-    eager_fixed=3.0e-3,
+    eager_fixed=2.5e-3,
     eager_token=8.3e-6,
-    eager_floor=8.1e-3,
+    eager_floor=2.5e-3,
+    eager_host=9.0e-3,
+    replay_host=0.5e-3,
 )
 """Defaults without measurements: fitted to Qwen3-VL-8B's tower on an H200 (docs/performance.md).
 
-On the device a replay took 1.9 ms for 49 tokens and 14.6 ms for 1568, an eager forward 15.4 ms for 1568 and never
-less than the 7.6 ms that launching its kernels takes; half a millisecond is added for the host's part of a batch.
-Simulated graphs use them too: measured on a CPU, padding would never pay.
+A replay took 1.9 ms for 49 tokens and 14.6 ms for 1568 on the device, an eager forward 15.4 ms for 1568. Launching
+the kernels of an eager forward holds the host for 7 to 11 ms; its part of a replay, collecting rows included, is half a
+millisecond.
 """
 
-ASSUMED_ON_HOST = replace(ASSUMED, attention_pair=5e-6)
-"""The same where the CPU computes."""
+ASSUMED_ON_HOST = replace(
+    ASSUMED,
+    replay_fixed=2.0e-3,
+    eager_fixed=3.0e-3,
+    eager_floor=8.1e-3,
+    eager_host=0.0,
+    replay_host=0.0,
+    attention_pair=5e-6,
+)
+"""The same where the CPU computes, so that nothing overlaps. Simulated graphs use it too: measured on a CPU, padding
+would never pay."""

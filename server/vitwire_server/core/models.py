@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from uuid import uuid4
 
-from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
 from vitwire_server.core.sampling import Sampling
@@ -254,3 +254,7 @@ class ModelCard:
     """Random name of this engine, by which clients count replicas."""
     encodings: tuple[Encoding, ...] = ()
     """Files that are decoded."""
+    backends: Mapping[Budget, str] = field(default_factory=dict)
+    """The attention backend of each budget's longest segments."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Attention backends that the device or the installation lacks, and why."""

@@ -10,9 +10,10 @@ from typing import Any, TextIO
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.capacities import Capacities
-from vitwire_server.core.costs import ASSUMED, EAGER_HOST_SECONDS
+from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
-from vitwire_server.core.plans import Fallback, Plan
+from vitwire_server.core.plans import Batch, Fallback, Plan
+from vitwire_server.core.timeline import Timeline, Work
 from vitwire_server.fitting.ascending import plan_ascending
 from vitwire_server.fitting.capacities import capacities_of
 from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
@@ -33,7 +34,7 @@ class Eager:
     @property
     def host_seconds(self) -> float:
         """Seconds that they block the host."""
-        return self.launches * EAGER_HOST_SECONDS
+        return self.launches * ASSUMED.eager_host
 
 
 @dataclass(slots=True)
@@ -44,6 +45,9 @@ class Score:
     computed: int = 0
     launches: int = 0
     seconds: float = 0.0
+    """Predicted, host and device, if each queue finds an idle engine."""
+    load: Timeline = field(default_factory=Timeline)
+    """The same if queues follow one another without a pause."""
     per_budget: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Items and padded tokens by budget."""
     fallbacks: dict[Fallback, Eager] = field(default_factory=dict)
@@ -80,18 +84,21 @@ class Score:
             "launches": self.launches,
             "eager": self.eager,
             "eager_host_seconds": round(self.host_seconds, 6),
+            "seconds": round(self.seconds, 6),
+            "seconds_under_load": round(self.load.end, 6),
             "eager_launches": eager,
         }
 
     def add(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
-        """Add the batches of one queue."""
+        """Add the batches of one queue on an idle engine."""
+        alone = Timeline()
         for batch in plan.batches:
+            alone.run(_work(batch, footprints))
             tokens = sum(footprints[item].tokens for item in batch.items)
             size = batch.budget.tokens if batch.budget else tokens
             self.real += tokens
             self.computed += size
             self.launches += 1
-            self.seconds += ASSUMED.replay(size) if batch.budget else ASSUMED.eager(size)
             if batch.budget:
                 items, padded = self.per_budget.get(size, (0, 0))
                 self.per_budget[size] = (items + len(batch.items), padded + size - tokens)
@@ -100,6 +107,16 @@ class Score:
                 eager.launches += 1
                 eager.items += len(batch.items)
                 eager.tokens += tokens
+        self.seconds += alone.end
+
+    def add_under_load(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
+        """Add the time of one queue's batches behind those before."""
+        for batch in plan.batches:
+            self.load.run(_work(batch, footprints))
+
+
+def _work(batch: Batch, footprints: Sequence[Footprint]) -> Work:
+    return ASSUMED.work(batch.budget, sum(footprints[item].tokens for item in batch.items))
 
 
 def main(words: Sequence[str]) -> int:
@@ -152,7 +169,10 @@ def _evaluate(
         for number, queue in enumerate(queues(trace, options.queue_depth)):
             plan = planner.plan(queue)
             score.add(plan, queue)
-            reference.add(plan_ascending(queue, doubling, options.max_items_per_batch), queue)
+            score.add_under_load(planner.plan(queue, score.load.backlog), queue)
+            ascending = plan_ascending(queue, doubling, options.max_items_per_batch)
+            reference.add(ascending, queue)
+            reference.add_under_load(ascending, queue)
             if plans:
                 _write(plans, number, plan)
     finally:
@@ -187,11 +207,13 @@ def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> N
         table.add_row(str(size), f"{count / max(1, items):.1%}", f"{padded / score.computed:.2%}")
     console = Console(width=100)
     console.print(table)
-    verdict = Table("packing", "padding", "launches", "eager", "host seconds of eager", "predicted seconds")
+    verdict = Table(
+        "packing", "padding", "launches", "eager", "host seconds of eager", "predicted seconds", "under load"
+    )
     eager = Table("packing", "reason for eager", "launches", "items", "tokens", "host seconds")
     for name, each in (("this ladder and planner", score), ("ascending on powers of two", reference)):
         counts = (str(each.launches), str(each.eager), f"{each.host_seconds:.2f}")
-        verdict.add_row(name, f"{each.padding:.2%}", *counts, f"{each.seconds:.2f}")
+        verdict.add_row(name, f"{each.padding:.2%}", *counts, f"{each.seconds:.2f}", f"{each.load.end:.2f}")
         for reason, own in each.fallbacks.items():
             numbers = (str(own.launches), str(own.items), str(own.tokens), f"{own.host_seconds:.2f}")
             eager.add_row(name, reason, *numbers)

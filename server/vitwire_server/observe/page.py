@@ -110,23 +110,39 @@ def _ladder(readings: Readings) -> str:
     real = readings.by("vitwire_graph_tokens_total", "budget", kind="real")
     padding = readings.by("vitwire_graph_tokens_total", "budget", kind="padding")
     most = max((real.get(each, 0.0) + padding.get(each, 0.0) for each in replays), default=0.0)
+    attention = _attention(readings)
     rows = []
     for budget in sorted(replays, key=int):
         used, unused = real.get(budget, 0.0), padding.get(budget, 0.0)
         cells = (_count(hits.get(budget, 0.0)), _count(replays[budget]), _share(unused, used + unused))
-        figures = "".join(f"<td>{cell}</td>" for cell in cells)
+        figures = "".join(f"<td>{cell}</td>" for cell in (*cells, escape(attention.get(budget, ""))))
         rows.append(
             f'<tr><th scope="row">{escape(budget)}</th>{figures}<td class="bars">{bar(used, unused, most)}</td></tr>'
         )
     if not rows:
         return _section("Ladder", "<p>No budget has a graph: everything runs eagerly.</p>", wide=True)
-    head = "".join(f'<th scope="col">{each}</th>' for each in ("budget, tokens", "hits", "replays", "padding"))
+    head = "".join(
+        f'<th scope="col">{each}</th>' for each in ("budget, tokens", "hits", "replays", "padding", "attention")
+    )
     keys = f"tokens computed: {_key('first', 'real')} {_key('second', 'padding')}"
     table = (
         "<table><caption>Items and padding of each captured budget</caption>"
         f'<thead><tr>{head}<th scope="col" class="bars">{keys}</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
     return _section("Ladder", table, wide=True)
+
+
+def _attention(readings: Readings) -> dict[str, str]:
+    """The attention backend of each budget; of several, up to which length of segments."""
+    found: dict[str, dict[int, str]] = {}
+    for labels in readings.labels("vitwire_budget_info"):
+        found.setdefault(labels["budget"], {})[int(labels["segment_patches"])] = labels["attention"]
+    shown = {}
+    for budget, backends in found.items():
+        *short, longest = sorted(backends)
+        parts = [f"{backends[length]} up to {length} patches" for length in short]
+        shown[budget] = ", ".join([*parts, backends[longest]])
+    return shown
 
 
 def _counts(title: str, caption: str, counts: Mapping[str, float]) -> str:

@@ -37,6 +37,10 @@ class Readings:
                 sums[own[label]] = sums.get(own[label], 0.0) + value
         return sums
 
+    def labels(self, name: str) -> list[Labels]:
+        """The labels of each sample."""
+        return [labels for labels, _ in self._samples.get(name, [])]
+
     def info(self, name: str) -> Labels:
         """The labels of a metric's only sample; empty before it is set."""
         found = self._samples.get(name)

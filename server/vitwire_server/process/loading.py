@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vitwire_server.config.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
-from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.budgets import Budget, Ladder, with_shorter
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST, Costs
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item
@@ -19,8 +19,9 @@ from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
-from vitwire_server.runtime.calibration import measure_costs, sample_items
+from vitwire_server.runtime.calibration import measure_costs, sample_items, worthwhile
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
+from vitwire_server.runtime.devices import dtype_fault, graph_fault
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.outbox import Outbox
@@ -75,6 +76,8 @@ def load_model(
     checkpoint = open_checkpoint(settings.model)
     preprocessing = checkpoint.preprocessing()
     dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if fault := dtype_fault(dtype, device):
+        raise UsageError(f"--dtype {settings.dtype}: {fault}")
     _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
@@ -86,13 +89,15 @@ def load_model(
         pin(memory.arena.view(0, memory.kept))
     streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
-        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, streams), metrics)
+        graphs = _capture(tower, _ladder(settings, tower, mode, attention), _recorder(mode, streams), metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
     outbox = Outbox(device, _OUTBOX_BYTES) if settings.nixl and device.type == "cuda" else None
     engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot, outbox)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
+    metrics.model.attends(backends := _backends(graphs.ladder, attention))
+    captured = {budget.tokens for budget in graphs.ladder}
     card = ModelCard(
         model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
         model_type=checkpoint.family.model_type,
@@ -101,12 +106,14 @@ def load_model(
         geometry=tower.geometry,
         preprocessing=preprocessing,
         ladder=graphs.ladder,
-        dropped={budget.tokens: reason for budget, reason in graphs.dropped.items()},
+        dropped={budget.tokens: reason for budget, reason in graphs.dropped.items() if budget.tokens not in captured},
         limits=_limits(settings, tower),
         graphs=mode,
-        attention=attention,
+        attention=attention.name if attention else _DENSE,
         device=str(device),
         version=release(),
+        backends=backends,
+        missing=attention.unused if attention else {},
     )
     _announce(checkpoint, card, metrics)
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
@@ -134,17 +141,20 @@ def _mode(graphs: str, device: torch.device) -> str:
         raise UsageError(
             f"--graphs cuda: {device} has no CUDA graphs; use a CUDA device, or --graphs simulated for tests"
         )
-    if graphs == "auto":
-        return "cuda" if device.type == "cuda" else "off"
-    return graphs
+    if graphs != "auto":
+        return graphs
+    if device.type == "cuda" and (fault := graph_fault(device)):
+        _log.warning("--graphs auto: off, since %s", fault)
+        return "off"
+    return "cuda" if device.type == "cuda" else "off"
 
 
-def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
-    """Choose the attention backend and fuse the blocks around it; returns its name. Tile towers always use SDPA."""
+def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> Selection | None:
+    """Choose the attention backend and fuse the blocks around it; None for tile towers, which always use SDPA."""
     if not tower.segmented:
         if settings.attention_backend not in ("auto", _DENSE):
             raise UsageError(f"--attention-backend {settings.attention_backend}: tile towers support only {_DENSE}")
-        return _DENSE
+        return None
     try:
         selection = select(
             settings.attention_backend, tower.device, tower.dtype, *tower.attention_heads, captured=captured
@@ -154,7 +164,12 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
     tower.use_attention(selection.implementation)
     if settings.compile == "auto" and tower.device.type == "cuda":
         _fuse(tower, selection)
-    return selection.name
+    return selection
+
+
+def _backends(ladder: Ladder, attention: Selection | None) -> dict[Budget, str]:
+    """The attention backend of each budget's longest segments."""
+    return {each: attention.at(each.max_segment_patches).name if attention else _DENSE for each in ladder}
 
 
 def _fuse(tower: Tower, attention: Selection) -> None:
@@ -178,8 +193,8 @@ def _compiles(setting: str, tower: Tower) -> bool:
     return not fault
 
 
-def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
-    """The budgets of `--budgets`; with auto, as many as fit in `--graph-memory`."""
+def _ladder(settings: ServeSettings, tower: Tower, mode: str, attention: Selection | None) -> Ladder:
+    """The budgets of `--budgets`; with auto, as many as fit in `--graph-memory`. Some twice, for short segments."""
     if mode == "off":
         if settings.budgets != "auto":
             _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
@@ -190,7 +205,8 @@ def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
         sizes = tower.sizes(most)
     bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
     budgets = {tower.budget(size, **bounds) for size in sizes}
-    return Ladder(tuple(sorted(budgets)))
+    ladder = Ladder(tuple(sorted(budgets)))
+    return with_shorter(ladder, attention.shorter, merge=tower.geometry.merge) if attention else ladder
 
 
 def _bytes_per_token(tower: Tower) -> int:
@@ -219,18 +235,21 @@ def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics)
 
 
 def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:
+    """Time all budgets; those for short segments that are not faster are dropped."""
     start = time.perf_counter()
     costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
     _log.info(
-        "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token, at least %.2f ms, and "
-        "%.2f ms of the host",
+        "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token of the device, at least "
+        "%.2f ms, and %.2f ms of the host; a replay takes %.2f ms of the host",
         len(costs.measured),
         time.perf_counter() - start,
         1e3 * costs.eager_fixed,
         1e6 * costs.eager_token,
         1e3 * costs.eager_floor,
         1e3 * costs.eager_host,
+        1e3 * costs.replay_host,
     )
+    graphs.keep(worthwhile(graphs.ladder, costs))
     return costs
 
 

@@ -102,6 +102,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
             segments=budget.max_segments,
             segment_patches=budget.max_segment_patches,
             crops=budget.max_crops,
+            attention_backend=card.backends.get(budget, card.attention),
         )
         for budget in card.ladder
     ]
@@ -137,6 +138,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         device=card.device,
         server_version=card.version,
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
+        missing_backends=[pb.MissingBackend(name=name, reason=why) for name, why in sorted(card.missing.items())],
     )
 
 

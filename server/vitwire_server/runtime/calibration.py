@@ -1,9 +1,9 @@
-"""Costs measured on the device: the replay of each budget, and a linear fit of eager forwards."""
+"""Costs measured at start: the host and device time of each budget's replay, and a linear fit of eager forwards."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
 from statistics import median
 
 import torch
@@ -11,11 +11,18 @@ import torch
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import DType, Item, Modality, Pixels, total
+from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.towers.tower import Tower
 
 _REPEATS = 5
+_GAIN = 0.02
+"""Share of a replay that a budget for short segments saves at least."""
+_MARGIN = 1.5
+"""How much longer the device is busy with replays than launching an eager forward takes."""
+_SHORTEST = 1e-3
+"""A replay's seconds are counted as at least these, so that few go ahead."""
 _EAGER_TOKENS = (16, 64, 256, 1024, 4096)
 
 
@@ -34,35 +41,65 @@ def _grey(shape: tuple[int, ...]) -> Pixels:
     return Pixels(bytes([128]) * prod(shape), DType.UINT8, shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of one batch."""
+
+    wall: float
+    """From the launch on an idle engine to its rows on the host."""
+    launch: float
+    """Of them, until `launch` returned."""
+    device: float
+
+
 def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items: int) -> Costs:
     """Time each captured budget when full, and eager forwards of a few sizes up to `most` tokens.
 
     Both use images of 256 tokens and a remainder, or of one tile, so that attention within segments costs the same in
-    both.
+    both. The device's time of an eager forward is taken behind replays that keep the device busy while its kernels are
+    launched, as under load; without graphs it is that of an idle engine. The host's time is that of the smallest
+    batches: what it takes to stage more depends on where their pixels are.
     """
-
-    def seconds(batch: list[Item], run: Callable[[list[Item]], float]) -> float:
-        run(batch)
-        return median(run(batch) for _ in range(_REPEATS))
-
-    measured = {
-        budget.tokens: seconds(
-            sample_items(tower, tower.samples(budget.tokens, budget.max_items)),
-            lambda batch, budget=budget: _timed(engine, batch, budget),  # type: ignore[misc]
-        )
-        for budget in ladder
+    largest = {budget.tokens: budget for budget in ladder}  # of as many tokens the one for all segments
+    replays = {
+        budget: timed(engine, sample_items(tower, tower.samples_for(budget)), budget) for budget in largest.values()
     }
     batches = [sample_items(tower, tower.samples(min(size, most), items)) for size in _EAGER_TOKENS]
     sized = {sum(item.footprint.tokens for item in batch): batch for batch in batches}
-    eager = {size: seconds(batch, lambda batch: _timed(engine, batch, None)) for size, batch in sized.items()}
-    alone = sample_items(tower, tower.samples(min(sized), 1))
-    budget = ladder.smallest_fitting(total([item.footprint for item in alone]), len(alone))
-    eagerly, replayed = (seconds(alone, lambda batch, on=on: _launched(engine, batch, on)) for on in (None, budget))  # type: ignore[misc]
-    return replace(fit(measured, eager), eager_host=max(0.0, eagerly - replayed))
+    alone = {size: timed(engine, batch, None) for size, batch in sized.items()}
+    eager_host = min(each.launch for each in alone.values())
+    behind = _Behind(engine, tower, ladder.largest, eager_host, replays)
+    eager = {size: behind.seconds(batch) or alone[size].device for size, batch in sized.items()}
+    replay_host = min((each.wall - each.device for each in replays.values()), default=0.0)
+    measured = {budget.tokens: each.device for budget, each in replays.items()}
+    costs = replace(fit(measured, eager), eager_host=eager_host, replay_host=max(0.0, replay_host))
+    return replace(costs, saved=_saved(engine, tower, {each: largest[each.tokens] for each in ladder}))
+
+
+def worthwhile(ladder: Ladder, costs: Costs) -> Ladder:
+    """Without budgets for short segments that are hardly faster than those for all."""
+    largest = {budget.tokens: budget for budget in ladder}
+    kept = [
+        budget
+        for budget in ladder
+        if budget is largest[budget.tokens] or costs.saved.get(budget, 0.0) >= _GAIN * costs.measured[budget.tokens]
+    ]
+    return Ladder(tuple(kept))
+
+
+def _saved(engine: Engine, tower: Tower, largest: Mapping[Budget, Budget]) -> dict[Budget, float]:
+    """Device seconds that each budget for short segments saves against `largest` of as many tokens, on its samples."""
+    saved = {}
+    for budget, all_segments in largest.items():
+        if budget != all_segments:
+            items = sample_items(tower, tower.samples_for(budget))
+            own, others = (timed(engine, items, each).device for each in (budget, all_segments))
+            saved[budget] = max(0.0, others - own)
+    return saved
 
 
 def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:
-    """Costs with a line through the two largest eager sizes, and the fastest forward as floor."""
+    """Costs with a line through the two largest eager sizes, and the fastest forward as floor: device seconds."""
     sizes = sorted(eager)
     slope = ASSUMED.eager_token
     if len(sizes) > 1:
@@ -73,20 +110,50 @@ def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:
     return replace(ASSUMED, eager_fixed=fixed, eager_token=slope, eager_floor=floor, measured=measured)
 
 
-def _launched(engine: Engine, items: Sequence[Item], budget: Budget | None) -> float:
-    """Seconds until a batch is launched, which is the host's part."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    running = engine.launch(items, budget)
-    spent = time.perf_counter() - start
-    running.collect()
-    return spent
+class _Behind:
+    """Eager forwards behind replays of the largest budget."""
+
+    def __init__(
+        self, engine: Engine, tower: Tower, largest: Budget | None, host: float, replays: Mapping[Budget, Timed]
+    ) -> None:
+        self._engine, self._budget = engine, largest
+        self._ahead: list[Item] = []
+        self._count = 0
+        if largest and engine.depth > 1:
+            self._ahead = sample_items(tower, tower.samples(largest.tokens, largest.max_items))
+            self._count = ceil(_MARGIN * host / max(replays[largest].device, _SHORTEST))
+
+    def seconds(self, batch: Sequence[Item]) -> float:
+        """Device seconds of an eager forward; 0 if nothing can be ahead of it."""
+        if not self._count:
+            return 0.0
+
+        def once() -> float:
+            ahead = [self._engine.launch(self._ahead, self._budget) for _ in range(self._count)]
+            own = self._engine.launch(batch, None)
+            for running in ahead:
+                running.collect()
+            return _device(own.collect())
+
+        return median(once() for _ in range(_REPEATS))
 
 
-def _timed(engine: Engine, items: Sequence[Item], budget: Budget | None) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    engine.launch(items, budget).collect()
-    return time.perf_counter() - start
+def timed(engine: Engine, items: Sequence[Item], budget: Budget | None) -> Timed:
+    """Medians of a batch on an idle engine, after one run that does not count."""
+
+    def once() -> Timed:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        running = engine.launch(items, budget)
+        launched = time.perf_counter()
+        collected = running.collect()
+        return Timed(time.perf_counter() - start, launched - start, _device(collected))
+
+    runs = [once() for _ in range(_REPEATS + 1)][1:]
+    wall, launch, device = (median(getattr(run, name) for run in runs) for name in ("wall", "launch", "device"))
+    return Timed(wall, launch, device) if engine.depth > 1 else Timed(wall, 0.0, wall)  # else nothing overlaps
+
+
+def _device(collected: Collected) -> float:
+    return collected.timings.execute if collected.timings else 0.0

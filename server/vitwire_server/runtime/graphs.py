@@ -156,7 +156,7 @@ class Graph:
         self._buffers = buffers
         self._pixels = buffers.pixels[: self.metadata.capacity.patches]
         self._rows = buffers.rows[: budget.tokens]
-        self.load(tower.samples(budget.tokens, budget.max_items), _no_pixels)
+        self.load(tower.samples_for(budget), _no_pixels)
         self._replay = recorder.record(self._forward)
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
@@ -213,6 +213,10 @@ class GraphSet:
     def nbytes(self) -> int:
         """Bytes of the static buffers that the graphs share."""
         return self.buffers.nbytes if self.buffers else 0
+
+    def keep(self, ladder: Ladder) -> None:
+        """Drop the graphs of all other budgets; none of them may be in flight."""
+        self._graphs = {budget: self._graphs[budget] for budget in ladder}
 
     def _drop(self, budget: Budget, reason: str) -> None:
         _log.warning("cannot capture the budget of %d tokens: %s", budget.tokens, reason)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from vitwire_server.runtime.choices import Choices
 from vitwire_server.runtime.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
+from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import is_dependent
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.products import TILES, Tile, partial_sums
@@ -190,8 +190,7 @@ class Products:
         self, size: _Size, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module
     ) -> Tile | None:
         assert self._choices is not None
-        properties: Any = torch.cuda.get_device_properties(rows.device)
-        shared: int = properties.shared_memory_per_block_optin
+        shared = architecture(rows.device).block_bytes
         fitting = {str(index): tile for index, tile in enumerate(TILES) if tile.fits(linear.weight, shared)}
         name = f"{size.name} and norm"
         if (known := self._choices.get(name)) is not None:

@@ -2,6 +2,8 @@
 
 from collections import deque
 
+from vitwire_server.core.timeline import Work, end_of
+
 _BATCHES = 32
 
 
@@ -14,29 +16,35 @@ class Forecast:
 
     def __init__(self) -> None:
         self._batches: deque[tuple[float, float]] = deque(maxlen=_BATCHES)
+        self._in_flight: deque[Work] = deque()
         self._busy_until = 0.0
         self._last_end = 0.0
         self.pace = 1.0
         """Measured over predicted seconds; 1 until something ran."""
 
-    def launched(self, predicted: float, now: float) -> None:
+    def launched(self, predicted: Work, now: float) -> None:
         """A batch was started behind those in flight."""
-        self._busy_until = max(self._busy_until, now) + predicted * self.pace
+        self._in_flight.append(predicted)
+        self._busy_until = end_of(predicted.scaled(self.pace), now, self._busy_until)
 
-    def ran(self, predicted: float, started: float, now: float) -> None:
-        """A batch is done; it had the device to itself since the previous one ended."""
-        self._batches.append((predicted, now - max(started, self._last_end)))
+    def ran(self, predicted: Work, started: float, now: float) -> None:
+        """The oldest batch in flight is done; it had the device to itself since the previous one ended."""
+        since = max(started, self._last_end)
+        self._batches.append((end_of(predicted, started, self._last_end) - since, now - since))
         self._last_end = now
         expected, spent = map(sum, zip(*self._batches, strict=True))
-        self.pace = spent / expected if expected and spent else 1.0
+        self.pace = spent / expected if expected > 0 and spent else 1.0
+        if self._in_flight:
+            self._in_flight.popleft()
+        self._busy_until = now + self.pace * sum(work.device for work in self._in_flight)
 
-    def idle(self) -> None:
-        """Nothing is in flight."""
-        self._busy_until = 0.0
+    def backlog(self, now: float) -> float:
+        """Seconds until what is in flight is done."""
+        return max(0.0, self._busy_until - now)
 
     def wait(self, ahead: float, now: float) -> float:
         """Seconds until what is in flight, and work of `ahead` predicted seconds, is done."""
-        return max(0.0, self._busy_until - now) + ahead * self.pace
+        return self.backlog(now) + ahead * self.pace
 
     def alone(self, predicted: float) -> float:
         """Seconds that work takes at least: a slow pace may come from batches of other sizes."""

@@ -103,7 +103,7 @@ class Intake:
             now = self._clock()
             expired = [entry for entry in window if entry.ticket.is_expired(now)]
             waiting = [entry for entry in window if not entry.ticket.is_expired(now)] if expired else window
-            plan = self._planner.plan([entry.item.footprint for entry in waiting])
+            plan = self._planner.plan([entry.item.footprint for entry in waiting], self._forecast.backlog(now))
             batch = plan.batches[0] if plan.batches else None
             entries = [waiting[item] for item in batch.items] if batch else []
             for entry in expired:

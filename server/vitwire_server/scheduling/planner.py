@@ -4,8 +4,10 @@ It looks for the fastest way to run a set of items by predicted time: one replay
 eager forwards at the exact shape.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from vitwire_server.core.budgets import Budget, Ladder
@@ -13,10 +15,14 @@ from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Batch, Fallback, Plan
+from vitwire_server.core.timeline import Work, together
 from vitwire_server.scheduling.packing import Options, best_fit, fill
 
 _MOST_KEPT = 8192
 """Predictions that are kept."""
+_HIDDEN_HOST = 0.1
+"""What a second of the host costs under load though the device hides it, as the interpreter also serves requests:
+9 ms of launching are spent to save at least 0.9 ms of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,47 @@ class Bounds:
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds of one batch."""
+    """Predicted time of one batch."""
 
-    forward: float
+    work: Work
     attention: float
-    """At most, for attention within segments, which `forward` leaves out."""
+    """Seconds, at most, for attention within segments, which `work` leaves out."""
+
+    @property
+    def forward(self) -> float:
+        """Predicted seconds on an idle engine."""
+        return self.work.alone
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    """What the batches of a plan occupy together."""
+
+    start: float
+    """Seconds until the device can begin."""
+    price: float
+    """What a second of the host costs even while the device hides it."""
+    host: float = 0.0
+    device: float = 0.0
+
+    def add(self, work: Work) -> None:
+        """One batch more."""
+        self.host += work.host
+        self.device += work.device
+
+    def improved(self, out: Sequence[Work], into: Work) -> bool:
+        """Put `into` in the place of the batches `out` if all is then done earlier; returns whether it is."""
+        host, device = self.host + into.host, self.device + into.device
+        for work in out:
+            host -= work.host
+            device -= work.device
+        if self._seconds(host, device) >= self._seconds(self.host, self.device):
+            return False
+        self.host, self.device = host, device
+        return True
+
+    def _seconds(self, host: float, device: float) -> float:
+        return max(host, self.start + device) + self.price * host
 
 
 class Planner:
@@ -46,8 +88,10 @@ class Planner:
 
     Items are packed by `fill`, which meets budgets exactly by subset sums but sees tokens only; where
     that breaks a bound on items, frames or segments, by `best_fit`, which keeps them all. Then each
-    replay, and each pair of batches, is replaced by one eager forward where that is predicted to be
-    cheaper. Batches run in the order of the oldest item in them.
+    replay, and each pair of batches, is replaced by one eager forward where all batches are then
+    predicted to be done earlier: the host launches one while the device computes another, so a
+    device that is busy hides the host's part of an eager forward, and an idle one waits for it.
+    Batches run in the order of the oldest item in them.
     """
 
     def __init__(
@@ -65,21 +109,29 @@ class Planner:
         self._bounds = bounds
         self._without_graph = without_graph
         self._costs = costs
-        self._kept: dict[int, float] = {}
-        self._options = Options([budget.tokens for budget in ladder], costs.replay)
+        self._kept: dict[int, Work] = {}
+        self._by_cost = _ByCost(ladder, costs)
+        self._options = Options(sorted({budget.tokens for budget in ladder}), self._busy_seconds)
 
-    def plan(self, footprints: Sequence[Footprint]) -> Plan:
-        """Batches that hold each of `footprints` exactly once, by position."""
+    def plan(self, footprints: Sequence[Footprint], backlog: float = 0.0) -> Plan:
+        """Batches that hold each of `footprints` exactly once, by position.
+
+        The device is still busy for `backlog` predicted seconds.
+        """
         captured: list[int] = []
         eager: dict[Fallback, list[int]] = {}
         for item, footprint in enumerate(footprints):
             reason = self._fallback(footprint)
             (captured if reason is None else eager.setdefault(reason, [])).append(item)
         batches = self._replays(captured, footprints)
-        for reason, items in eager.items():
-            groups = best_fit(items, footprints, self._bounds.hold)
-            batches += [Batch(tuple(sorted(group)), None, reason) for group in groups]
-        return Plan(tuple(sorted(batches, key=lambda batch: batch.items[0])))
+        forced = [
+            Batch(tuple(sorted(group)), None, reason)
+            for reason, items in eager.items()
+            for group in best_fit(items, footprints, self._bounds.hold)
+        ]
+        if batches:
+            batches = self._with_eager(batches, forced, footprints, backlog)
+        return Plan(tuple(sorted([*batches, *forced], key=lambda batch: batch.items[0])))
 
     @property
     def capacity(self) -> int:
@@ -89,31 +141,36 @@ class Planner:
     def estimate(self, tokens: int) -> float:
         """Predicted time of so many tokens in as few batches as can hold them."""
         full, rest = divmod(tokens, self.capacity)
-        return full * self._least(self.capacity) + (self._least(rest) if rest else 0.0)
+        works = [self._least(self.capacity)] if full else []
+        last = [self._least(rest)] if rest else []
+        return together(works + last) + max(0, full - 1) * sum(max(work.host, work.device) for work in works)
 
     def seconds(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
-        """Predicted time of a batch of some of `footprints`, attention within segments left out."""
-        return self._seconds(batch.budget, (footprints[item].tokens for item in batch.items))
+        """Predicted time of a batch of some of `footprints` on an idle engine, attention within segments left out."""
+        return self.work(batch, footprints).alone
+
+    def work(self, batch: Batch, footprints: Sequence[Footprint]) -> Work:
+        """What a batch of some of `footprints` occupies, attention within segments left out."""
+        return self._costs.work(batch.budget, sum([footprints[item].tokens for item in batch.items]))
 
     def predict(self, budget: Budget | None, footprints: Sequence[Footprint]) -> Prediction:
         """Predicted time of a batch of all of `footprints`."""
-        forward = self._seconds(budget, (footprint.tokens for footprint in footprints))
-        return Prediction(forward, self._costs.attention(footprints))
+        work = self._costs.work(budget, sum([footprint.tokens for footprint in footprints]))
+        return Prediction(work, self._costs.attention(footprints))
 
-    def _seconds(self, budget: Budget | None, tokens: Iterable[int]) -> float:
-        return self._costs.eager(sum(tokens)) if budget is None else self._costs.replay(budget.tokens)
+    def _busy_seconds(self, tokens: int) -> float:
+        """What a replay adds to a full queue."""
+        work = self._costs.replay_work(tokens)
+        return max(work.host, work.device)
 
-    def _least(self, tokens: int) -> float:
-        """Predicted time of the cheapest batch that holds `tokens`; kept, as each request asks for some."""
+    def _least(self, tokens: int) -> Work:
+        """The cheapest batch that holds `tokens`; kept, as each request asks for some."""
         if tokens not in self._kept:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            self._kept[tokens] = self._cheapest_seconds(tokens)
+            replays = (self._costs.replay_work(budget.tokens) for budget in self._ladder if budget.tokens >= tokens)
+            self._kept[tokens] = min((self._costs.eager_work(tokens), *replays), key=lambda work: work.alone)
         return self._kept[tokens]
-
-    def _cheapest_seconds(self, tokens: int) -> float:
-        replays = (self._costs.replay(budget.tokens) for budget in self._ladder if budget.tokens >= tokens)
-        return min((self._costs.eager(tokens), *replays))
 
     def _fallback(self, footprint: Footprint) -> Fallback | None:
         """Why no graph can take this item alone; None if one can."""
@@ -128,14 +185,14 @@ class Planner:
         return Fallback.OVERSIZE
 
     def _replays(self, items: list[int], footprints: Sequence[Footprint]) -> list[Batch]:
-        """The cheapest batches for items that each fit a graph."""
+        """The cheapest replays for items that each fit a graph."""
         if not items:
             return []
         batches = self._on_budgets(fill(items, footprints, self._options), footprints)
         if batches is None:
             batches = self._on_budgets(best_fit(items, footprints, self._fits), footprints)
         assert batches is not None, "best fit keeps every bound"
-        return self._with_eager(batches, footprints)
+        return batches
 
     def _fits(self, load: Footprint, items: int) -> bool:
         return self._bounds.hold(load, items) and self._ladder.smallest_fitting(load, items) is not None
@@ -145,41 +202,59 @@ class Planner:
         batches: list[Batch] = []
         for group in groups:
             load = total([footprints[item] for item in group])
-            budget = self._cheapest(load, len(group))
+            budget = self._by_cost.first_fitting(load, len(group))
             if budget is None or not (len(group) == 1 or self._bounds.hold(load, len(group))):
                 return None
             batches.append(Batch(tuple(sorted(group)), budget))
         return batches
 
-    def _cheapest(self, load: Footprint, items: int) -> Budget | None:
+    def _with_eager(
+        self, batches: Iterable[Batch], forced: Iterable[Batch], footprints: Sequence[Footprint], backlog: float
+    ) -> list[Batch]:
+        """Replays, each or two together replaced by an eager forward where that is cheaper; `forced` run as well."""
+        works = [(batch, self.work(batch, footprints)) for batch in batches]
+        pipeline = _Pipeline(max(backlog, works[0][1].lead), _HIDDEN_HOST if backlog else 0.0)
+        for _, work in works:
+            pipeline.add(work)
+        for batch in forced:
+            pipeline.add(self.work(batch, footprints))
+        done: list[tuple[Batch, Work]] = []
+        for batch, work in works:
+            cheapest = self._improved(pipeline, ((batch, work),), footprints) or (batch, work)
+            for position, other in enumerate(done):
+                if joint := self._improved(pipeline, (cheapest, other), footprints):
+                    del done[position]
+                    cheapest = joint
+                    break
+            done.append(cheapest)
+        return [batch for batch, _ in done]
+
+    def _improved(
+        self, pipeline: _Pipeline, batches: Sequence[tuple[Batch, Work]], footprints: Sequence[Footprint]
+    ) -> tuple[Batch, Work] | None:
+        """All of `batches` as one eager forward, if bounds allow it and all is then done earlier."""
+        items = [item for batch, _ in batches for item in batch.items]
+        own = [footprints[item] for item in items]
+        tokens = sum([footprint.tokens for footprint in own])
+        if len(batches) > 1 and not (tokens <= self._bounds.tokens and self._bounds.hold(total(own), len(own))):
+            return None
+        work = self._costs.eager_work(tokens)
+        if not pipeline.improved([each for _, each in batches], work):
+            return None
+        return Batch(tuple(sorted(items)), None, Fallback.CHEAPER_EAGER), work
+
+
+class _ByCost:
+    """The budgets of a ladder, cheapest first."""
+
+    def __init__(self, ladder: Ladder, costs: Costs) -> None:
+        self._budgets = sorted(ladder, key=lambda budget: (costs.work(budget, 0).device, budget))
+        self._largest = list(accumulate((budget.tokens for budget in self._budgets), max))
+        """The most tokens of the budgets up to each."""
+
+    def first_fitting(self, load: Footprint, items: int) -> Budget | None:
         """The budget of least predicted cost that holds the load: not always the smallest one."""
-        fitting = [budget for budget in self._ladder if budget.fits(load, items)]
-        return min(fitting, key=lambda budget: self._costs.replay(budget.tokens), default=None)
-
-    def _with_eager(self, batches: Iterable[Batch], footprints: Sequence[Footprint]) -> list[Batch]:
-        """The batches, each or two together replaced by an eager forward where that is cheaper."""
-        done: list[Batch] = []
-        for batch in batches:
-            cheapest = self._cheaper((batch,), footprints)
-            joint = next(filter(None, (self._joint(cheapest, other, footprints) for other in done)), None)
-            if joint:
-                done = [other for other in done if not set(other.items) & set(joint.items)]
-            done.append(joint or cheapest)
-        return done
-
-    def _joint(self, batch: Batch, other: Batch, footprints: Sequence[Footprint]) -> Batch | None:
-        """Both batches as one eager forward, if bounds allow it and it is cheaper."""
-        items = batch.items + other.items
-        if sum(footprints[item].tokens for item in items) > self._bounds.tokens:
-            return None
-        if not self._bounds.hold(total([footprints[item] for item in items]), len(items)):
-            return None
-        joint = self._cheaper((batch, other), footprints)
-        return None if joint is batch else joint
-
-    def _cheaper(self, batches: Sequence[Batch], footprints: Sequence[Footprint]) -> Batch:
-        """All of `batches` in one eager forward if that is cheaper, else the first of them."""
-        items = tuple(sorted(item for batch in batches for item in batch.items))
-        eager = Batch(items, None, Fallback.CHEAPER_EAGER)
-        separate = sum(self.seconds(batch, footprints) for batch in batches)
-        return eager if self.seconds(eager, footprints) < separate else batches[0]
+        for position in range(bisect_left(self._largest, load.tokens), len(self._budgets)):
+            if self._budgets[position].fits(load, items):
+                return self._budgets[position]
+        return None

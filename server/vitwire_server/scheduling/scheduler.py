@@ -74,7 +74,6 @@ class Scheduler:
         if launched:
             self._commit(launched.popleft())
         else:
-            self._forecast.idle()
             self._check_device()
 
     def _take(self, *, wait: bool) -> Launched | None:
@@ -95,7 +94,7 @@ class Scheduler:
         items = [entry.item for entry in taken.entries]
         predicted = self._planner.predict(taken.batch.budget, [item.footprint for item in items])
         self._beat(predicted)
-        self._forecast.launched(predicted.forward, started)
+        self._forecast.launched(predicted.work, started)
         running = self._runner.launch(items, taken.batch.budget)
         return Launched(taken.entries, taken.batch, running, started, predicted)
 
@@ -104,7 +103,7 @@ class Scheduler:
         self._beat(done.predicted)
         collected = done.running.collect()
         now = self._clock()
-        self._forecast.ran(done.predicted.forward, done.started, now)
+        self._forecast.ran(done.predicted.work, done.started, now)
         outcomes = done.outcomes(collected, now)
         log_failures(done.entries, outcomes)
         self._monitor.batch_ran(done.report(collected, outcomes))
@@ -126,7 +125,7 @@ class Scheduler:
         predicted = self._planner.predict(canary.batch.budget, [canary.item.footprint])
         self._beat(predicted)
         passed = canary.run(self._runner, self._clock)
-        self._forecast.ran(predicted.forward, start, self._clock())
+        self._forecast.ran(predicted.work, start, self._clock())
         self._monitor.canary_ran(passed=passed)
 
     def _beat(self, *work: Prediction) -> None:

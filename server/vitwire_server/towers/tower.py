@@ -99,6 +99,10 @@ class Tower(ABC):
             grids.append(Grid(1, merge, merge * rest))
         return grids
 
+    def samples_for(self, budget: Budget) -> list[Grid]:
+        """Images that about fill a budget and that it holds."""
+        return self.samples(budget.tokens, budget.max_items)
+
     @abstractmethod
     def capacity(self, budget: Budget) -> Capacity:
         """Sizes for a graph of `budget`, with slots for its padding."""

@@ -1,7 +1,9 @@
 """Metrics of the loaded model and its graphs, recorded once while it loads, and of the server's state."""
 
+from collections.abc import Mapping
 from functools import partial
 
+from vitwire_server.core.budgets import Budget
 from vitwire_server.core.health import Health, State
 from vitwire_server.observe.metrics.series import Series
 
@@ -23,6 +25,13 @@ class ModelMetrics:
         self._weights = series.gauge("weights_info", "Fingerprint of the weights being served; always 1", "fingerprint")
         self._captured = series.gauge("graphs_captured", "Budgets whose graph was captured")
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
+        self._attention = series.gauge(
+            "budget_info",
+            "The attention backend of a captured budget, and its longest segment; always 1",
+            "budget",
+            "segment_patches",
+            "attention",
+        )
         self._capture_seconds = series.gauge("graph_capture_seconds", "Time it took to capture all graphs")
         self._pool_bytes = series.gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
 
@@ -37,6 +46,12 @@ class ModelMetrics:
         self._dropped.set(dropped)
         self._capture_seconds.set(seconds)
         self._pool_bytes.set(nbytes)
+
+    def attends(self, backends: Mapping[Budget, str]) -> None:
+        """The budgets that are used, and the attention backend of each."""
+        self._captured.set(len(backends))
+        for budget, backend in backends.items():
+            self._attention.labels(str(budget.tokens), str(budget.max_segment_patches), backend).set(1)
 
 
 class StateMetrics:

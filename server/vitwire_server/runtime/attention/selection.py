@@ -9,8 +9,9 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -25,13 +26,15 @@ from vitwire_server.runtime.graphs import CudaRecorder
 _log = logging.getLogger(__name__)
 _BANDS = (
     (128, (*[64] * 81, *[0] * 319)),
+    (256, (*[196] * 16, *[0] * 33)),
     (1024, (1024, 256, 64, 256, *[0] * 28)),
     (sys.maxsize, (4096, 1728, 1024, 836, 400, *[0] * 123)),
 )
-"""For each band, the largest `longest` in it, and sample segments to check and time backends on: windows, small images,
-and images of several sizes, with as many slots as a budget for them has."""
+"""For each band, the largest `longest` in it, and sample segments to check and time backends on: windows, images of
+224 x 224, small images, and images of several sizes, with as many slots as a budget for them has."""
 _REPEATS = 5
 _CALLS = 8
+_NEW_LINE = "\n"
 _FAILED_RECORDERS: list[CudaRecorder] = []
 """Kept alive: torch's allocator may still access graphs that CUDA invalidated."""
 
@@ -56,11 +59,19 @@ class Selection:
     bands: tuple[LoadedBackend, ...]
     """For each of `_BANDS`."""
     reason: str
+    unused: Mapping[str, str] = field(default_factory=dict)
+    """Why backends for this kind of device are not used."""
 
     @classmethod
     def only(cls, backend: LoadedBackend, reason: str) -> "Selection":
         """The same backend for all lengths."""
         return cls((backend,) * len(_BANDS), reason)
+
+    def shorter(self, longest: int) -> list[int]:
+        """Lengths below `longest` up to which another backend is faster, where it differs from that of longer ones."""
+        below = [(most, one.name) for one, (most, _) in zip(self.bands, _BANDS, strict=True) if most < longest]
+        steps = pairwise([*below, (longest, self.at(longest).name)])
+        return [most for (most, name), (_, longer) in steps if name != longer]
 
     @property
     def name(self) -> str:
@@ -81,6 +92,10 @@ class Selection:
         """The backend for segments of up to `longest` patches."""
         return next(one for one, (most, _) in zip(self.bands, _BANDS, strict=True) if longest <= most)
 
+    def register(self) -> None:
+        """Make it known to transformers as `implementation`."""
+        AttentionInterface.register(self.implementation, _packed(self.attend))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
         """As `Attend`; NaN and infinity stay in their segment."""
         one = self.at(longest)
@@ -98,44 +113,52 @@ def select(
 
     Raises ValueError for an unknown backend, or one that does not run or is inaccurate on this device and dtype.
     """
-    fitting = [backend for backend in BACKENDS.values() if backend.runs(device, dtype, head_dim, captured=captured)]
-    if name != "auto":
-        fitting = [backend for backend in fitting if backend.name == name]
-    loaded = [one for backend in fitting if (one := _loaded(backend, quiet=name == "auto"))]
+    faults = {each.name: each.fault(device, dtype, head_dim, captured=captured) for each in BACKENDS.values()}
+    wanted = [backend for backend in BACKENDS.values() if name in ("auto", backend.name)]
+    loaded = [one for each in wanted if not faults[each.name] and (one := _loaded(each, faults))]
     if not loaded:
         known = ", ".join(f"{backend.name} ({'/'.join(backend.devices)})" for backend in BACKENDS.values())
-        raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype}; available: {known}")
+        why = "; ".join(f"{each.name}: {faults[each.name]}" for each in wanted) or "there is no such backend"
+        raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype} ({why}); available: {known}")
     if device.type == "cuda":
-        selection = _fastest(loaded, device, dtype, heads, head_dim)
+        selection = _fastest(loaded, device, dtype, heads, head_dim, faults)
     else:
         selection = Selection.only(loaded[0], "the only backend for this device")
-    AttentionInterface.register(selection.implementation, _packed(selection.attend))
+    selection.register()
     _log.info("attention: %s, %s", selection.name, selection.reason)
+    if selection.unused and name == "auto":
+        _log.info("attention: not used: %s", "; ".join(f"{name}: {why}" for name, why in selection.unused.items()))
     return selection
 
 
-def _loaded(backend: Backend, *, quiet: bool) -> LoadedBackend | None:
+def _loaded(backend: Backend, faults: dict[str, str]) -> LoadedBackend | None:
     try:
         return LoadedBackend(backend.name, backend.load())
     except Exception as error:  # noqa: BLE001 - third-party packages may fail in any way when imported
-        _log.log(logging.DEBUG if quiet else logging.ERROR, "attention: cannot load %s: %s", backend.name, error)
+        faults[backend.name] = f"it cannot be loaded: {str(error).partition(_NEW_LINE)[0]}"
         return None
 
 
 def _fastest(
-    loaded: list[LoadedBackend], device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+    loaded: list[LoadedBackend],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    faults: dict[str, str],
 ) -> Selection:
-    """The fastest backend of each band; the reason lists the times."""
+    """The fastest backend of each band; the reason lists the times, and `faults` are added to."""
     bands: list[dict[str, float]] = []
     for _, segments in _BANDS:
         sample = _Sample.of(segments, device, dtype, heads, head_dim)
-        bands.append({one.name: each for one in loaded if (each := sample.seconds(one)) is not None})
+        bands.append({one.name: each for one in loaded if (each := sample.seconds(one, faults)) is not None})
         loaded = [one for one in loaded if one.name in bands[-1]]
     if not loaded:
         raise ValueError(f"no attention backend passed the accuracy check on {device}; see the log for the errors")
     times = "; ".join(f"{max(of)} patches: {_times(band)}" for (_, of), band in zip(_BANDS, bands, strict=True))
     fastest = tuple(min(loaded, key=lambda one: band[one.name]) for band in bands)
-    return Selection(fastest, f"at {times}")
+    unused = {name: why for name, why in faults.items() if why and device.type in BACKENDS[name].devices}
+    return Selection(fastest, f"at {times}", unused)
 
 
 def _times(seconds: Mapping[str, float]) -> str:
@@ -164,17 +187,18 @@ class _Sample:
         exact = segment_sdpa(q.float(), k.float(), v.float(), boundaries, max(segments), head_dim**-0.5)
         return cls((q, k, v), boundaries, max(segments), exact)
 
-    def seconds(self, one: LoadedBackend) -> float | None:
-        """Seconds per call; None, with a log line, if the backend fails or is inaccurate."""
+    def seconds(self, one: LoadedBackend, faults: dict[str, str]) -> float | None:
+        """Seconds per call; None, with a log line and an entry in `faults`, if the backend fails or is inaccurate."""
         q = self.rows[0]
         run = partial(Selection.only(one, "").attend, *self.rows, self.boundaries, self.longest, q.shape[-1] ** -0.5)
         try:
             error = float((run().float() - self.expected).norm() / self.expected.norm())
             if error <= 4 * torch.finfo(q.dtype).eps:
                 return _seconds(run, q.device, syncs=BACKENDS[one.name].syncs)
-            _log.warning("attention: %s is not used: relative error %.1e", one.name, error)
+            faults[one.name] = f"its relative error is {error:.1e}"
         except Exception as failure:  # noqa: BLE001 - third-party kernels and compilers may fail in any way
-            _log.warning("attention: %s failed: %s", one.name, str(failure).partition("\n")[0])
+            faults[one.name] = f"it failed: {str(failure).partition(_NEW_LINE)[0]}"
+        _log.warning("attention: %s is not used: %s", one.name, faults[one.name])
         return None
 
 

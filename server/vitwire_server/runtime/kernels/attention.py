@@ -4,8 +4,7 @@ Variable-length flash attention launches `slots * longest / block` programs, mos
 Here a list of tiles says which rows a program works on, so the grid has `rows / block + slots` programs, whatever the
 longest segment. A program never mixes segments, so NaN does not spread between items. Softmax is computed online
 (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Scores of heads of 72 or 80 columns are
-computed as 64 + 16 rather than padded to 128; their values as 64 + 64, since triton 3.6 miscompiles products that are
-narrower on Hopper.
+computed as 64 + 16 rather than padded to 128. `tiles.py` has the sizes of blocks, by the device.
 """
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
 
+from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.shapes import shape_of
+from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
 _DENSE = 8192
@@ -27,7 +27,8 @@ def segment_tiles(boundaries: Tensor, rows: int, heads: int, longest: int) -> Te
 
     Each is its first row and the begin and end of its segment; unused tiles are zero, and last.
     """
-    block, slots = shape_of(rows, heads, longest, boundaries.device).rows, len(boundaries) - 1
+    division = attention_division(rows, heads, longest, architecture(boundaries.device))
+    block, slots = division.rows, len(boundaries) - 1
     tiles = torch.empty((triton.cdiv(rows, block) + slots, 3), dtype=torch.int32, device=boundaries.device)
     _map[(len(tiles),)](boundaries, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
     return tiles
@@ -50,11 +51,10 @@ def segment_attention(
         return attended.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     tiles = segment_tiles(boundaries, rows, heads, longest) if tiles is None else tiles
-    shape = shape_of(rows, heads, longest, q.device)
-    grid = (min(shape.programs, len(tiles) * heads),) if shape.programs else (len(tiles), heads)
-    dependent = is_dependent(q.device)
-    whole = 1 << (head_dim.bit_length() - 1)
-    rest = head_dim - whole
+    on, dependent = architecture(q.device), is_dependent(q.device)
+    division = attention_division(rows, heads, longest, on)
+    tile = attention_tile(division, head_dim, q.element_size(), on)
+    grid = (min(division.programs, len(tiles) * heads),) if division.programs else (len(tiles), heads)
     _attend[grid](
         q,
         k,
@@ -69,15 +69,15 @@ def segment_attention(
         out.stride(0),
         head_dim,
         HEADS=heads,
-        ROWS=shape.rows,
-        KEYS=64,
-        WHOLE=whole,
-        REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
-        SPARE=64,
-        TURNS=shape.programs > 0,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        WHOLE=tile.whole,
+        REST=tile.rest,
+        SPARE=tile.spare,
+        TURNS=division.programs > 0,
         DEPENDENT=dependent,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **({"launch_pdl": True} if dependent else {}),
     )
     return out

@@ -17,6 +17,8 @@ from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
 
 _ALIGNMENT = 16
 """Bytes to which the copy engine needs rows to be aligned."""
+_BARRIER_BYTES = 1024
+"""What the compiler adds, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,11 @@ class Tile:
         steps = triton.cdiv(weight.shape[1], self.depth)
         staged = (self.rows + self.columns) * self.depth * self.stages * weight.itemsize
         aligned = weight.is_contiguous() and weight.shape[1] * weight.itemsize % _ALIGNMENT == 0
-        return aligned and staged < shared and triton.cdiv(steps, self.splits) * (self.splits - 1) < steps
+        return (
+            aligned
+            and staged + _BARRIER_BYTES <= shared
+            and triton.cdiv(steps, self.splits) * (self.splits - 1) < steps
+        )
 
 
 TILES = (

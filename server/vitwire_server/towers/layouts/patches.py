@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, isqrt
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,15 @@ class PatchTower(Tower):
     def footprints(self) -> PatchFootprints:
         """See Tower."""
         return PatchFootprints(self.geometry.merge)
+
+    def samples_for(self, budget: Budget) -> list[Grid]:
+        """See Tower; for short segments, squares of about their length."""
+        merge, grids = self.geometry.merge, super().samples_for(budget)
+        if max(self.footprint(grid).longest for grid in grids) <= budget.max_segment_patches:
+            return grids
+        side = isqrt(budget.max_segment_patches // merge**2)
+        count = min(budget.tokens // side**2, budget.max_items, budget.max_segments)
+        return [Grid(1, side * merge, side * merge)] * max(1, count)
 
     def capacity(self, budget: Budget) -> Capacity:
         """See Tower."""

@@ -1,0 +1,81 @@
+"""How kernels cut up their work, by rule: from sizes and what the device offers. Imports no Triton."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vitwire_server.runtime.devices import Architecture
+
+_FEW_ROWS = 64
+_MANY_ROWS = 128
+_PROGRAMS = 2
+"""Programs of `_MANY_ROWS` for each multiprocessor that keep a device busy."""
+_STAGES_AND_KEYS = ((3, 64), (2, 64), (2, 32))
+"""Of an attention program, the fastest first."""
+_BARRIER_BYTES = 1024
+_HOPPER = 9
+_NARROWEST = 16
+"""Columns of a matrix product at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """What one program of the attention kernel works on at a time."""
+
+    rows: int
+    keys: int
+    whole: int
+    """Columns of a head in the first product: a power of two."""
+    rest: int
+    """Columns of a second product of queries and keys, for those left over; 0 if none are."""
+    spare: int
+    """Columns of a second product with values."""
+    stages: int
+    warps: int
+
+    def shared_bytes(self, itemsize: int, on: Architecture) -> int:
+        """Shared memory of one program, at most."""
+        values = self.whole + (self.spare if self.rest else 0)
+        blocks = self.stages * self.keys * (self.whole + self.rest + values)
+        queries = self.rows * (self.whole + self.rest) if on.multiplies_from_shared else 0
+        return itemsize * (blocks + queries) + _BARRIER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How attention divides its rows among programs."""
+
+    rows: int
+    """Of a tile."""
+    programs: int = 0
+    """They take tiles and heads in turn, and skip the tiles of empty slots at once; 0: a program for each."""
+
+
+def attention_division(rows: int, heads: int, longest: int, on: Architecture) -> Division:
+    """Small tiles if they are few, and programs that take turns where the device holds all of them at once."""
+    few, many = (-(-rows // each) * heads for each in (_FEW_ROWS, _MANY_ROWS))
+    if few <= on.processors:
+        return Division(_FEW_ROWS, on.processors)
+    if many >= _PROGRAMS * on.processors:
+        return Division(_MANY_ROWS)
+    if longest <= _FEW_ROWS:
+        return Division(_FEW_ROWS)
+    return Division(_MANY_ROWS, on.processors if many <= on.processors else _PROGRAMS * on.processors)
+
+
+@lru_cache
+def attention_tile(division: Division, head_dim: int, itemsize: int, on: Architecture) -> AttentionTile:
+    """The tile of a program, with as many stages and keys as shared memory allows.
+
+    Values of 72 or 80 columns are computed as 64 + 64 where matrix units read from shared memory, since Triton 3.6
+    miscompiles products that are narrower there. Programs of many rows have eight warps, in whose registers everything
+    fits; on Hopper four, which were measured, unless each has a multiprocessor of its own.
+    """
+    whole = 1 << (head_dim.bit_length() - 1)
+    rest = max(_NARROWEST, 1 << (head_dim - whole - 1).bit_length()) if head_dim > whole else 0
+    spare = 64 if on.multiplies_from_shared or not rest else rest
+    many = division.rows == _MANY_ROWS
+    alone = 0 < division.programs <= on.processors
+    warps = 8 if many and (alone or on.capability[0] != _HOPPER) else 4
+    sizes = _STAGES_AND_KEYS if many or alone else _STAGES_AND_KEYS[1:]
+    tiles = [AttentionTile(division.rows, keys, whole, rest, spare, stages, warps) for stages, keys in sizes]
+    return next((tile for tile in tiles if tile.shared_bytes(itemsize, on) <= on.block_bytes), tiles[-1])

@@ -1,0 +1,172 @@
+"""Each kernel compiled ahead of time for each generation of devices, by the ptxas of Triton's wheel; needs no GPU.
+
+What is launched is compiled: the kernels' own callers run on CPU tensors, with a driver that only names a target.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from vitwire_server.runtime.devices import Architecture
+from vitwire_server.runtime.kernels import attention
+from vitwire_server.runtime.kernels import products as split
+from vitwire_server.runtime.kernels.activations import KINDS, activate
+from vitwire_server.runtime.kernels.checks import copy_checked
+from vitwire_server.runtime.kernels.containment import contain
+from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.products import TILES, Tile
+from vitwire_server.runtime.kernels.rotary import rotate
+from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
+
+ARCHITECTURES = {
+    80: Architecture((8, 0), 108, 163 << 10),
+    86: Architecture((8, 6), 84, 99 << 10),
+    89: Architecture((8, 9), 128, 99 << 10),
+    90: Architecture((9, 0), 132, 227 << 10),
+    100: Architecture((10, 0), 148, 227 << 10),
+    120: Architecture((12, 0), 170, 99 << 10),
+}
+"""CUDA C Programming Guide, technical specifications per compute capability: shared memory per thread block."""
+MOST_SPILLED = 160
+"""Bytes of a thread's registers in local memory: on Hopper 24 for heads of 72 columns and 152 for 128, as measured."""
+HEADS = 16
+
+
+class Target:
+    """A driver without a device."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return -self._capability  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(params=list(ARCHITECTURES), ids=lambda capability: f"sm{capability}")
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Architecture]:
+    if triton.knobs.runtime.interpret:
+        pytest.skip("Triton's interpreter does not compile")
+    monkeypatch.setattr(attention, "architecture", lambda _: ARCHITECTURES[request.param])
+    before = driver._active
+    driver.set_active(Target(request.param))
+    yield ARCHITECTURES[request.param]
+    driver.set_active(before)
+
+
+@pytest.fixture
+def compiled(on: Architecture, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The kernels that were launched, compiled, by their names."""
+    kernels: dict[str, Any] = {}
+    run = jit.JITFunction.run
+
+    def compiling(self: Any, *arguments: Any, warmup: bool, **options: Any) -> Any:
+        kernels[self.fn.__name__] = run(self, *arguments, warmup=True, **options)
+        return kernels[self.fn.__name__]
+
+    monkeypatch.setattr(jit.JITFunction, "run", compiling)
+    return kernels
+
+
+def check(kernel: Any, on: Architecture, folder: Path) -> None:
+    """Its shared memory fits, and its registers hold about everything."""
+    assert kernel.metadata.shared <= on.block_bytes
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    assert int(found[1]) * kernel.metadata.num_warps * 32 <= 65536, "registers of a multiprocessor"
+    assert int(found[2]) <= MOST_SPILLED
+
+
+@pytest.mark.parametrize("rows", [64, 784, 65536])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_attention(head_dim: int, rows: int, on: Architecture, compiled: dict[str, Any], tmp_path: Path) -> None:
+    qkv = torch.zeros(1, 3, HEADS, head_dim, dtype=torch.bfloat16).expand(rows, -1, -1, -1)
+    attention.segment_attention(*qkv.unbind(1), torch.tensor([0, rows], dtype=torch.int32), 784, 0.1)
+    assert set(compiled) == {"_map", "_attend"}
+    for kernel in compiled.values():
+        check(kernel, on, tmp_path)
+    tile = attention_tile(attention_division(rows, HEADS, 784, on), head_dim, 2, on)
+    assert compiled["_attend"].metadata.shared <= tile.shared_bytes(2, on), "the rule counts all of it"
+
+
+def rotation() -> None:
+    rotate(torch.zeros(64, 3, HEADS, 72, dtype=torch.bfloat16), *torch.zeros(2, 64, 72), contain=True)
+
+
+def norms() -> None:
+    rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
+    norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
+    add_norm(rows, rows, norm, ahead=norm.bias.data)
+
+
+def norms_of_parts() -> None:
+    norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
+    bias = norm.bias.data
+    add_norm(torch.zeros(64, 1152, dtype=torch.bfloat16), torch.zeros(3, 64, 1152), norm, ahead=bias, bias=bias)
+
+
+def checked_copies() -> None:
+    rows = torch.zeros(64, 16384, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        copy_checked(rows, torch.empty_like(rows, dtype=dtype), torch.empty(64, dtype=torch.bool))
+
+
+def rms_norms() -> None:
+    add_norm(torch.zeros(64, 1280, dtype=torch.bfloat16), None, nn.RMSNorm(1280, eps=1e-6, dtype=torch.bfloat16))
+
+
+def containment() -> None:
+    contain(*torch.zeros(2, 64, HEADS, 72, dtype=torch.bfloat16))
+
+
+def activations() -> None:
+    for kind in KINDS:
+        activate(torch.zeros(64, 4304, dtype=torch.bfloat16), kind, gated=kind == "silu")
+
+
+@pytest.mark.parametrize(
+    "launch", [rotation, norms, norms_of_parts, rms_norms, containment, activations, checked_copies]
+)
+def test_kernels_between_products(
+    launch: Callable[[], None], on: Architecture, compiled: dict[str, Any], tmp_path: Path
+) -> None:
+    launch()
+    assert compiled
+    for kernel in compiled.values():
+        check(kernel, on, tmp_path)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_split_products(
+    tile: Tile, on: Architecture, compiled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are used, which is where kernels may overlap."""
+    if on.capability < (9, 0):
+        pytest.skip("has no copy engine for tiles")
+    monkeypatch.setattr(split, "is_dependent", lambda _: True)
+    weight = torch.zeros(1152, 1152, dtype=torch.bfloat16)
+    if not tile.fits(weight, on.block_bytes):
+        pytest.skip("the tile is not used here")
+    split.partial_sums(torch.zeros(196, 1152, dtype=torch.bfloat16), weight, tile)
+    check(compiled["_partial_sums"], on, tmp_path)

@@ -1,0 +1,98 @@
+"""Costs measured on an engine whose host and device keep a clock of their own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.items import Item
+from vitwire_server.core.runner import Collected, Timings
+from vitwire_server.core.timeline import Work, end_of
+from vitwire_server.runtime import calibration
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.tower import Tower
+
+if TYPE_CHECKING:
+    from vitwire_server.runtime.engine import Engine
+
+REPLAY_HOST, EAGER_HOST, TOKEN = 0.3e-3, 8e-3, 8e-6
+
+
+@dataclass
+class Machine:
+    """An engine of 2 in flight: replays take 1 ms and `TOKEN` a token, eager forwards as much for what they hold."""
+
+    depth: int = 2
+    now: float = 0.0
+    free: float = 0.0
+    launched: list[Budget | None] = field(default_factory=list)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def launch(self, items: Sequence[Item], budget: Budget | None) -> "Batch":
+        self.launched.append(budget)
+        tokens = budget.tokens if budget else sum(item.footprint.tokens for item in items)
+        host = REPLAY_HOST if budget else EAGER_HOST
+        begun = max(self.now + REPLAY_HOST, self.free)
+        self.free = end_of(Work(host, REPLAY_HOST, 1e-3 + TOKEN * tokens), self.now, self.free)
+        self.now += host
+        return Batch(self, begun, self.free)
+
+
+@dataclass
+class Batch:
+    machine: Machine
+    begun: float
+    end: float
+
+    def collect(self) -> Collected:
+        self.machine.now = max(self.machine.now, self.end)
+        return Collected((), Timings(0.0, self.end - self.begun, 0.0))
+
+
+@pytest.fixture(scope="module")
+def tower(checkpoints: Callable[[str], str]) -> Tower:
+    import torch  # noqa: PLC0415 - as the towers
+
+    checkpoint = open_checkpoint(str(checkpoints("qwen3_vl")))
+    return load_tower(
+        checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards
+    ).tower
+
+
+def test_the_host_and_the_device_are_told_apart(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    monkeypatch.setattr(calibration, "time", machine)
+    ladder = Ladder(tuple(tower.budget(size, max_items=64, max_frames=64) for size in (16, 256, 1024)))
+    costs = calibration.measure_costs(cast("Engine", machine), tower, ladder, 1024, 64)
+    assert costs.eager_host == pytest.approx(EAGER_HOST)
+    assert costs.replay_host == pytest.approx(REPLAY_HOST)
+    assert dict(costs.measured) == pytest.approx({size: 1e-3 + TOKEN * size for size in (16, 256, 1024)})
+    assert costs.eager_floor == pytest.approx(1e-3 + TOKEN * 16), "not the time of launching"
+    assert costs.eager_token == pytest.approx(TOKEN)
+    assert costs.eager(16) == pytest.approx(EAGER_HOST)
+    assert costs.eager_work(4096).device == pytest.approx(1e-3 + TOKEN * 4096)
+
+
+def test_without_graphs_an_eager_forward_is_timed_on_an_idle_engine(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine()
+    monkeypatch.setattr(calibration, "time", machine)
+    costs = calibration.measure_costs(cast("Engine", machine), tower, Ladder(), 4096, 64)
+    assert set(machine.launched) == {None}
+    assert (costs.eager_host, costs.replay_host) == (pytest.approx(EAGER_HOST), 0.0)
+    assert costs.eager_work(4096).device == pytest.approx(1e-3 + TOKEN * 4096)
+
+
+def test_where_nothing_overlaps_all_is_the_device(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(depth=1)
+    monkeypatch.setattr(calibration, "time", machine)
+    ladder = Ladder((tower.budget(256, max_items=64, max_frames=64),))
+    costs = calibration.measure_costs(cast("Engine", machine), tower, ladder, 1024, 64)
+    assert (costs.eager_host, costs.replay_host) == (0.0, 0.0)
+    assert costs.measured[256] == pytest.approx(REPLAY_HOST + 1e-3 + TOKEN * 256)
+    assert costs.eager(16) == pytest.approx(EAGER_HOST)
