@@ -165,7 +165,10 @@ class Graph:
         pixels = self._buffers.inputs.take(load.patches, capacity.patches)
         crops = self._buffers.crop_inputs.take(load.crops, capacity.crops) if self._buffers.crop_inputs else None
         fill(pixels, crops)
-        self._tower.prepare(grids, self.metadata)
+        if self.metadata.laid != (laid := tuple(grids)):
+            self.metadata.laid = ()
+            self._tower.prepare(grids, self.metadata)
+            self.metadata.laid = laid
 
     def replay(self) -> Tensor:
         """Run the recorded forward; returns rows of the static output, valid until the next replay."""
