@@ -25,7 +25,8 @@ _IN_FLOAT32 = 2
 """Of cublasLtReductionScheme_t: splits are added in the type of the sums, not of the result."""
 _RESULT_BYTES, _ALGORITHM_BYTES, _STATE_AT = 96, 64, 72
 """Layout of cublasLtMatmulHeuristicResult_t."""
-_PROPOSALS = 8
+_PROPOSALS = 5
+"""Of 8, one of the first five was the fastest for all products of Qwen3-VL-8B from 196 to 4096 rows (H200)."""
 
 
 class Epilogue(IntEnum):

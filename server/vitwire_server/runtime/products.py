@@ -29,7 +29,7 @@ _SPLIT_ROWS = 512
 _COLD_BYTES = 100_000_000
 """Weights that a timing goes through: more than the cache of any device of today."""
 _CHECKED_ROWS = 256
-_REPEATS = 5
+_REPEATS = 3
 _LEAST_GAIN = 0.98
 _MOST_ERROR = 1.1
 """Accepted error, relative to that of torch's product."""
