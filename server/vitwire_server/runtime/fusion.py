@@ -84,9 +84,10 @@ class GatedMlp:
 
 
 class TileCache:
-    """The tiles of the attention kernel, computed once per forward and shared by its layers."""
+    """The tiles of the attention kernel, computed once per forward and shared by its layers, and their products."""
 
     def __init__(self) -> None:
+        self.products = Products()
         self._tiles: dict[int, Tensor] = {}
 
     def clear(self) -> None:
@@ -103,17 +104,9 @@ class TileCache:
 class Block:
     """A block of the usual form over packed segments."""
 
-    def __init__(
-        self,
-        stock: nn.Module,
-        attention: Selection,
-        tiles: TileCache,
-        *,
-        first: bool,
-        products: Products | None = None,
-    ) -> None:
+    def __init__(self, stock: nn.Module, attention: Selection, tiles: TileCache, *, first: bool) -> None:
         """Raises NotFusable."""
-        self._products = products or Products()
+        self._products = tiles.products
         try:
             stock_attention: Any = stock.attn
             self._norms: tuple[nn.Module, nn.Module] = stock.norm1, stock.norm2  # type: ignore[assignment]
@@ -168,10 +161,10 @@ class Block:
 def fuse(blocks: Sequence[nn.Module], attention: Selection) -> int:
     """Replace the forward of blocks, up to the first that cannot be fused; returns their number."""
     fused = 0
-    tiles, products = TileCache(), Products()
+    tiles = TileCache()
     for stock in blocks:
         try:
-            block = Block(stock, attention, tiles, first=not fused, products=products)
+            block = Block(stock, attention, tiles, first=not fused)
             errors = [_difference(stock, block, longest) for longest in attention.lengths]
         except NotFusable as error:
             level = logging.WARNING if isinstance(error, KernelFailed) else logging.INFO
