@@ -260,9 +260,12 @@ def fused(tower: PackedTower, choice: Selection) -> int:
     tower.rewrite()
     if tower.device.type != "cuda":
         return 0
-    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton
+    from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton
+    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
 
-    return fuse(tower.blocks, choice)
+    count = fuse(tower.blocks, choice)
+    hasten_mergers(tower.model, tower.blocks)
+    return count
 
 
 def _execute(engine: Engine, batch: Sequence[Item], fitting: Budget | None) -> float:

@@ -21,11 +21,14 @@ from triton.runtime import driver, jit
 
 from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention
+from vitwire_server.runtime.kernels import products as split
 from vitwire_server.runtime.kernels.activations import KINDS, activate
+from vitwire_server.runtime.kernels.checks import copy_checked
 from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.products import TILES, Tile
 from vitwire_server.runtime.kernels.rotary import rotate
-from vitwire_server.runtime.kernels.tiles import attention_rows, attention_tile
+from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
 
 ARCHITECTURES = {
     80: Architecture((8, 0), 108, 163 << 10),
@@ -95,15 +98,15 @@ def check(kernel: Any, on: Architecture, folder: Path) -> None:
     assert int(found[2]) <= MOST_SPILLED
 
 
-@pytest.mark.parametrize("rows", [64, 65536])
+@pytest.mark.parametrize("rows", [64, 784, 65536])
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 def test_attention(head_dim: int, rows: int, on: Architecture, compiled: dict[str, Any], tmp_path: Path) -> None:
     qkv = torch.zeros(1, 3, HEADS, head_dim, dtype=torch.bfloat16).expand(rows, -1, -1, -1)
-    attention.segment_attention(*qkv.unbind(1), torch.tensor([0, rows], dtype=torch.int32), 64, 0.1)
+    attention.segment_attention(*qkv.unbind(1), torch.tensor([0, rows], dtype=torch.int32), 784, 0.1)
     assert set(compiled) == {"_map", "_attend"}
     for kernel in compiled.values():
         check(kernel, on, tmp_path)
-    tile = attention_tile(attention_rows(rows, HEADS, on), head_dim, 2, on)
+    tile = attention_tile(attention_division(rows, HEADS, 784, on), head_dim, 2, on)
     assert compiled["_attend"].metadata.shared <= tile.shared_bytes(2, on), "the rule counts all of it"
 
 
@@ -115,6 +118,18 @@ def norms() -> None:
     rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
     norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
     add_norm(rows, rows, norm, ahead=norm.bias.data)
+
+
+def norms_of_parts() -> None:
+    norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
+    bias = norm.bias.data
+    add_norm(torch.zeros(64, 1152, dtype=torch.bfloat16), torch.zeros(3, 64, 1152), norm, ahead=bias, bias=bias)
+
+
+def checked_copies() -> None:
+    rows = torch.zeros(64, 16384, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        copy_checked(rows, torch.empty_like(rows, dtype=dtype), torch.empty(64, dtype=torch.bool))
 
 
 def rms_norms() -> None:
@@ -130,7 +145,9 @@ def activations() -> None:
         activate(torch.zeros(64, 4304, dtype=torch.bfloat16), kind, gated=kind == "silu")
 
 
-@pytest.mark.parametrize("launch", [rotation, norms, rms_norms, containment, activations])
+@pytest.mark.parametrize(
+    "launch", [rotation, norms, norms_of_parts, rms_norms, containment, activations, checked_copies]
+)
 def test_kernels_between_products(
     launch: Callable[[], None], on: Architecture, compiled: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -138,3 +155,18 @@ def test_kernels_between_products(
     assert compiled
     for kernel in compiled.values():
         check(kernel, on, tmp_path)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_split_products(
+    tile: Tile, on: Architecture, compiled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are used, which is where kernels may overlap."""
+    if on.capability < (9, 0):
+        pytest.skip("has no copy engine for tiles")
+    monkeypatch.setattr(split, "is_dependent", lambda _: True)
+    weight = torch.zeros(1152, 1152, dtype=torch.bfloat16)
+    if not tile.fits(weight, on.block_bytes):
+        pytest.skip("the tile is not used here")
+    split.partial_sums(torch.zeros(196, 1152, dtype=torch.bfloat16), weight, tile)
+    check(compiled["_partial_sums"], on, tmp_path)

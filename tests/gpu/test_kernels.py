@@ -16,6 +16,7 @@ from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
 from vitwire_server.runtime.attention.registry import BACKENDS
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
+from vitwire_server.runtime.kernels.checks import copy_checked
 from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
@@ -140,3 +141,19 @@ def test_activations(kind: str, device: torch.device, dtype: torch.dtype) -> Non
     gated = ACT2FN[kind](gate.float()) * up.float()
     assert distance(activate(values.clone(), kind, gated=True), gated) <= 2 * limit(dtype)
     assert distance(activate(values, kind), exact) <= limit(dtype)
+
+
+@pytest.mark.parametrize("width", [7, 2048, 5000])
+def test_copies_say_which_rows_are_finite(width: int, device: torch.device, dtype: torch.dtype) -> None:
+    rows = torch.randn(9, width + 3, dtype=dtype, device=device)[:, :width]
+    for row, column, lost in ((1, 0, torch.nan), (3, width - 1, torch.inf), (4, width // 2, -torch.inf)):
+        rows[row, column] = lost
+    rows[6, 0] = 1e6  # is infinity in float16
+    for output in (dtype, torch.float32, torch.float16):
+        out, finite = (
+            torch.empty(9, width, dtype=output, device=device),
+            torch.empty(9, dtype=torch.bool, device=device),
+        )
+        copy_checked(rows, out, finite)
+        assert torch.equal(out.nan_to_num(), rows.to(output).nan_to_num())
+        assert torch.equal(finite, rows.to(output).isfinite().all(1))

@@ -140,6 +140,7 @@ class Rig:
         self.graphs.buffers.pixels.fill_(torch.nan)
         self.graphs.buffers.rows.fill_(torch.nan)
         for size in self.graphs.ladder:
+            self.graphs[size].metadata.laid = ()
             tensors = self.graphs[size].metadata.tensors
             for key in tensors.keys() & {"cu_seqlens", "cu_window_seqlens", "window_index"}:
                 tensors[key].fill_(-1)

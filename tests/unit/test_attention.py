@@ -11,7 +11,7 @@ from vitwire_server.runtime.attention import registry
 from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, _fastest, select
 from vitwire_server.runtime.devices import Architecture
-from vitwire_server.runtime.kernels.tiles import AttentionTile, attention_rows, attention_tile
+from vitwire_server.runtime.kernels.tiles import AttentionTile, Division, attention_division, attention_tile
 
 HEADS, DIM = 2, 8
 
@@ -143,14 +143,23 @@ class TestDevices:
 
     @pytest.mark.parametrize("head_dim", sorted(registry.BACKENDS["triton"].head_dims))
     def test_a_tile_fits_into_shared_memory(self, device: Architecture, head_dim: int) -> None:
-        rows = {attention_rows(rows, 16, device) for rows in (64, 512, 4096, 65536)}
-        assert rows == {64, 128}
-        for block in rows:
-            tile = attention_tile(block, head_dim, 2, device)
+        sizes = (64, 784, 1568, 4096, 65536)
+        divisions = {attention_division(rows, 16, longest, device) for rows in sizes for longest in (64, 1024)}
+        assert {division.rows for division in divisions} == {64, 128}
+        for division in divisions:
+            tile = attention_tile(division, head_dim, 2, device)
             assert tile.whole + tile.rest >= head_dim > tile.whole // 2
             assert not tile.rest or tile.whole + tile.spare >= head_dim
             if device.capability >= (8, 0):
                 assert tile.shared_bytes(2, device) <= device.block_bytes
         if device.capability == (9, 0):
-            assert attention_tile(128, 72, 2, device) == AttentionTile(128, 64, 64, 16, 64, 3, 4), "as measured"
-            assert attention_tile(64, 72, 2, device) == AttentionTile(64, 64, 64, 16, 64, 2, 4)
+            for rows, longest, division, stages, warps in (
+                (196, 196, Division(64, 132), 3, 4),
+                (784, 784, Division(128, 132), 3, 8),
+                (784, 64, Division(64), 2, 4),
+                (1568, 196, Division(128, 264), 3, 4),
+                (3136, 196, Division(128), 3, 4),
+            ):
+                assert attention_division(rows, 16, longest, device) == division, "as measured"
+                expected = AttentionTile(division.rows, 64, 64, 16, 64, stages, warps)
+                assert attention_tile(division, 72, 2, device) == expected

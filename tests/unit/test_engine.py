@@ -223,3 +223,10 @@ class TestOverlap:
         running = [rig.engine.launch(items, rig.holding(items)) for items in (rig.items(grids) for grids in sequence)]
         for launched, grids in zip(running, sequence, strict=True):
             assert max(yardstick.errors(rig, rows_of(launched.collect()), grids)) < RIGHT
+
+    def test_items_that_change_and_come_back_in_one_budget(self, rig: Rig, yardstick: Yardstick) -> None:
+        one, other = [Grid(1, 4, 6), Grid(1, 8, 4)], [Grid(1, 8, 4), Grid(1, 4, 6)]
+        budget = rig.holding(rig.items(one))
+        for seed, grids in enumerate((one, one, other, one)):
+            rows = rows_of(rig.engine.launch(rig.items(grids, seed=seed), budget).collect())
+            assert max(yardstick.errors(rig, rows, grids, seed=seed)) < RIGHT

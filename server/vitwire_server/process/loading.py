@@ -176,9 +176,11 @@ def _fuse(tower: Tower, attention: Selection) -> None:
     if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
-    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
+    from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton comes with CUDA builds of torch
+    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
 
     _log.info("%d of %d blocks fused", fuse(tower.blocks, attention), len(tower.blocks))
+    hasten_mergers(tower.model, tower.blocks)
 
 
 def _compiles(setting: str, tower: Tower) -> bool:

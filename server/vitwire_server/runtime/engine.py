@@ -12,6 +12,7 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors, NonFinite, OutOfMemory
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.runner import Collected, Running, Timings
+from vitwire_server.runtime.checks import copied_and_checked
 from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.outbox import DeviceRows, Outbox
 from vitwire_server.runtime.pruning import prune
@@ -159,15 +160,11 @@ class Engine:
         outputs = {item.output for item in items}
         if self._streams.joins and len(outputs) == 1 and not any(item.keep_ratio for item in items):
             tokens = sum(footprint.rows for footprint in footprints)
-            joint = forward[:tokens].to(TORCH_TYPES[outputs.pop()], copy=True)
-            return (
-                self._tower.split(joint, footprints),
-                _finite(joint),
-                torch.empty(0, dtype=torch.int64, device=joint.device),
-            )
+            (joint,), finite = copied_and_checked([forward[:tokens]], [TORCH_TYPES[outputs.pop()]])
+            none_kept = torch.empty(0, dtype=torch.int64, device=joint.device)
+            return self._tower.split(joint, footprints), finite, none_kept
         parts = self._tower.split(forward, footprints)
-        rows = [part.to(TORCH_TYPES[item.output], copy=True) for item, part in zip(items, parts, strict=True)]
-        finite = torch.cat([_finite(own) for own in rows])
+        rows, finite = copied_and_checked(parts, [TORCH_TYPES[item.output] for item in items])
         rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
         return rows, finite, kept
 
@@ -217,12 +214,6 @@ class _Staged:
 def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...]]:
     """What staging depends on: items that agree in it are staged as one."""
     return item.modality, item.pixels.dtype, item.pixels.shape[1:]
-
-
-def _finite(rows: Tensor) -> Tensor:
-    """`(tokens,)`: whether all values of each row are finite. aminmax takes one pass and propagates NaN."""
-    low, high = torch.aminmax(rows, dim=1)
-    return low.isfinite() & high.isfinite()
 
 
 def _embedding(item: Item, rows: Tensor, kept: Tensor, outgoing: DeviceRows | None) -> Embedding:

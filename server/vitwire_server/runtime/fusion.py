@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.kernels.activations import activate, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
 from vitwire_server.runtime.kernels.rotary import rotate
+from vitwire_server.runtime.products import Products
 
 _log = logging.getLogger(__name__)
 _SEGMENTS = (48, 16)
@@ -52,23 +52,21 @@ class Mlp(Protocol):
 class PlainMlp:
     """Two linear layers; tanh GELU is fused into the first, other activations are a separate kernel."""
 
-    def __init__(self, first: nn.Linear, act: nn.Module, second: nn.Linear) -> None:
-        self._first, self.last, self._kind = first, second, _kind(act)
+    def __init__(self, products: Products, first: nn.Linear, act: nn.Module, second: nn.Linear) -> None:
+        self._products, self._first, self.last, self._kind = products, first, second, _kind(act)
+        products.register(first.weight, second.weight)
 
     def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
         first = self._first
-        if self._kind == "gelu_pytorch_tanh" and rows.is_cuda and first.bias is not None:
-            # cuBLAS applies the bias and tanh GELU to its float32 sums.
-            inner: Tensor = torch._addmm_activation(first.bias, rows, first.weight.t(), use_gelu=True)  # noqa: SLF001
-        else:
-            inner = activate(first(rows), self._kind)
-        return hidden.addmm_(inner, self.last.weight.t())
+        gelu = self._kind == "gelu_pytorch_tanh" and rows.is_cuda and first.bias is not None
+        inner = self._products.linear(rows, first.weight, first.bias, gelu=gelu)
+        return self._products.add(hidden, inner if gelu else activate(inner, self._kind), self.last.weight)
 
 
 class GatedMlp:
     """Gate and up projection as one matrix product; the stock modules' weights become views of its weight."""
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, act: nn.Module, down: nn.Linear) -> None:
+    def __init__(self, products: Products, gate: nn.Linear, up: nn.Linear, act: nn.Module, down: nn.Linear) -> None:
         """Raises ValueError."""
         if (gate.bias is None) is not (up.bias is None):
             raise ValueError("only one of the gate and up projections has a bias")
@@ -77,26 +75,29 @@ class GatedMlp:
         self._weight = torch.cat((gate.weight, up.weight))
         gate.weight.data, up.weight.data = self._weight.chunk(2)
         self._bias = None if gate.bias is None else torch.cat((gate.bias, up.bias))
+        self._products = products
+        products.register(self._weight, down.weight)
 
     def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        both = functional.linear(rows, self._weight, self._bias)
-        return hidden.addmm_(activate(both, self._kind, gated=True), self.last.weight.t())
+        both = self._products.linear(rows, self._weight, self._bias)
+        return self._products.add(hidden, activate(both, self._kind, gated=True), self.last.weight)
 
 
 class TileCache:
-    """The tiles of the attention kernel, computed once per forward and shared by its layers."""
+    """The tiles of the attention kernel, computed once per forward and shared by its layers, and their products."""
 
     def __init__(self) -> None:
+        self.products = Products()
         self._tiles: dict[int, Tensor] = {}
 
     def clear(self) -> None:
         """Start a new forward: the same boundary tensors may have new values."""
         self._tiles.clear()
 
-    def of(self, boundaries: Tensor, rows: int, heads: int) -> Tensor:
+    def of(self, boundaries: Tensor, rows: int, heads: int, longest: int) -> Tensor:
         """The tiles of these boundaries; boundaries must stay alive during the forward."""
         if id(boundaries) not in self._tiles:
-            self._tiles[id(boundaries)] = segment_tiles(boundaries, rows, heads)
+            self._tiles[id(boundaries)] = segment_tiles(boundaries, rows, heads, longest)
         return self._tiles[id(boundaries)]
 
 
@@ -105,6 +106,7 @@ class Block:
 
     def __init__(self, stock: nn.Module, attention: Selection, tiles: TileCache, *, first: bool) -> None:
         """Raises NotFusable."""
+        self._products = tiles.products
         try:
             stock_attention: Any = stock.attn
             self._norms: tuple[nn.Module, nn.Module] = stock.norm1, stock.norm2  # type: ignore[assignment]
@@ -112,12 +114,13 @@ class Block:
             self._heads, self._scale = stock_attention.num_heads, float(stock_attention.scaling)
             for norm in self._norms:
                 epsilon(norm)
-            self._mlp = _mlp(stock.get_submodule("mlp"))
+            self._mlp = _mlp(stock.get_submodule("mlp"), self._products)
         except (AttributeError, ValueError, KeyError) as error:
             raise NotFusable(str(error)) from error
         extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
         if extras:
             raise NotFusable(f"attention has {', '.join(sorted(extras))}")
+        self._products.register(self._qkv.weight, self._proj.weight)
         self._attention = attention
         self._tiles = tiles
         self._first = first
@@ -139,18 +142,18 @@ class Block:
             self._tiles.clear()
         cos, sin = position_embeddings
         first, second = self._norms
-        hidden, normed = add_norm(hidden_states, None, first)
-        qkv = self._qkv(normed).view(len(hidden), 3, self._heads, -1)
+        hidden, normed = add_norm(hidden_states, None, first, overlapping=True)
+        qkv = self._products.linear(normed, self._qkv.weight, self._qkv.bias).view(len(hidden), 3, self._heads, -1)
         chosen = self._attention.at(max_seqlen)
         rotate(qkv, cos, sin, contain=not chosen.isolates)
         q, k, v = qkv.unbind(1)
         if chosen.name == "triton":
-            tiles = self._tiles.of(cu_seqlens, len(hidden), self._heads)
+            tiles = self._tiles.of(cu_seqlens, len(hidden), self._heads, max_seqlen)
             attended = segment_attention(q, k, v, cu_seqlens, max_seqlen, self._scale, tiles)
         else:
             attended = chosen.attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
-        added = self._proj(attended.view(len(hidden), -1))
-        hidden, normed = add_norm(hidden, added, second, ahead=self._mlp.last.bias)
+        attended = attended.view(len(hidden), -1)
+        hidden, normed = self._products.add_norm(hidden, attended, self._proj, second, self._mlp.last.bias)
         return self._mlp(normed, hidden)
 
 
@@ -201,13 +204,13 @@ def _difference(stock: nn.Module, block: Block, longest: int) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-def _mlp(stock: nn.Module) -> Mlp:
+def _mlp(stock: nn.Module, products: Products) -> Mlp:
     names = {name for name, _ in stock.named_children()}
     if names == set(_GATED):
-        return GatedMlp(*(getattr(stock, name) for name in _GATED))
+        return GatedMlp(products, *(getattr(stock, name) for name in _GATED))
     for plain in _PLAIN:
         if names == set(plain):
-            return PlainMlp(*(getattr(stock, name) for name in plain))
+            return PlainMlp(products, *(getattr(stock, name) for name in plain))
     raise ValueError(f"unknown MLP with {', '.join(sorted(names))}")
 
 

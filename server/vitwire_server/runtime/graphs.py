@@ -14,6 +14,7 @@ from torch import Tensor
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
+from vitwire_server.runtime.recording import recording
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
@@ -58,14 +59,15 @@ class CudaRecorder:
         # The inputs of the forward were written on the caller's stream.
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
+        with recording(), torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # handles, autotuning and lazy set-up must not be captured
                 forward()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             # The outer context restores the caller's stream, which a failed capture does not.
-            with torch.cuda.stream(caller), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+            with recording(), torch.cuda.stream(caller), capturing:
                 forward()
         except RuntimeError:
             self._abandon(graph)
@@ -163,7 +165,10 @@ class Graph:
         pixels = self._buffers.inputs.take(load.patches, capacity.patches)
         crops = self._buffers.crop_inputs.take(load.crops, capacity.crops) if self._buffers.crop_inputs else None
         fill(pixels, crops)
-        self._tower.prepare(grids, self.metadata)
+        if self.metadata.laid != (laid := tuple(grids)):
+            self.metadata.laid = ()
+            self._tower.prepare(grids, self.metadata)
+            self.metadata.laid = laid
 
     def replay(self) -> Tensor:
         """Run the recorded forward; returns rows of the static output, valid until the next replay."""

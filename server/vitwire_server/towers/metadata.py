@@ -8,6 +8,7 @@ their own at the tail. A few kinds of metadata cover the packed towers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -84,11 +85,8 @@ class Sources:
         return torch.zeros((capacity.tokens, self.columns), dtype=torch.int64, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
-        at, used = 0, 0
-        for rows, own in zip(measured, patches, strict=True):
-            torch.add(rows, used // self.patches, out=buffer[at : at + len(rows)])
-            at += len(rows)
-            used += own
+        firsts = [used // self.patches for used in accumulate(patches[:-1], initial=0)]
+        _copy(_counted_on(measured, firsts), buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +112,9 @@ class Order:
         return torch.arange(capacity.tokens, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
-        at = 0
-        for order in measured:
-            torch.add(order, at, out=buffer[at : at + len(order)])
-            at += len(order)
-        if at < capacity.tokens:
+        ends = list(accumulate((len(order) for order in measured), initial=0))
+        _copy(_counted_on(measured, ends[:-1]), buffer)
+        if (at := ends[-1]) < capacity.tokens:
             torch.arange(at, capacity.tokens, out=buffer[at:])
 
 
@@ -156,9 +152,18 @@ class Boundaries:
         buffer.copy_(host, non_blocking=True)
 
 
+def _counted_on(measured: Sequence[Tensor], firsts: Sequence[int]) -> Sequence[Tensor]:
+    """Numbers of each item, with what they start from added."""
+    if len(measured) < 2:
+        return measured
+    return torch._foreach_add(list(measured), list(firsts))  # noqa: SLF001 - one kernel for all items
+
+
 def _copy(measured: Sequence[Tensor], buffer: Tensor) -> None:
     """Rows of each item behind those of the one before."""
-    at = 0
-    for rows in measured:
-        buffer[at : at + len(rows)].copy_(rows)
-        at += len(rows)
+    if len(measured) == 1:
+        buffer[: len(measured[0])].copy_(measured[0])
+    elif measured:
+        counts = [len(rows) for rows in measured]
+        targets = torch.split(buffer[: sum(counts)], counts)
+        torch._foreach_copy_(list(targets), list(measured))  # one kernel for all items

@@ -24,6 +24,8 @@ class Metadata:
     bounds: dict[str, int]
     crops: Tensor | None = None
     """Crops `(crops, C*H*W)`, in towers that take them; set by the caller of `forward`."""
+    laid: tuple[Grid, ...] = ()
+    """The items that a graph laid it out for: for the same ones, nothing needs to be written."""
 
 
 class Tower(ABC):

@@ -14,19 +14,21 @@ from torch.nn import functional
 from triton import language as tl
 
 from vitwire_server.runtime.devices import architecture
-from vitwire_server.runtime.kernels.tiles import attention_rows, attention_tile
+from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
 _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
 
 
-def segment_tiles(boundaries: Tensor, rows: int, heads: int) -> Tensor:
+def segment_tiles(boundaries: Tensor, rows: int, heads: int, longest: int) -> Tensor:
     """The tiles for `segment_attention`, `(tiles, 3)` int32, the same for every layer of a forward.
 
-    Each is its first row and the begin and end of its segment; unused tiles are zero.
+    Each is its first row and the begin and end of its segment; unused tiles are zero, and last.
     """
-    block, slots = attention_rows(rows, heads, architecture(boundaries.device)), len(boundaries) - 1
+    division = attention_division(rows, heads, longest, architecture(boundaries.device))
+    block, slots = division.rows, len(boundaries) - 1
     tiles = torch.empty((triton.cdiv(rows, block) + slots, 3), dtype=torch.int32, device=boundaries.device)
     _map[(len(tiles),)](boundaries, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
     return tiles
@@ -48,28 +50,35 @@ def segment_attention(
         attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
         return attended.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    tiles = segment_tiles(boundaries, rows, heads) if tiles is None else tiles
-    on = architecture(q.device)
-    tile = attention_tile(attention_rows(rows, heads, on), head_dim, q.element_size(), on)
-    _attend[len(tiles), heads](
+    tiles = segment_tiles(boundaries, rows, heads, longest) if tiles is None else tiles
+    on, dependent = architecture(q.device), is_dependent(q.device)
+    division = attention_division(rows, heads, longest, on)
+    tile = attention_tile(division, head_dim, q.element_size(), on)
+    grid = (min(division.programs, len(tiles) * heads),) if division.programs else (len(tiles), heads)
+    _attend[grid](
         q,
         k,
         v,
         out,
         tiles,
+        len(tiles) * heads,
         scale * _LOG2_E,
         q.stride(0),
         k.stride(0),
         v.stride(0),
         out.stride(0),
         head_dim,
+        HEADS=heads,
         ROWS=tile.rows,
         KEYS=tile.keys,
         WHOLE=tile.whole,
         REST=tile.rest,
         SPARE=tile.spare,
+        TURNS=division.programs > 0,
+        DEPENDENT=dependent,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **({"launch_pdl": True} if dependent else {}),
     )
     return out
 
@@ -98,13 +107,53 @@ def _map(ends_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     tl.store(tiles_ptr + 3 * tile + 2, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def _attend(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
     tiles_ptr,
+    units,
+    scale,
+    q_row,
+    k_row,
+    v_row,
+    out_row,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REST: tl.constexpr,
+    SPARE: tl.constexpr,
+    TURNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    begin(DEPENDENT)
+    if TURNS:
+        for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+            _tile(
+                q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, unit // HEADS, unit % HEADS, scale, q_row, k_row, v_row,
+                out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE,
+            )  # fmt: skip
+    else:
+        _tile(
+            q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, tl.program_id(0), tl.program_id(1), scale, q_row, k_row, v_row,
+            out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE,
+        )  # fmt: skip
+    end(DEPENDENT)
+
+
+@triton.jit
+def _tile(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    tiles_ptr,
+    number,
+    head,
     scale,
     q_row,
     k_row,
@@ -117,48 +166,49 @@ def _attend(
     REST: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    tile = tiles_ptr + 3 * tl.program_id(0)
+    """Attention of the rows of one tile, unless it is unused."""
+    tile = tiles_ptr + 3 * number
     first = tl.load(tile)
-    begin = tl.load(tile + 1)
-    end = tl.load(tile + 2)
-    if end == 0:
-        return
-    head = tl.program_id(1)
-    q_ptr += head * HEAD_DIM
-    k_ptr += head * HEAD_DIM
-    v_ptr += head * HEAD_DIM
-    rows = first + tl.arange(0, ROWS)
-    inside = rows < end
-    columns = tl.arange(0, WHOLE)
-    at = rows.to(tl.int64)
-    q = tl.load(q_ptr + at[:, None] * q_row + columns[None, :], mask=inside[:, None], other=0.0)
-    if REST:
-        more = tl.arange(0, REST)
-        wanted = inside[:, None] & (more < HEAD_DIM - WHOLE)[None, :]
-        q_rest = tl.load(q_ptr + at[:, None] * q_row + (WHOLE + more)[None, :], mask=wanted, other=0.0)
-    else:
-        q_rest = q
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, WHOLE], tl.float32)
-    out_rest = tl.zeros([ROWS, SPARE], tl.float32)
-    full = begin + (end - begin) // KEYS * KEYS
-    top, weight, out, out_rest = _keys(
-        top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, begin, full, end, scale, k_row, v_row,
-        HEAD_DIM, KEYS, WHOLE, REST, SPARE, False,
-    )  # fmt: skip
-    top, weight, out, out_rest = _keys(
-        top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, full, end, end, scale, k_row, v_row,
-        HEAD_DIM, KEYS, WHOLE, REST, SPARE, True,
-    )  # fmt: skip
-    out_ptr += head * HEAD_DIM
-    values = out / weight[:, None]
-    tl.store(out_ptr + at[:, None] * out_row + columns[None, :], values.to(out_ptr.dtype.element_ty), inside[:, None])
-    if REST:
-        values = (out_rest / weight[:, None]).to(out_ptr.dtype.element_ty)
-        spare = tl.arange(0, SPARE)
-        wanted = inside[:, None] & (spare < HEAD_DIM - WHOLE)[None, :]
-        tl.store(out_ptr + at[:, None] * out_row + (WHOLE + spare)[None, :], values, wanted)
+    start = tl.load(tile + 1)
+    last = tl.load(tile + 2)
+    if last > 0:
+        q_ptr += head * HEAD_DIM
+        k_ptr += head * HEAD_DIM
+        v_ptr += head * HEAD_DIM
+        rows = first + tl.arange(0, ROWS)
+        inside = rows < last
+        columns = tl.arange(0, WHOLE)
+        at = rows.to(tl.int64)
+        q = tl.load(q_ptr + at[:, None] * q_row + columns[None, :], mask=inside[:, None], other=0.0)
+        if REST:
+            more = tl.arange(0, REST)
+            wanted = inside[:, None] & (more < HEAD_DIM - WHOLE)[None, :]
+            q_rest = tl.load(q_ptr + at[:, None] * q_row + (WHOLE + more)[None, :], mask=wanted, other=0.0)
+        else:
+            q_rest = q
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, WHOLE], tl.float32)
+        out_rest = tl.zeros([ROWS, SPARE], tl.float32)
+        full = start + (last - start) // KEYS * KEYS
+        top, weight, out, out_rest = _keys(
+            top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, start, full, last, scale, k_row, v_row,
+            HEAD_DIM, KEYS, WHOLE, REST, SPARE, False,
+        )  # fmt: skip
+        top, weight, out, out_rest = _keys(
+            top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, full, last, last, scale, k_row, v_row,
+            HEAD_DIM, KEYS, WHOLE, REST, SPARE, True,
+        )  # fmt: skip
+        out_ptr += head * HEAD_DIM
+        values = out / weight[:, None]
+        tl.store(
+            out_ptr + at[:, None] * out_row + columns[None, :], values.to(out_ptr.dtype.element_ty), inside[:, None]
+        )
+        if REST:
+            values = (out_rest / weight[:, None]).to(out_ptr.dtype.element_ty)
+            spare = tl.arange(0, SPARE)
+            wanted = inside[:, None] & (spare < HEAD_DIM - WHOLE)[None, :]
+            tl.store(out_ptr + at[:, None] * out_row + (WHOLE + spare)[None, :], values, wanted)
 
 
 @triton.jit

@@ -5,19 +5,34 @@ import triton
 from torch import Tensor, nn
 from triton import language as tl
 
+from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+
+_MANY_ROWS = 1024
+_FEW_COLUMNS = 2048
+"""With so many rows, a program of one warp is faster, as long as it holds so few columns."""
+
 
 def add_norm(
-    hidden: Tensor, added: Tensor | None, norm: nn.Module, ahead: Tensor | None = None
+    hidden: Tensor,
+    added: Tensor | None,
+    norm: nn.Module,
+    ahead: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    overlapping: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`hidden + added`, rounded to their dtype, and its norm; `(rows, columns)` each, contiguous.
 
     `norm` is an `nn.LayerNorm`, or an RMS norm with `weight` and `eps`. Without `added`, the first result is `hidden`
-    itself. `ahead (columns,)`, the bias of the next layer, is added to the first result only, before rounding.
+    itself. `added` may be partial sums in float32, `(parts, rows, columns)`, and lack the `bias (columns,)` of their
+    layer. `ahead (columns,)`, the bias of the next layer, is added to the first result only, before rounding.
+    `overlapping` launches the kernel while the one before it runs, where the device can.
     """
-    assert added is not None or ahead is None
+    assert added is not None or (ahead is None and bias is None)
     rows, columns = hidden.shape
+    dependent = overlapping and is_dependent(hidden.device)
     weight: Tensor = norm.weight  # type: ignore[assignment]
-    bias = getattr(norm, "bias", None)
+    shift = getattr(norm, "bias", None)
     summed = torch.empty_like(hidden) if added is not None else hidden
     normed = torch.empty_like(hidden)
     _add_norm[(rows,)](
@@ -26,16 +41,21 @@ def add_norm(
         summed,
         normed,
         weight,
+        weight if shift is None else shift,
         weight if bias is None else bias,
         weight if ahead is None else ahead,
+        rows,
         epsilon(norm),
         COUNT=columns,
         COLUMNS=triton.next_power_of_2(columns),
-        ADD=added is not None,
+        PARTS=0 if added is None else len(added) if added.dim() > 2 else 1,
         CENTRE=isinstance(norm, nn.LayerNorm),
+        SHIFT=shift is not None,
         BIAS=bias is not None,
         AHEAD=ahead is not None,
-        num_warps=4,
+        DEPENDENT=dependent,
+        num_warps=1 if rows >= _MANY_ROWS and columns <= _FEW_COLUMNS else 4,
+        **({"launch_pdl": True} if dependent else {}),
     )
     return summed, normed
 
@@ -48,29 +68,40 @@ def epsilon(norm: nn.Module) -> float:
     raise ValueError(f"{type(norm).__name__} has no epsilon")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     hidden_ptr,
     added_ptr,
     summed_ptr,
     normed_ptr,
     weight_ptr,
+    shift_ptr,
     bias_ptr,
     ahead_ptr,
+    rows,
     epsilon,
     COUNT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     CENTRE: tl.constexpr,
+    SHIFT: tl.constexpr,
     BIAS: tl.constexpr,
     AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
     there = column < COUNT
     at = tl.program_id(0).to(tl.int64) * COUNT + column
+    begin(DEPENDENT)
     values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
-    if ADD:
-        values += tl.load(added_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if PARTS:
+        for part in tl.static_range(PARTS):
+            own = part * rows.to(tl.int64) * COUNT + at
+            values += tl.load(added_ptr + own, mask=there, other=0.0).to(tl.float32)
+        if BIAS:
+            values += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+    end(DEPENDENT)
+    if PARTS:
         summed = values
         if AHEAD:
             summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
@@ -85,6 +116,6 @@ def _add_norm(
         # The models' RMS norms round before scaling.
         scaled = scaled.to(normed_ptr.dtype.element_ty).to(tl.float32)
     scaled *= weight
-    if BIAS:
-        scaled += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+    if SHIFT:
+        scaled += tl.load(shift_ptr + column, mask=there, other=0.0).to(tl.float32)
     tl.store(normed_ptr + at, scaled.to(normed_ptr.dtype.element_ty), mask=there)

@@ -5,6 +5,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> None:
     """Rotate queries and keys of `qkv (rows, 3, heads, head_dim)` in place, in float32, rounding once.
@@ -14,6 +16,7 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> N
     `containment.contain`.
     """
     rows, _, heads, head_dim = qkv.shape
+    dependent = is_dependent(qkv.device)
     _rotate[(rows,)](
         qkv,
         cos,
@@ -24,7 +27,9 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> N
         LINES=triton.next_power_of_2(2 * heads),
         COLUMNS=triton.next_power_of_2(head_dim // 2),
         CONTAIN=contain,
+        DEPENDENT=dependent,
         num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 
@@ -48,12 +53,14 @@ def _rotate(
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
     CONTAIN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     line = tl.arange(0, LINES)
     column = tl.arange(0, COLUMNS)
     angle = row * (2 * HALF) + column
     turned = column < HALF
+    begin(DEPENDENT)
     cos_one = tl.load(cos_ptr + angle, mask=turned)[None, :]
     cos_two = tl.load(cos_ptr + angle + HALF, mask=turned)[None, :]
     sin_one = tl.load(sin_ptr + angle, mask=turned)[None, :]
@@ -62,6 +69,7 @@ def _rotate(
     at = qkv_ptr + row * row_stride + line[:, None] * (2 * HALF) + column[None, :]
     one = tl.load(at, mask=there).to(tl.float32)
     two = tl.load(at + HALF, mask=there).to(tl.float32)
+    end(DEPENDENT)
     first = one * cos_one - two * sin_one
     second = two * cos_two + one * sin_two
     if CONTAIN:

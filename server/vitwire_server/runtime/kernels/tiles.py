@@ -40,24 +40,42 @@ class AttentionTile:
         return itemsize * (blocks + queries) + _BARRIER_BYTES
 
 
-def attention_rows(rows: int, heads: int, on: Architecture) -> int:
-    """Rows of a program: fewer if there would be too few programs for the device."""
-    return _MANY_ROWS if -(-rows // _MANY_ROWS) * heads >= _PROGRAMS * on.processors else _FEW_ROWS
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How attention divides its rows among programs."""
+
+    rows: int
+    """Of a tile."""
+    programs: int = 0
+    """They take tiles and heads in turn, and skip the tiles of empty slots at once; 0: a program for each."""
+
+
+def attention_division(rows: int, heads: int, longest: int, on: Architecture) -> Division:
+    """Small tiles if they are few, and programs that take turns where the device holds all of them at once."""
+    few, many = (-(-rows // each) * heads for each in (_FEW_ROWS, _MANY_ROWS))
+    if few <= on.processors:
+        return Division(_FEW_ROWS, on.processors)
+    if many >= _PROGRAMS * on.processors:
+        return Division(_MANY_ROWS)
+    if longest <= _FEW_ROWS:
+        return Division(_FEW_ROWS)
+    return Division(_MANY_ROWS, on.processors if many <= on.processors else _PROGRAMS * on.processors)
 
 
 @lru_cache
-def attention_tile(rows: int, head_dim: int, itemsize: int, on: Architecture) -> AttentionTile:
-    """The tile of a program of `rows` rows, with as many stages and keys as shared memory allows.
+def attention_tile(division: Division, head_dim: int, itemsize: int, on: Architecture) -> AttentionTile:
+    """The tile of a program, with as many stages and keys as shared memory allows.
 
     Values of 72 or 80 columns are computed as 64 + 64 where matrix units read from shared memory, since Triton 3.6
     miscompiles products that are narrower there. Programs of many rows have eight warps, in whose registers everything
-    fits; on Hopper four, which were measured.
+    fits; on Hopper four, which were measured, unless each has a multiprocessor of its own.
     """
     whole = 1 << (head_dim.bit_length() - 1)
     rest = max(_NARROWEST, 1 << (head_dim - whole - 1).bit_length()) if head_dim > whole else 0
     spare = 64 if on.multiplies_from_shared or not rest else rest
-    many = rows == _MANY_ROWS
-    warps = 8 if many and on.capability[0] != _HOPPER else 4
-    sizes = _STAGES_AND_KEYS if many else _STAGES_AND_KEYS[1:]
-    tiles = [AttentionTile(rows, keys, whole, rest, spare, stages, warps) for stages, keys in sizes]
+    many = division.rows == _MANY_ROWS
+    alone = 0 < division.programs <= on.processors
+    warps = 8 if many and (alone or on.capability[0] != _HOPPER) else 4
+    sizes = _STAGES_AND_KEYS if many or alone else _STAGES_AND_KEYS[1:]
+    tiles = [AttentionTile(division.rows, keys, whole, rest, spare, stages, warps) for stages, keys in sizes]
     return next((tile for tile in tiles if tile.shared_bytes(itemsize, on) <= on.block_bytes), tiles[-1])

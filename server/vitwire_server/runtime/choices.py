@@ -1,0 +1,46 @@
+"""What was chosen by measurement on a device, kept on disk beside Triton's compiled kernels."""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import triton
+
+
+@dataclass(slots=True)
+class Choices:
+    """Names of choices by the name of what was measured, for one device and version of the libraries."""
+
+    _path: Path
+    made: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, device: torch.device, library: int) -> "Choices":
+        """The choices that were kept for a device of this kind; none if the file cannot be read."""
+        name = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device))
+        versions = f"{library}-{torch.__version__}-{triton.__version__}"
+        return cls.read(Path(triton.knobs.cache.dir) / f"vitwire-products-{name}-{versions}.json")
+
+    @classmethod
+    def read(cls, path: Path) -> "Choices":
+        """The choices in a file; none if it cannot be read."""
+        with suppress(OSError, ValueError, AttributeError):
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, {str(key): str(value) for key, value in kept.items()})
+        return cls(path)
+
+    def get(self, name: str) -> str | None:
+        """What was chosen; None if it was not measured yet."""
+        return self.made.get(name)
+
+    def put(self, name: str, choice: str) -> None:
+        """Keep a choice; on disk if possible, with what other processes have kept since."""
+        self.made = self.read(self._path).made | self.made | {name: choice}
+        whole = self._path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            whole.write_text(json.dumps(self.made), encoding="utf-8")
+            whole.replace(self._path)

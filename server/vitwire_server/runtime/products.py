@@ -1,0 +1,274 @@
+"""The products of a tower's blocks, each in the way that was fastest for its number of rows.
+
+While a forward is recorded, the algorithms that cuBLASLt proposes are timed on the weights of all blocks, which are
+more than the device's cache holds, against what torch would take; the fastest one that is as accurate is kept, also on
+disk. Eager forwards take torch's. Used on the engine thread.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vitwire_server.runtime.choices import Choices
+from vitwire_server.runtime.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
+from vitwire_server.runtime.devices import architecture
+from vitwire_server.runtime.kernels.dependent import is_dependent
+from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.products import TILES, Tile, partial_sums
+from vitwire_server.runtime.recording import is_recording
+
+_log = logging.getLogger(__name__)
+_TUNED = (torch.bfloat16, torch.float16)
+_SPLIT_ROWS = 512
+"""Rows up to which a product may be split: with more, there are enough tiles."""
+_COLD_BYTES = 100_000_000
+"""Weights that a timing goes through: more than the cache of any device of today."""
+_CHECKED_ROWS = 256
+_REPEATS = 3
+_LEAST_GAIN = 0.98
+_MOST_ERROR = 1.1
+"""Accepted error, relative to that of torch's product."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What decides how fast a product is."""
+
+    rows: int
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    epilogue: Epilogue
+    accumulates: bool = False
+
+    @property
+    def name(self) -> str:
+        """For the log and the file of choices."""
+        then = "+=" if self.accumulates else self.epilogue.name.lower()
+        return f"{self.rows}x{self.depth}x{self.columns} {str(self.dtype).removeprefix('torch.')} {then}"
+
+
+@dataclass(slots=True)
+class Products:
+    """Products with the weights of one tower, for one stream at a time."""
+
+    _weights: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
+    """By shape."""
+    _algorithms: dict[_Size, Algorithm | None] = field(default_factory=dict)
+    _tiles: dict[_Size, Tile | None] = field(default_factory=dict)
+    _library: CublasLt | None = None
+    _choices: Choices | None = None
+    _unavailable: bool = False
+
+    def register(self, *weights: Tensor) -> None:
+        """Count `weights` among those that products are timed on."""
+        for weight in weights:
+            self._weights.setdefault(tuple(weight.shape), []).append(weight)
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None, *, gelu: bool = False) -> Tensor:
+        """`rows (count, depth)` by `weight (columns, depth)`, with tanh GELU if wanted, which needs a bias."""
+        algorithm = self._algorithm(rows, weight, _epilogue(bias, gelu=gelu))
+        if algorithm is None:
+            return _linear(rows, weight, bias, gelu=gelu)
+        out = rows.new_empty(len(rows), len(weight))
+        self._run(algorithm, rows, weight, bias, out)
+        return out
+
+    def add(self, hidden: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        """`hidden` with `rows` by `weight` added in place."""
+        algorithm = self._algorithm(rows, weight, Epilogue.NONE, accumulates=True)
+        if algorithm is None:
+            return hidden.addmm_(rows, weight.t())
+        self._run(algorithm, rows, weight, None, hidden)
+        return hidden
+
+    def add_norm(
+        self, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module, ahead: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden` with the linear layer of `rows` added, and its norm; as `norms.add_norm`."""
+        tile = self._tile(hidden, rows, linear, norm)
+        if tile is None:
+            return add_norm(hidden, self.linear(rows, linear.weight, linear.bias), norm, ahead, overlapping=True)
+        parts = partial_sums(rows, linear.weight, tile)
+        return add_norm(hidden, parts, norm, ahead, bias=linear.bias, overlapping=True)
+
+    def _run(self, algorithm: Algorithm, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        assert self._library is not None
+        self._library.run(algorithm, rows, weight, bias, out)
+
+    def _tunes(self, rows: Tensor, weight: Tensor) -> bool:
+        """Whether this product may be done in a way of its own."""
+        return (
+            is_recording()
+            and not self._unavailable
+            and rows.is_cuda
+            and rows.dtype in _TUNED
+            and rows.is_contiguous()
+            and tuple(weight.shape) in self._weights
+            and weight.is_contiguous()
+        )
+
+    def _algorithm(
+        self, rows: Tensor, weight: Tensor, epilogue: Epilogue, *, accumulates: bool = False
+    ) -> Algorithm | None:
+        if not self._tunes(rows, weight):
+            return None
+        size = _Size(len(rows), *_sides(weight), rows.dtype, epilogue, accumulates)
+        if size not in self._algorithms:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            self._algorithms[size] = self._chosen(size, rows.device)
+        return self._algorithms[size]
+
+    def _chosen(self, size: _Size, device: torch.device) -> Algorithm | None:
+        try:
+            self._library = self._library or CublasLt(device)
+            self._choices = self._choices or Choices.of(device, self._library.version)
+            weights = self._weights[size.columns, size.depth]
+            proposals = self._library.proposals(size.rows, weights[0], size.epilogue, accumulates=size.accumulates)
+        except (OSError, CublasLtError) as error:
+            _log.warning("products take torch's algorithms: %s", error)
+            self._unavailable = self._library is None
+            return None
+        known = self._choices.get(size.name)
+        if known is not None:
+            return next((each for each in proposals if each.state.hex() == known), None)
+        fastest = self._fastest(size, proposals, weights, device)
+        self._choices.put(size.name, fastest.state.hex() if fastest else "")
+        return fastest
+
+    def _fastest(
+        self, size: _Size, proposals: Sequence[Algorithm], weights: Sequence[Tensor], device: torch.device
+    ) -> Algorithm | None:
+        """The fastest of `proposals`; None if torch's product is as fast."""
+        generator = torch.Generator(device).manual_seed(0)
+        rows = torch.randn(size.rows, size.depth, generator=generator, device=device, dtype=size.dtype)
+        bias = None if size.epilogue is Epilogue.NONE else weights[0].new_zeros(size.columns)
+        out = rows.new_zeros(size.rows, size.columns)
+        gelu = size.epilogue is Epilogue.BIAS_TANH_GELU
+
+        def torch_way(weight: Tensor) -> None:
+            if size.accumulates:
+                out.addmm_(rows, weight.t())
+            else:
+                _linear(rows, weight, bias, gelu=gelu)
+
+        exact = _exact(rows, weights[0], gelu=gelu)
+        most = _MOST_ERROR * _error(_linear(rows, weights[0], bias, gelu=gelu), exact)
+        best, least = None, _LEAST_GAIN * _seconds(torch_way, weights)
+        for proposal in proposals:
+            try:
+                self._run(proposal, rows, weights[0], bias, out.zero_())
+                if not _error(out, exact) <= most:
+                    continue
+                taken = _seconds(lambda weight, own=proposal: self._run(own, rows, weight, bias, out), weights)  # type: ignore[misc]
+            except RuntimeError as error:
+                _log.debug("%s: an algorithm failed: %s", size.name, error)
+                continue
+            if taken < least:
+                best, least = proposal, taken
+        return best
+
+    def _tile(self, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module) -> Tile | None:
+        weight = linear.weight
+        if len(rows) > _SPLIT_ROWS or not self._tunes(rows, weight) or not is_dependent(rows.device):
+            return None
+        size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(linear.bias, gelu=False))
+        if size not in self._tiles:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            self.linear(rows, weight, linear.bias)  # chooses what tiles are compared with
+            self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
+        return self._tiles[size]
+
+    def _fastest_tile(
+        self, size: _Size, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module
+    ) -> Tile | None:
+        assert self._choices is not None
+        shared = architecture(rows.device).block_bytes
+        fitting = {str(index): tile for index, tile in enumerate(TILES) if tile.fits(linear.weight, shared)}
+        name = f"{size.name} and norm"
+        if (known := self._choices.get(name)) is not None:
+            return fitting.get(known)
+        weights = self._weights[size.columns, size.depth]
+
+        generator = torch.Generator(rows.device).manual_seed(0)
+        sample = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=rows.dtype)
+
+        def whole(weight: Tensor) -> None:
+            add_norm(hidden, self.linear(sample, weight, linear.bias), norm, overlapping=True)
+
+        exact = _exact(sample, linear.weight, gelu=False)
+        most = _MOST_ERROR * _error(_linear(sample, linear.weight, None, gelu=False), exact)
+        best, least = "", _LEAST_GAIN * _seconds(whole, weights)
+        for index, tile in fitting.items():
+            if not _error(partial_sums(sample, linear.weight, tile).sum(0), exact) <= most:
+                continue
+
+            def split(weight: Tensor, tile: Tile = tile) -> None:
+                add_norm(hidden, partial_sums(sample, weight, tile), norm, bias=linear.bias, overlapping=True)
+
+            split(linear.weight)
+            taken = _seconds(split, weights)
+            if taken < least:
+                best, least = index, taken
+        self._choices.put(name, best)
+        return fitting.get(best)
+
+
+def _sides(weight: Tensor) -> tuple[int, int]:
+    columns, depth = weight.shape
+    return columns, depth
+
+
+def _epilogue(bias: Tensor | None, *, gelu: bool) -> Epilogue:
+    if gelu:
+        return Epilogue.BIAS_TANH_GELU
+    return Epilogue.NONE if bias is None else Epilogue.BIAS
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
+    if gelu:
+        assert bias is not None
+        # cuBLAS applies the bias and tanh GELU to its float32 sums.
+        return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)  # noqa: SLF001
+    return functional.linear(rows, weight, bias)
+
+
+def _exact(rows: Tensor, weight: Tensor, *, gelu: bool) -> Tensor:
+    """The product of the first rows in float32."""
+    sums = rows[:_CHECKED_ROWS].float() @ weight.float().t()
+    return functional.gelu(sums, approximate="tanh") if gelu else sums
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return float((got[: len(exact)].float() - exact).norm() / exact.norm())
+
+
+def _seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
+    """Median seconds of `run` in a graph of calls on different weights, which the cache does not hold."""
+    count = max(1, min(len(weights), -(-_COLD_BYTES // weights[0].nbytes)))
+    run(weights[0])
+    stream = torch.cuda.Stream(weights[0].device)
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS + 1)]
+    torch.cuda.synchronize(weights[0].device)
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            for weight in weights[:count]:
+                run(weight)
+        finally:
+            graph.capture_end()
+        for before, after in events:
+            before.record()
+            graph.replay()
+            after.record()
+    stream.synchronize()
+    return float(median(before.elapsed_time(after) for before, after in events[1:])) / 1e3 / count

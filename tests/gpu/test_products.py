@@ -1,0 +1,156 @@
+"""Products of recorded forwards: split, by a chosen algorithm, beside blocks.
+
+`make kernel-test` runs the split ones on a CPU.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+from tests.gpu.test_kernels import distance, interpreted
+
+from vitwire_server.runtime.branches import hasten_mergers
+from vitwire_server.runtime.choices import Choices
+from vitwire_server.runtime.graphs import CudaRecorder
+from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.products import TILES, Tile, partial_sums
+from vitwire_server.runtime.products import Products
+
+HOPPER = (9, 0)
+SHARED = 200_000
+
+
+@pytest.fixture
+def dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < HOPPER:
+            pytest.skip("needs the copy engine of compute capability 9.0")
+        return torch.bfloat16
+    if not interpreted():
+        pytest.skip("a CPU runs Triton's kernels only in its interpreter: make kernel-test")
+    return torch.float32
+
+
+@pytest.fixture
+def cuda(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        pytest.skip("cuBLASLt")
+    return device
+
+
+@pytest.mark.parametrize("tile", [*TILES, Tile(64, 64, 32, 4, 3, 1)], ids=str)
+@pytest.mark.parametrize(("count", "columns", "depth"), [(70, 144, 400), (196, 1152, 1152), (49, 1152, 4304)])
+def test_parts_add_up_to_the_product(
+    tile: Tile, count: int, columns: int, depth: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    if device.type == "cpu" and count * depth > 70 * 400:
+        pytest.skip("takes long in the interpreter")
+    rows, hidden = (torch.randn(count, each, device=device, dtype=dtype) for each in (depth, columns))
+    linear = nn.Linear(depth, columns, device=device, dtype=dtype).requires_grad_(False)
+    norm = nn.LayerNorm(columns, eps=1e-6, device=device, dtype=dtype).requires_grad_(False)
+    if not tile.fits(linear.weight, SHARED):
+        pytest.skip("the inner dimension has too few steps for this tile")
+    parts = partial_sums(rows, linear.weight, tile)
+    assert parts.shape == (tile.splits, count, columns)
+    assert distance(parts.sum(0), rows.float() @ linear.weight.float().t()) <= 1e-5
+    summed, normed = add_norm(hidden, parts, norm, norm.bias, bias=linear.bias, overlapping=True)
+    exact = hidden.float() + functional.linear(rows.float(), linear.weight.float(), linear.bias.float())
+    eps = torch.finfo(dtype).eps
+    assert distance(summed, exact + norm.bias.float()) <= max(1e-6, eps)
+    expected = functional.layer_norm(exact, (columns,), norm.weight.float(), norm.bias.float(), 1e-6)
+    assert distance(normed, expected) <= max(1e-5, 2 * eps)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("count", [49, 196, 1568])
+def test_recorded_products_are_those_of_torch(
+    count: int, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton  # noqa: PLC0415 - there only where the tests run
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    layers = [nn.Linear(1152, 1152, device=cuda, dtype=torch.bfloat16) for _ in range(3)]
+    norm = nn.LayerNorm(1152, eps=1e-6, device=cuda, dtype=torch.bfloat16)
+    rows, hidden = torch.randn(2, count, 1152, device=cuda, dtype=torch.bfloat16)
+    linear = layers[1]
+
+    def results(products: Products) -> list[Tensor]:
+        return [
+            products.linear(rows, linear.weight, linear.bias),
+            products.linear(rows, linear.weight, None),
+            products.linear(rows, linear.weight, linear.bias, gelu=True),
+            products.add(hidden.clone(), rows, linear.weight),
+            *products.add_norm(hidden, rows, linear, norm, norm.bias),
+        ]
+
+    expected = [each.clone() for each in results(Products())]
+    for _ in range(2):  # measured, then read from the file
+        products, recorded = Products(), [torch.empty_like(each) for each in expected]
+        products.register(*(layer.weight for layer in layers))
+
+        def forward(products: Products = products, into: list[Tensor] = recorded) -> None:
+            for target, each in zip(into, results(products), strict=True):
+                target.copy_(each)
+
+        replay = CudaRecorder(torch.cuda.Stream(cuda)).record(forward)
+        for target in recorded:
+            target.fill_(torch.nan)
+        torch.cuda.synchronize()
+        replay()
+        torch.cuda.synchronize()
+        for got, want in zip(recorded, expected, strict=True):
+            assert distance(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
+        assert len(list(tmp_path.glob("vitwire-products-*.json"))) == 1
+
+
+class Merging(nn.Module):
+    """As a tower with mergers of inner layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.deepstack_merger_list = nn.ModuleList(nn.Linear(256, 512) for _ in range(2))
+        self.merger = nn.Linear(256, 512)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        inner = []
+        for number, block in enumerate(self.blocks):
+            rows = rows + functional.gelu(block(rows))
+            if number < len(self.deepstack_merger_list):
+                inner.append(self.deepstack_merger_list[number](rows))
+        return torch.cat([self.merger(rows), *inner], dim=-1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("count", [40, 600])
+def test_mergers_beside_the_blocks(count: int, cuda: torch.device) -> None:
+    model = Merging().to(cuda, torch.bfloat16)
+    rows, out = torch.empty(count, 256, device=cuda, dtype=torch.bfloat16), torch.empty(count, 1536, device=cuda)
+    plain = torch.randn(3, count, 256, device=cuda).bfloat16().unbind()
+    expected = [model(each).float() for each in plain]
+    assert hasten_mergers(model, list(model.blocks)) == 3
+
+    def forward() -> None:
+        out.copy_(model(rows))
+
+    replay = CudaRecorder(torch.cuda.Stream(cuda)).record(forward)
+    for given, want in zip(plain, expected, strict=True):
+        rows.copy_(given)
+        replay()
+        torch.cuda.synchronize()
+        assert distance(out, want) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_choices_are_kept_for_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "choices.json"
+    assert Choices(path).get("196x1152x1152") is None
+    Choices(path).put("196x1152x1152", "beef")
+    Choices(path).put("49x1152x1152", "")
+    assert (Choices.read(path).get("196x1152x1152"), Choices.read(path).get("49x1152x1152")) == ("beef", "")
+    path.write_text("[", encoding="utf-8")
+    assert Choices.read(path).get("49x1152x1152") is None
