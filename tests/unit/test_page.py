@@ -57,8 +57,8 @@ class Document(HTMLParser):
 def metrics() -> Metrics:
     made = Metrics()
     small, large = (budget(tokens, merge=2, max_items=8, max_frames=8) for tokens in (64, 1024))
-    made.model.captured(2, 1, 2.0, 1 << 20)
-    made.engine.graphs_captured(Ladder((small, large)))
+    made.model.captured(1, 2.0, 1 << 20)
+    made.ladder.in_use(Ladder((small, large)))
     ran: Sequence[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
     made.engine.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
     made.engine.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))

@@ -107,7 +107,11 @@ class ServeSettings(BaseSettings):
     )
     budgets: str = Field(
         default="auto",
-        description="token counts of the budgets (64,256,1024), a file written by vitwire-server budgets, or auto",
+        description="token counts of the budgets (64,256,1024), a file written by vitwire-server budgets, auto: the "
+        "model's default ladder, or learn: begin with that and follow the loads",
+    )
+    state_dir: Path | None = Field(
+        default=None, description="directory for what --budgets learn learns; none: the checkpoint's directory"
     )
     graph_memory: int = Field(
         default=4096 * _MIB, ge=0, description="estimated bytes that automatically chosen budgets may use"
@@ -282,7 +286,7 @@ class ServeSettings(BaseSettings):
     @field_validator("budgets")
     @classmethod
     def _budgets_are_token_counts(cls, value: str) -> str:
-        if value != "auto":
+        if value not in ("auto", "learn"):
             token_counts(value)
         return value
 
@@ -355,7 +359,12 @@ class ServeSettings(BaseSettings):
     @property
     def budget_sizes(self) -> list[int] | None:
         """Tokens of each budget, ascending; None for automatic budgets."""
-        return None if self.budgets == "auto" else token_counts(self.budgets)
+        return None if self.budgets in ("auto", "learn") else token_counts(self.budgets)
+
+    @property
+    def learns(self) -> bool:
+        """Whether budgets follow the loads."""
+        return self.budgets == "learn"
 
     @property
     def message_bytes(self) -> int:

@@ -17,12 +17,15 @@ from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
+from vitwire_server.process.learning import beginning, memory_bound
 from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
+from vitwire_server.runtime.learning import LadderLearner
+from vitwire_server.runtime.live_capture import LiveCapture
 from vitwire_server.runtime.outbox import Outbox
 from vitwire_server.runtime.pinning import pin
 from vitwire_server.runtime.staging import Stager
@@ -58,6 +61,8 @@ class LoadedModel:
     """A small item that was encoded successfully."""
     outbox: Outbox | None
     """Device memory that rows are delivered from."""
+    learner: LadderLearner | None
+    """Fits the ladder to the loads."""
 
 
 def load_model(
@@ -85,8 +90,10 @@ def load_model(
         memory.arena.touch(memory.kept)
         pin(memory.arena.view(0, memory.kept))
     streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
+    ladder, recorder = _ladder(settings, tower, mode), _recorder(mode, streams)
+    learning = beginning(settings, tower, checkpoint.folder, loaded.fingerprint, ladder)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
-        graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, streams), metrics)
+        graphs, taken = _capture(tower, learning.ladder if learning else ladder, recorder, metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
     outbox = Outbox(device, _OUTBOX_BYTES) if settings.nixl and device.type == "cuda" else None
     engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot, outbox)
@@ -113,7 +120,11 @@ def load_model(
     reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
     dropped = Ladder(tuple(sorted(graphs.dropped)))
     planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
-    return LoadedModel(engine, planner, card, tower, canary, outbox)
+    learner = None
+    if learning and graphs.ladder.largest:
+        capture = LiveCapture(tower, engine, graphs, streams, recorder, memory_bound(settings.graph_memory, taken))
+        learner = learning.learner(capture, planner, metrics.ladder)
+    return LoadedModel(engine, planner, card, tower, canary, outbox, learner)
 
 
 def _device(name: str) -> torch.device:
@@ -177,7 +188,7 @@ def _compiles(setting: str, tower: Tower) -> bool:
 
 
 def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
-    """The budgets of `--budgets`; with auto, as many as fit in `--graph-memory`."""
+    """The budgets of `--budgets`; with auto and learn, the tower's own that fit in `--graph-memory`."""
     if mode == "off":
         if settings.budgets != "auto":
             _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
@@ -200,20 +211,21 @@ def _bytes_per_token(tower: Tower) -> int:
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
 
 
-def _recorder(mode: str, streams: Streams) -> Recorder:
+def _recorder(mode: str, streams: Streams) -> LiveRecorder:
     return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
 
 
-def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
+def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> tuple[GraphSet, int]:
+    """The graphs, and the bytes that they take."""
     if len(ladder):
         _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
     start = time.perf_counter()
     before = torch.cuda.memory_reserved(tower.device) if tower.device.type == "cuda" else 0
     graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
     reserved = torch.cuda.memory_reserved(tower.device) - before if tower.device.type == "cuda" else graphs.nbytes
-    metrics.model.captured(len(graphs.ladder), len(graphs.dropped), time.perf_counter() - start, reserved)
-    metrics.engine.graphs_captured(graphs.ladder)
-    return graphs
+    metrics.model.captured(len(graphs.dropped), time.perf_counter() - start, reserved)
+    metrics.ladder.in_use(graphs.ladder)
+    return graphs, reserved
 
 
 def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:

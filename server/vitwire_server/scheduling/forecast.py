@@ -16,6 +16,7 @@ class Forecast:
         self._batches: deque[tuple[float, float]] = deque(maxlen=_BATCHES)
         self._busy_until = 0.0
         self._last_end = 0.0
+        self._interrupted = 0.0
         self.pace = 1.0
         """Measured over predicted seconds; 1 until something ran."""
 
@@ -25,10 +26,16 @@ class Forecast:
 
     def ran(self, predicted: float, started: float, now: float) -> None:
         """A batch is done; it had the device to itself since the previous one ended."""
-        self._batches.append((predicted, now - max(started, self._last_end)))
-        self._last_end = now
+        since, self._last_end = max(started, self._last_end), now
+        if started < self._interrupted:
+            return
+        self._batches.append((predicted, now - since))
         expected, spent = map(sum, zip(*self._batches, strict=True))
         self.pace = spent / expected if expected and spent else 1.0
+
+    def interrupted(self, now: float) -> None:
+        """Until now the engine did something else: what is in flight says nothing about the pace."""
+        self._interrupted = now
 
     def idle(self) -> None:
         """Nothing is in flight."""

@@ -60,13 +60,17 @@ class Planner:
         costs: Costs = ASSUMED,
     ) -> None:
         """`without_graph` is the reason given when the ladder is empty, `dropped` what could not be captured."""
+        self.ladder = ladder
+        self.costs = costs
         self._dropped = dropped
-        self._ladder = ladder
         self._bounds = bounds
         self._without_graph = without_graph
-        self._costs = costs
         self._kept: dict[int, float] = {}
         self._options = Options([budget.tokens for budget in ladder], costs.replay)
+
+    def changed(self, ladder: Ladder, costs: Costs) -> "Planner":
+        """A planner for another ladder, within the same bounds."""
+        return Planner(ladder, self._bounds, without_graph=self._without_graph, dropped=self._dropped, costs=costs)
 
     def plan(self, footprints: Sequence[Footprint]) -> Plan:
         """Batches that hold each of `footprints` exactly once, by position."""
@@ -84,7 +88,7 @@ class Planner:
     @property
     def capacity(self) -> int:
         """Tokens of the largest batch; a larger item runs alone."""
-        return self._ladder.largest.tokens if self._ladder.largest else self._bounds.tokens
+        return self.ladder.largest.tokens if self.ladder.largest else self._bounds.tokens
 
     def estimate(self, tokens: int) -> float:
         """Predicted time of so many tokens in as few batches as can hold them."""
@@ -98,10 +102,10 @@ class Planner:
     def predict(self, budget: Budget | None, footprints: Sequence[Footprint]) -> Prediction:
         """Predicted time of a batch of all of `footprints`."""
         forward = self._seconds(budget, (footprint.tokens for footprint in footprints))
-        return Prediction(forward, self._costs.attention(footprints))
+        return Prediction(forward, self.costs.attention(footprints))
 
     def _seconds(self, budget: Budget | None, tokens: Iterable[int]) -> float:
-        return self._costs.eager(sum(tokens)) if budget is None else self._costs.replay(budget.tokens)
+        return self.costs.eager(sum(tokens)) if budget is None else self.costs.replay(budget.tokens)
 
     def _least(self, tokens: int) -> float:
         """Predicted time of the cheapest batch that holds `tokens`; kept, as each request asks for some."""
@@ -112,18 +116,18 @@ class Planner:
         return self._kept[tokens]
 
     def _cheapest_seconds(self, tokens: int) -> float:
-        replays = (self._costs.replay(budget.tokens) for budget in self._ladder if budget.tokens >= tokens)
-        return min((self._costs.eager(tokens), *replays))
+        replays = (self.costs.replay(budget.tokens) for budget in self.ladder if budget.tokens >= tokens)
+        return min((self.costs.eager(tokens), *replays))
 
     def _fallback(self, footprint: Footprint) -> Fallback | None:
         """Why no graph can take this item alone; None if one can."""
-        if self._ladder.smallest_fitting(footprint, 1):
+        if self.ladder.smallest_fitting(footprint, 1):
             return None
         if self._dropped.smallest_fitting(footprint, 1):
             return Fallback.NOT_CAPTURED
-        if self._ladder.largest is None:
+        if self.ladder.largest is None:
             return self._without_graph
-        if footprint.segments > self._ladder.largest.max_segments:
+        if footprint.segments > self.ladder.largest.max_segments:
             return Fallback.TOO_MANY_FRAMES
         return Fallback.OVERSIZE
 
@@ -138,7 +142,7 @@ class Planner:
         return self._with_eager(batches, footprints)
 
     def _fits(self, load: Footprint, items: int) -> bool:
-        return self._bounds.hold(load, items) and self._ladder.smallest_fitting(load, items) is not None
+        return self._bounds.hold(load, items) and self.ladder.smallest_fitting(load, items) is not None
 
     def _on_budgets(self, groups: Iterable[Sequence[int]], footprints: Sequence[Footprint]) -> list[Batch] | None:
         """Each group on its cheapest budget; None if a group breaks a bound."""
@@ -153,8 +157,8 @@ class Planner:
 
     def _cheapest(self, load: Footprint, items: int) -> Budget | None:
         """The budget of least predicted cost that holds the load: not always the smallest one."""
-        fitting = [budget for budget in self._ladder if budget.fits(load, items)]
-        return min(fitting, key=lambda budget: self._costs.replay(budget.tokens), default=None)
+        fitting = [budget for budget in self.ladder if budget.fits(load, items)]
+        return min(fitting, key=lambda budget: self.costs.replay(budget.tokens), default=None)
 
     def _with_eager(self, batches: Iterable[Batch], footprints: Sequence[Footprint]) -> list[Batch]:
         """The batches, each or two together replaced by an eager forward where that is cheaper."""

@@ -21,7 +21,6 @@ class ModelMetrics:
             "attention",
         )
         self._weights = series.gauge("weights_info", "Fingerprint of the weights being served; always 1", "fingerprint")
-        self._captured = series.gauge("graphs_captured", "Budgets whose graph was captured")
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
         self._capture_seconds = series.gauge("graph_capture_seconds", "Time it took to capture all graphs")
         self._pool_bytes = series.gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
@@ -31,9 +30,8 @@ class ModelMetrics:
         self._weights.labels(fingerprint).set(1)
         self._model.labels(**labels).set(1)
 
-    def captured(self, graphs: int, dropped: int, seconds: float, nbytes: int) -> None:
+    def captured(self, dropped: int, seconds: float, nbytes: int) -> None:
         """Capture is done."""
-        self._captured.set(graphs)
         self._dropped.set(dropped)
         self._capture_seconds.set(seconds)
         self._pool_bytes.set(nbytes)

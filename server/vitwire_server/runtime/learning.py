@@ -1,0 +1,195 @@
+"""`--budgets learn`: a ladder that follows the loads. Used on the engine thread, but for the fits."""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import inf
+from types import MappingProxyType
+
+from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.grids import Footprint
+from vitwire_server.fitting.histogram import Demands, LoadHistogram
+from vitwire_server.fitting.refits import Proposal, propose
+from vitwire_server.fitting.state import Learned, StateFile
+from vitwire_server.observe.metrics.ladder import LadderMetrics, Result
+from vitwire_server.runtime.live_capture import CaptureFailed, LiveCapture
+from vitwire_server.scheduling.planner import Planner
+
+_log = logging.getLogger(__name__)
+_FIT_EVERY = 256
+"""Loads from one fit to the next."""
+_SHARE = 0.2
+"""Share of the engine thread's time that captures may take."""
+_MOST_FAILURES = 3
+"""Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
+
+
+@dataclass(slots=True)
+class Change:
+    """A change of the ladder that is under way."""
+
+    proposal: Proposal
+    began: float
+    captured: int = 0
+    spent: float = 0.0
+    """Seconds of the engine thread."""
+    longest: float = 0.0
+    """Seconds of the longest part, for which batches waited."""
+
+
+class LadderLearner:
+    """See Learner. Fits in a thread, captures between batches, and keeps what it learned in a file."""
+
+    def __init__(
+        self,
+        capture: LiveCapture,
+        planner: Planner,
+        demands: Demands,
+        default: Ladder,
+        metrics: LadderMetrics,
+        *,
+        file: StateFile | None = None,
+        learned: Learned | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`planner` is in use with the ladder that was captured; `learned` is what was read from `file`."""
+        self._capture = capture
+        self._planner = planner
+        self._demands = demands
+        self._default = [budget.tokens for budget in default]
+        self._metrics = metrics
+        self._file = file
+        self._clock = clock
+        self._histogram = LoadHistogram(learned.loads if learned else None)
+        self._served = 0
+        """Loads since the last change."""
+        self._fitted_at = 0
+        self._failures = 0
+        self._rest_until = 0.0
+        self._fit: Future[Proposal | None] | None = None
+        self._change: Change | None = None
+        self._parts: Generator[None, None, Planner] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fitting")
+        self.on_change: Callable[[Ladder], None] | None = None
+        """Called with each new ladder, on the engine thread."""
+
+    def planned(self, window: Sequence[Footprint], taken: int) -> None:
+        """See Learner."""
+        if self._failures >= _MOST_FAILURES:
+            return
+        if (tokens := self._demands.of(window, taken)) is None:
+            return
+        self._histogram.add(tokens, taken / len(window))
+        self._served += 1
+        if self._histogram.added - self._fitted_at >= _FIT_EVERY and not (self._fit or self._parts):
+            self._fitted_at = self._histogram.added
+            current = [budget.tokens for budget in self._planner.ladder]
+            state = (self._histogram.loads, current, self._default, self._planner.costs, self._served)
+            self._fit = self._worker.submit(propose, *state)
+
+    def seconds_until_due(self) -> float:
+        """See Learner."""
+        if self._parts or (self._fit and self._fit.done()):
+            return max(0.0, self._rest_until - self._clock())
+        return inf
+
+    def step(self) -> Planner | None:
+        """See Learner."""
+        if self._fit and self._fit.done():
+            self._begin(self._fit)
+            self._fit = None
+        if self._parts is None or self._change is None:
+            return None
+        start = self._clock()
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            self._parts = None
+            self._rest(start)
+            return end.value  # type: ignore[no-any-return]  # of the generator
+        except CaptureFailed as error:
+            self._give_up(error)
+        self._rest(start)
+        return None
+
+    def replaced(self) -> None:
+        """See Learner."""
+        change, ladder = self._change, self._planner.ladder
+        assert change, "a change ends with a new planner"
+        self._change = None
+        start = self._clock()
+        self._capture.keep(ladder)
+        self._rest(start)
+        self._served = 0
+        self._announce(change, ladder)
+        if self.on_change:
+            self.on_change(ladder)
+        if self._file:
+            learned = Learned(change.proposal.sizes, self._histogram.loads)
+            self._worker.submit(self._file.write, learned)
+
+    def _begin(self, fit: "Future[Proposal | None]") -> None:
+        try:
+            proposal = fit.result()
+        except Exception:  # noqa: BLE001 - a fit that fails must not end the engine
+            self._failures = _MOST_FAILURES
+            _log.exception("no ladder is learned any more: the fit failed")
+            return
+        if proposal is None:
+            self._metrics.refitted(Result.KEPT)
+            return
+        self._change = Change(proposal, self._clock())
+        self._parts = self._changed(proposal, self._change)
+
+    def _changed(self, proposal: Proposal, change: Change) -> Generator[None, None, Planner]:
+        """Capture what the ladder lacks, in parts; returns the planner for it."""
+        planner = self._planner
+        ladder = Ladder(tuple(sorted({self._demands.budget(size) for size in proposal.sizes})))
+        measured = dict(planner.costs.measured)
+        for budget in sorted(set(ladder) - set(planner.ladder), reverse=True):
+            seconds = yield from self._capture.capture(budget)
+            change.captured += 1
+            if seconds is not None:
+                measured[budget.tokens] = seconds
+        costs = replace(planner.costs, measured=MappingProxyType(measured))
+        self._planner = planner.changed(ladder, costs)
+        return self._planner
+
+    def _give_up(self, error: CaptureFailed) -> None:
+        self._parts = self._change = None
+        self._failures += 1
+        self._served = 0  # the next attempt has to be worth as much again
+        self._capture.give_up(self._planner.ladder)
+        self._metrics.refitted(Result.FAILED)
+        more = "no other is tried" if self._failures >= _MOST_FAILURES else "another is tried later"
+        _log.warning("a learned ladder was not captured, and the old one stays in use; %s: %s", more, error)
+
+    def _rest(self, start: float) -> None:
+        """Leave the engine's thread to the batches for a while after a part."""
+        now = self._clock()
+        spent = now - start
+        self._rest_until = now + spent * (1 / _SHARE - 1)
+        self._metrics.spent(spent)
+        if self._change:
+            self._change.spent += spent
+            self._change.longest = max(self._change.longest, spent)
+
+    def _announce(self, change: Change, ladder: Ladder) -> None:
+        proposal = change.proposal
+        self._metrics.refitted(Result.SWAPPED)
+        self._metrics.changed(ladder, proposal.gain, change.longest, self._capture.grown)
+        _log.info(
+            "%s ladder of %d budgets in use, %d of them captured in %.2f s over %.1f s (longest pause %.0f ms): "
+            "predicted to save %.1f %% of the time, padding %.1f instead of %.1f %%",
+            "default" if proposal.is_default else "learned",
+            len(ladder),
+            change.captured,
+            change.spent,
+            self._clock() - change.began,
+            1e3 * change.longest,
+            1e2 * proposal.gain,
+            1e2 * proposal.padding,
+            1e2 * proposal.padding_before,
+        )
