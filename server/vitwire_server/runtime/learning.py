@@ -20,10 +20,21 @@ from vitwire_server.scheduling.planner import Planner
 _log = logging.getLogger(__name__)
 _FIT_EVERY = 256
 """Loads from one fit to the next."""
+_FIT_SHARE = 0.02
+"""Share of a core that fits may take: they hold the interpreter."""
 _SHARE = 0.2
 """Share of the engine thread's time that captures may take."""
 _MOST_FAILURES = 3
 """Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What came of a fit."""
+
+    proposal: Proposal | None
+    seconds: float
+    """Of a core."""
 
 
 @dataclass(slots=True)
@@ -68,7 +79,8 @@ class LadderLearner:
         self._fitted_at = 0
         self._failures = 0
         self._rest_until = 0.0
-        self._fit: Future[Proposal | None] | None = None
+        self._fit: Future[Fit] | None = None
+        self._fit_after = 0.0
         self._change: Change | None = None
         self._parts: Generator[None, None, Planner] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fitting")
@@ -83,11 +95,8 @@ class LadderLearner:
             return
         self._histogram.add(tokens, taken / len(window))
         self._served += 1
-        if self._histogram.added - self._fitted_at >= _FIT_EVERY and not (self._fit or self._parts):
-            self._fitted_at = self._histogram.added
-            current = [budget.tokens for budget in self._planner.ladder]
-            state = (self._histogram.loads, current, self._default, self._planner.costs, self._served)
-            self._fit = self._worker.submit(propose, *state)
+        if self._histogram.added - self._fitted_at >= _FIT_EVERY and self._clock() >= self._fit_after:
+            self._start_fit()
 
     def seconds_until_due(self) -> float:
         """See Learner."""
@@ -130,18 +139,33 @@ class LadderLearner:
             learned = Learned(change.proposal.sizes, self._histogram.loads)
             self._worker.submit(self._file.write, learned)
 
-    def _begin(self, fit: "Future[Proposal | None]") -> None:
+    def _start_fit(self) -> None:
+        if self._fit or self._parts:
+            return
+        self._fitted_at = self._histogram.added
+        loads, served = self._histogram.loads, self._served
+        costs, current = self._planner.costs, [budget.tokens for budget in self._planner.ladder]
+
+        def fit() -> Fit:
+            start = time.thread_time()
+            proposal = propose(loads, current, self._default, costs, served)
+            return Fit(proposal, time.thread_time() - start)
+
+        self._fit = self._worker.submit(fit)
+
+    def _begin(self, done: "Future[Fit]") -> None:
         try:
-            proposal = fit.result()
+            fit = done.result()
         except Exception:  # noqa: BLE001 - a fit that fails must not end the engine
             self._failures = _MOST_FAILURES
             _log.exception("no ladder is learned any more: the fit failed")
             return
-        if proposal is None:
+        self._fit_after = self._clock() + fit.seconds / _FIT_SHARE
+        if fit.proposal is None:
             self._metrics.refitted(Result.KEPT)
             return
-        self._change = Change(proposal, self._clock())
-        self._parts = self._changed(proposal, self._change)
+        self._change = Change(fit.proposal, self._clock())
+        self._parts = self._changed(fit.proposal, self._change)
 
     def _changed(self, proposal: Proposal, change: Change) -> Generator[None, None, Planner]:
         """Capture what the ladder lacks, in parts; returns the planner for it."""
