@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vitwire_server.fitting.state import Learned, StateFile
+from vitwire_server.fitting.refits import Learned
+from vitwire_server.fitting.state import StateFile
 
 LEARNED = Learned((20, 64, 256), {20: 1.5, 200: 3.25})
 

@@ -49,7 +49,7 @@ class Learning:
         self.capture = LiveCapture(self.rig.tower, self.rig.engine, self.rig.graphs, streams, recorder, 1 << 20)
         self.learner = LadderLearner(
             self.capture, self.planner, self.demands, default, self.metrics.ladder,
-            file=self.file, learned=learned, clock=self.clock,
+            keep=self.file.write, learned=learned, clock=self.clock,
         )  # fmt: skip
 
     def ladder(self, sizes: tuple[int, ...]) -> Ladder:

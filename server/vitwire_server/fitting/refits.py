@@ -30,6 +30,14 @@ class Proposal:
     """Shares of the computed tokens, if the loads came alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A ladder and the histogram behind it, which a restart begins with."""
+
+    sizes: tuple[int, ...]
+    loads: Mapping[int, float]
+
+
 def propose(
     loads: Mapping[int, float], current: Sequence[int], default: Sequence[int], costs: Costs, served: int
 ) -> Proposal | None:
@@ -39,6 +47,7 @@ def propose(
     it would have saved as much time on the `served` loads since the last change as its capture takes: so however the
     loads change, captures take no more time than they could have saved.
     """
+    loads = {size: weight for size, weight in loads.items() if size <= max(default)}
     if not loads:
         return None
     costs = interpolated(costs, {*loads, *current, *default})

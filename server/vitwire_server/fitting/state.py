@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +11,12 @@ from tempfile import NamedTemporaryFile
 import msgspec
 
 from vitwire_server.fitting.histogram import is_histogram
+from vitwire_server.fitting.refits import Learned
 
 _log = logging.getLogger(__name__)
 _FORMAT = 1
 _MOST_BYTES = 1 << 20
 _MOST_BUDGETS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """A ladder and the histogram behind it."""
-
-    sizes: tuple[int, ...]
-    loads: Mapping[int, float]
 
 
 class Header(msgspec.Struct, frozen=True):

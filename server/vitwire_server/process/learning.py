@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,9 +10,10 @@ import torch
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.capacities import CropCapacities
+from vitwire_server.core.reports import LadderMonitor
 from vitwire_server.fitting.histogram import Demands
-from vitwire_server.fitting.state import Learned, StateFile
-from vitwire_server.observe.metrics.ladder import LadderMetrics
+from vitwire_server.fitting.refits import Learned
+from vitwire_server.fitting.state import StateFile
 from vitwire_server.runtime.learning import LadderLearner
 from vitwire_server.runtime.live_capture import LiveCapture
 from vitwire_server.scheduling.planner import Planner
@@ -33,10 +34,17 @@ class Beginning:
     file: StateFile
     learned: Learned | None
 
-    def learner(self, capture: LiveCapture, planner: Planner, metrics: LadderMetrics) -> LadderLearner:
-        """What follows the loads while `planner` is in use."""
-        captured = Ladder(tuple(budget for budget in self.default if budget <= max(planner.ladder)))
-        return LadderLearner(capture, planner, self.demands, captured, metrics, file=self.file, learned=self.learned)
+    def learner(self, capture: LiveCapture, planner: Planner, monitor: LadderMonitor) -> LadderLearner | None:
+        """What follows the loads while `planner` is in use; None if nothing was captured that it could change."""
+        captured = Ladder(tuple(budget for budget in self.default if budget.tokens <= _largest(planner.ladder)))
+        if captured.largest is None:
+            return None
+        demands = replace(self.demands, largest=captured.largest.tokens)
+        return LadderLearner(capture, planner, demands, captured, monitor, keep=self.file.write, learned=self.learned)
+
+
+def _largest(ladder: Ladder) -> int:
+    return ladder.largest.tokens if ladder.largest else 0
 
 
 def beginning(

@@ -121,7 +121,7 @@ def load_model(
     dropped = Ladder(tuple(sorted(graphs.dropped)))
     planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
     learner = None
-    if learning and graphs.ladder.largest:
+    if learning:
         capture = LiveCapture(tower, engine, graphs, streams, recorder, memory_bound(settings.graph_memory, taken))
         learner = learning.learner(capture, planner, metrics.ladder)
     return LoadedModel(engine, planner, card, tower, canary, outbox, learner)

@@ -10,10 +10,9 @@ from types import MappingProxyType
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Footprint
+from vitwire_server.core.reports import LadderMonitor, Refit
 from vitwire_server.fitting.histogram import Demands, LoadHistogram
-from vitwire_server.fitting.refits import Proposal, propose
-from vitwire_server.fitting.state import Learned, StateFile
-from vitwire_server.observe.metrics.ladder import LadderMetrics, Result
+from vitwire_server.fitting.refits import Learned, Proposal, propose
 from vitwire_server.runtime.live_capture import CaptureFailed, LiveCapture
 from vitwire_server.scheduling.planner import Planner
 
@@ -51,7 +50,7 @@ class Change:
 
 
 class LadderLearner:
-    """See Learner. Fits in a thread, captures between batches, and keeps what it learned in a file."""
+    """See Learner. Fits in a thread, captures between batches."""
 
     def __init__(
         self,
@@ -59,19 +58,22 @@ class LadderLearner:
         planner: Planner,
         demands: Demands,
         default: Ladder,
-        metrics: LadderMetrics,
+        monitor: LadderMonitor,
         *,
-        file: StateFile | None = None,
+        keep: Callable[[Learned], None] | None = None,
         learned: Learned | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`planner` is in use with the ladder that was captured; `learned` is what was read from `file`."""
+        """`planner` is in use with the ladder that was captured; `learned` is what was kept before.
+
+        `keep` is called in the thread of the fits.
+        """
         self._capture = capture
         self._planner = planner
         self._demands = demands
         self._default = [budget.tokens for budget in default]
-        self._metrics = metrics
-        self._file = file
+        self._monitor = monitor
+        self._keep = keep
         self._clock = clock
         self._histogram = LoadHistogram(learned.loads if learned else None)
         self._served = 0
@@ -135,9 +137,8 @@ class LadderLearner:
         self._announce(change, ladder)
         if self.on_change:
             self.on_change(ladder)
-        if self._file:
-            learned = Learned(change.proposal.sizes, self._histogram.loads)
-            self._worker.submit(self._file.write, learned)
+        if self._keep:
+            self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
 
     def _start_fit(self) -> None:
         if self._fit or self._parts:
@@ -162,7 +163,7 @@ class LadderLearner:
             return
         self._fit_after = self._clock() + fit.seconds / _FIT_SHARE
         if fit.proposal is None:
-            self._metrics.refitted(Result.KEPT)
+            self._monitor.refitted(Refit.KEPT)
             return
         self._change = Change(fit.proposal, self._clock())
         self._parts = self._changed(fit.proposal, self._change)
@@ -186,7 +187,7 @@ class LadderLearner:
         self._failures += 1
         self._served = 0  # the next attempt has to be worth as much again
         self._capture.give_up(self._planner.ladder)
-        self._metrics.refitted(Result.FAILED)
+        self._monitor.refitted(Refit.FAILED)
         more = "no other is tried" if self._failures >= _MOST_FAILURES else "another is tried later"
         _log.warning("a learned ladder was not captured, and the old one stays in use; %s: %s", more, error)
 
@@ -195,15 +196,15 @@ class LadderLearner:
         now = self._clock()
         spent = now - start
         self._rest_until = now + spent * (1 / _SHARE - 1)
-        self._metrics.spent(spent)
+        self._monitor.spent(spent)
         if self._change:
             self._change.spent += spent
             self._change.longest = max(self._change.longest, spent)
 
     def _announce(self, change: Change, ladder: Ladder) -> None:
         proposal = change.proposal
-        self._metrics.refitted(Result.SWAPPED)
-        self._metrics.changed(ladder, proposal.gain, change.longest, self._capture.grown)
+        self._monitor.refitted(Refit.SWAPPED)
+        self._monitor.changed(ladder, proposal.gain, change.longest, self._capture.grown)
         _log.info(
             "%s ladder of %d budgets in use, %d of them captured in %.2f s over %.1f s (longest pause %.0f ms): "
             "predicted to save %.1f %% of the time, padding %.1f instead of %.1f %%",

@@ -1,24 +1,14 @@
 """Metrics of the ladder in use, and of its changes with `--budgets learn`. Recorded on the engine thread."""
 
 from collections.abc import Iterable
-from enum import StrEnum
 
 from vitwire_server.core.budgets import Budget
+from vitwire_server.core.reports import Refit
 from vitwire_server.observe.metrics.series import Series
 
 
-class Result(StrEnum):
-    """What came of a fit."""
-
-    SWAPPED = "swapped"
-    KEPT = "kept"
-    """No other ladder was worth its capture."""
-    FAILED = "failed"
-    """A budget could not be captured, and the ladder stayed as it was."""
-
-
 class LadderMetrics:
-    """Budgets in use, fits, and what the last change was predicted to bring."""
+    """Budgets in use, fits, and what the last change was predicted to bring; implements core's `LadderMonitor`."""
 
     def __init__(self, series: Series) -> None:
         self._refits = series.counter(
@@ -35,7 +25,7 @@ class LadderMetrics:
         self._pause = series.gauge("ladder_pause_seconds", "Longest time that batches waited during the last change")
         self._grown = series.gauge("ladder_grown_bytes", "Graph memory that changes of the ladder added")
         self._shown: set[str] = set()
-        for result in Result:
+        for result in Refit:
             self._refits.labels(result)
 
     def in_use(self, ladder: Iterable[Budget]) -> None:
@@ -46,7 +36,7 @@ class LadderMetrics:
         for size in self._shown:
             self._budgets.labels(size).set(size in sizes)
 
-    def refitted(self, result: Result) -> None:
+    def refitted(self, result: Refit) -> None:
         """A fit came to this."""
         self._refits.labels(result).inc()
 
