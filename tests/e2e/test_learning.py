@@ -114,7 +114,7 @@ def test_no_answer_is_wrong_or_late_while_the_load_changes(
     checkpoints: Checkpoints, reference: Reference, tmp_path: Path
 ) -> None:
     """Four clients at once, through two edges, while the ladder follows two loads and meets a third."""
-    loads = [[PADDED], [(1, 22, 34)], [(1, 4, 8), (1, 18, 20), (1, 26, 26), (1, 10, 30)]]
+    loads = [[PADDED], [(1, 22, 22)], [(1, 4, 8), (1, 18, 20), (1, 26, 26), (1, 10, 30)]]
     images = [[Image.drawn(reference, grid, seed) for seed, grid in enumerate(grids)] for grids in loads]
     with learning(checkpoints("qwen2_vl"), tmp_path, "--rpc-processes", "2") as server:
         with Client(server.target) as client, ThreadPoolExecutor(4) as pool:
@@ -169,14 +169,19 @@ def test_the_shipped_sizes_pad_below_four_per_cent_after_other_loads(checkpoints
 
 @pytest.mark.matrix
 def test_memory_is_flat_over_twenty_changes(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Loads that change again and again, each to a size that pads."""
+    """Loads that change again and again, each to a size that pads; earlier ones are soon forgotten."""
     import psutil  # noqa: PLC0415 - this test only
 
-    program = (noop_server.__file__,)
+    forgetful = (
+        "from vitwire_server.fitting import histogram\n"
+        "histogram.HALF_LIFE = 128\n"
+        f"import runpy; runpy.run_path({noop_server.__file__!r}, run_name='__main__')"
+    )
+    program = ("-c", forgetful)
     with learning(checkpoints("qwen2_vl"), tmp_path, program=program) as server, Client(server.target) as client:
         memory = []
         for change in range(20):
-            grid = (1, 2, 2 * (122, 146, 178, 98, 218)[change % 5] + 2 * (change // 5))
+            grid = (1, 2, 2 * ((122, 146, 178, 98, 218)[change % 5] + 3 * (change // 5)))
             item = Item(np.ones((grid[1] * grid[2], COLUMNS // 2), np.uint8), grid)
             until_swapped(server, lambda: client.encode([item], timeout=DEADLINE), 6000)  # noqa: B023 - called at once
             memory.append(psutil.Process(server.process.pid).memory_info().rss)
