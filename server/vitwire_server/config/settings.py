@@ -7,20 +7,13 @@ beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the d
 import re
 import sys
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliImplicitFlag,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import CliImplicitFlag
 
 from vitwire_server.config.ladder_files import token_counts
-from vitwire_server.config.variables import PREFIX, without_injected
+from vitwire_server.config.sources import SourcedSettings
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 """gRPC stores the size of a message in a C int."""
@@ -45,26 +38,12 @@ class UsageError(Exception):
     """A flag, a variable or the TOML file is wrong; the message names it."""
 
 
-class ServeSettings(BaseSettings):
+class ServeSettings(SourcedSettings):
     """Serve a model's vision tower over gRPC.
 
     Every flag has a same-named environment variable (--max-queued-items, VITWIRE_MAX_QUEUED_ITEMS)
     and a same-named key in the TOML file that --config FILE reads. Flag beats variable beats file.
     """
-
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX,
-        frozen=True,
-        extra="forbid",
-        env_ignore_empty=True,
-        cli_prog_name="vitwire-server serve",
-        cli_kebab_case=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        nested_model_default_partial_update=False,
-    )
-    toml: ClassVar[Path | None] = None
-    """The TOML file to read; `resolving.resolve` sets it on a subclass."""
 
     model: str = Field(description="Hugging Face model id, or a checkpoint directory in Hugging Face layout")
     lora: str | None = Field(
@@ -246,14 +225,6 @@ class ServeSettings(BaseSettings):
         default="info", description="lowest severity to log"
     )
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _booleans_are_not_numbers(cls, value: object, info: ValidationInfo) -> object:
-        """Without this, pydantic reads `true` in TOML as 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("expected a number or a string, not a boolean")
-        return value
-
     @field_validator("budgets", "devices", mode="before")
     @classmethod
     def _list_of_toml(cls, value: object) -> object:
@@ -370,22 +341,6 @@ class ServeSettings(BaseSettings):
     def message_bytes(self) -> int:
         """Upper bound of a message's bytes for every model family, used before the model is loaded."""
         return self.max_request_bytes or min(self.max_patches_per_item * _WIDEST_ROW_BYTES + _MIB, MAX_MESSAGE_BYTES)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then TOML. Called by pydantic-settings."""
-        del dotenv_settings, file_secret_settings
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = without_injected(env_settings.env_vars)
-        sources = (init_settings, env_settings)
-        return (*sources, TomlConfigSettingsSource(settings_cls, cls.toml)) if cls.toml else sources
 
 
 def _span(ports: range) -> str:
