@@ -22,7 +22,7 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -51,6 +51,8 @@ class Rig:
     graphs: GraphSet
     planner: Planner
     modalities: Mapping[Modality, Preprocessing]
+    streams: Streams
+    recorder: LiveRecorder
 
     @classmethod
     def of(
@@ -79,7 +81,9 @@ class Rig:
 
             fuse(tower.blocks, choice)
         streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
-        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
+        recorder: LiveRecorder = (
+            CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
+        )
         ladder = Ladder(tuple(_budgets(tower, sizes)))
         if attention:
             ladder = with_shorter(ladder, attention.shorter, merge=tower.geometry.merge)
@@ -88,7 +92,7 @@ class Rig:
         stager = Stager(tower.geometry, modalities, device)
         most = max([320, *(budget.tokens for budget in graphs.ladder)])
         planner = Planner(graphs.ladder, Bounds(most, 8, 24), without_graph=Fallback.GRAPHS_OFF)
-        return cls(tower, Engine(tower, graphs, stager, streams), graphs, planner, modalities)
+        return cls(tower, Engine(tower, graphs, stager, streams), graphs, planner, modalities, streams, recorder)
 
     def pixels(self, grid: Grid, seed: int) -> Tensor:
         """Random pixels as the processor emits them, in the tower's dtype, on the host."""

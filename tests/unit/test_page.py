@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from vitwire_server.core.budgets import Ladder, budget
+from vitwire_server.core.budgets import budget
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import Modality
@@ -58,9 +58,10 @@ class Document(HTMLParser):
 def metrics() -> Metrics:
     made = Metrics()
     small, large = (budget(tokens, merge=2, max_items=8, max_frames=8) for tokens in (64, 1024))
-    made.model.captured(2, 1, 2.0, 1 << 20)
-    made.engine.graphs_captured(Ladder((small, large)))
-    made.model.attends({small: "triton", replace(large, max_segment_patches=256): "triton", large: "fa4"})
+    made.model.captured(1, 2.0, 1 << 20)
+    short = replace(large, max_segment_patches=256)
+    made.ladder.in_use((small, short, large))
+    made.model.attends({small: "triton", short: "triton", large: "fa4"})
     ran: Sequence[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
     made.engine.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
     made.engine.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from threading import Event, Thread
 
 import pytest
@@ -16,6 +17,7 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, Outcome, Path
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.scheduling.canary import Canary
+from vitwire_server.scheduling.learner import Learner
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
@@ -93,11 +95,13 @@ class Notes:
 class Rig:
     """A scheduler over a recorder, run to its end on demand."""
 
-    def __init__(self, runner: Recorder, tokens: int = 100, canary: Canary | None = None) -> None:
+    def __init__(
+        self, runner: Recorder, tokens: int = 100, canary: Canary | None = None, learner: Learner | None = None
+    ) -> None:
         self.now = 0.0
         self.runner, self.notes = runner, Notes()
         planner = Planner(Ladder(), Bounds(tokens, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=COSTS)
-        self.scheduler = Scheduler(runner, planner, self.notes, canary=canary, clock=lambda: self.now)
+        self.scheduler = Scheduler(runner, planner, self.notes, canary=canary, learner=learner, clock=lambda: self.now)
         self.outcomes: list[tuple[int, int, Outcome]] = []
 
     def ticket(self, deadline: float | None = None) -> Ticket:
@@ -384,3 +388,63 @@ def test_items_that_ran_out_of_memory_together_are_reported_as_eager() -> None:
     for _, _, outcome in rig.outcomes:
         assert isinstance(outcome, Encoded)
         assert (outcome.report.path, outcome.report.fallback) == (Path.EAGER, Fallback.OUT_OF_MEMORY)
+
+
+class Replacing:
+    """A learner with another planner for the second step."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.seen: list[tuple[int, int]] = []
+        self.steps = 0
+        self.events: list[tuple[str, int]] = []
+        self.done: list[tuple[str, int]] = []
+
+    def planned(self, window: Sequence[Footprint], taken: int) -> None:
+        self.seen.append((len(window), taken))
+
+    def seconds_until_due(self) -> float:
+        return 0.0 if self.steps < 2 else inf
+
+    def step(self) -> Planner | None:
+        self.steps += 1
+        return self.planner if self.steps == 2 else None
+
+    def replaced(self) -> None:
+        self.done = [*self.events]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_planner_is_replaced_between_batches_with_nothing_in_flight(depth: int) -> None:
+    larger = Planner(Ladder(), Bounds(200, 64, 64), without_graph=Fallback.OVERSIZE, costs=COSTS)
+    runner, learner = Recorder(depth=depth), Replacing(larger)
+    canary = Canary(item(7), Planned((0,), None, Fallback.GRAPHS_OFF), seconds=10.0)
+    rig = Rig(runner, canary=canary, learner=learner)
+    learner.events = runner.events
+    rig.submit(rig.ticket(), *[80] * 6)
+    rig.finish()
+    assert rig.scheduler.intake.planner is larger
+    kinds = [event for event, _ in learner.done]
+    assert kinds.count("launch") == kinds.count("collect") == 2 * depth - depth // 2
+    after = runner.events[len(learner.done) :]
+    assert ("launch", 2) in after, "two fit in a batch now"
+    assert len(rig.outcomes) == 6
+    assert learner.seen[0] == (1, 1)
+    assert (2, 2) in learner.seen
+    assert canary.batch.fallback is Fallback.OVERSIZE
+
+
+def test_a_part_of_a_capture_does_not_count_as_a_slow_batch() -> None:
+    class Slow(Replacing):
+        def step(self) -> Planner | None:
+            rig.now += 50.0
+            self.steps += 1
+            return None
+
+    runner = Recorder(depth=2)
+    learner = Slow(Planner(Ladder(), Bounds(100, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=COSTS))
+    rig = Rig(runner, learner=learner)
+    rig.submit(rig.ticket(), *[80] * 4)
+    rig.finish()
+    rig.scheduler.intake.check_deadline(rig.ticket(deadline=rig.now + 0.05), 80)
+    assert learner.steps == 2

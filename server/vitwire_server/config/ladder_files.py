@@ -7,7 +7,7 @@ from pathlib import Path
 
 def token_counts(text: str) -> list[int]:
     """The token counts, ascending. Raises ValueError."""
-    fault = "expected auto, a list of token counts such as 64,256,1024, or an existing file"
+    fault = "expected auto, learn, a list of token counts such as 64,256,1024, or an existing file"
     with suppress(OSError):  # a long list is too long for a path
         if Path(text).is_file():
             text, fault = _ladder(Path(text)), "not a file written by vitwire-server budgets"

@@ -7,20 +7,13 @@ beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the d
 import re
 import sys
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliImplicitFlag,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import CliImplicitFlag
 
 from vitwire_server.config.ladder_files import token_counts
-from vitwire_server.config.variables import PREFIX, without_injected
+from vitwire_server.config.sources import SourcedSettings
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 """gRPC stores the size of a message in a C int."""
@@ -45,26 +38,12 @@ class UsageError(Exception):
     """A flag, a variable or the TOML file is wrong; the message names it."""
 
 
-class ServeSettings(BaseSettings):
+class ServeSettings(SourcedSettings):
     """Serve a model's vision tower over gRPC.
 
     Every flag has a same-named environment variable (--max-queued-items, VITWIRE_MAX_QUEUED_ITEMS)
     and a same-named key in the TOML file that --config FILE reads. Flag beats variable beats file.
     """
-
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX,
-        frozen=True,
-        extra="forbid",
-        env_ignore_empty=True,
-        cli_prog_name="vitwire-server serve",
-        cli_kebab_case=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        nested_model_default_partial_update=False,
-    )
-    toml: ClassVar[Path | None] = None
-    """The TOML file to read; `resolving.resolve` sets it on a subclass."""
 
     model: str = Field(description="Hugging Face model id, or a checkpoint directory in Hugging Face layout")
     lora: str | None = Field(
@@ -107,7 +86,11 @@ class ServeSettings(BaseSettings):
     )
     budgets: str = Field(
         default="auto",
-        description="token counts of the budgets (64,256,1024), a file written by vitwire-server budgets, or auto",
+        description="token counts of the budgets (64,256,1024), a file written by vitwire-server budgets, auto: the "
+        "model's default ladder, or learn: begin with that and follow the loads",
+    )
+    state_dir: Path | None = Field(
+        default=None, description="directory for what --budgets learn learns; none: the checkpoint's directory"
     )
     graph_memory: int = Field(
         default=4096 * _MIB, ge=0, description="estimated bytes that automatically chosen budgets may use"
@@ -242,14 +225,6 @@ class ServeSettings(BaseSettings):
         default="info", description="lowest severity to log"
     )
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _booleans_are_not_numbers(cls, value: object, info: ValidationInfo) -> object:
-        """Without this, pydantic reads `true` in TOML as 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("expected a number or a string, not a boolean")
-        return value
-
     @field_validator("budgets", "devices", mode="before")
     @classmethod
     def _list_of_toml(cls, value: object) -> object:
@@ -282,7 +257,7 @@ class ServeSettings(BaseSettings):
     @field_validator("budgets")
     @classmethod
     def _budgets_are_token_counts(cls, value: str) -> str:
-        if value != "auto":
+        if value not in ("auto", "learn"):
             token_counts(value)
         return value
 
@@ -355,28 +330,17 @@ class ServeSettings(BaseSettings):
     @property
     def budget_sizes(self) -> list[int] | None:
         """Tokens of each budget, ascending; None for automatic budgets."""
-        return None if self.budgets == "auto" else token_counts(self.budgets)
+        return None if self.budgets in ("auto", "learn") else token_counts(self.budgets)
+
+    @property
+    def learns(self) -> bool:
+        """Whether budgets follow the loads."""
+        return self.budgets == "learn"
 
     @property
     def message_bytes(self) -> int:
         """Upper bound of a message's bytes for every model family, used before the model is loaded."""
         return self.max_request_bytes or min(self.max_patches_per_item * _WIDEST_ROW_BYTES + _MIB, MAX_MESSAGE_BYTES)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then TOML. Called by pydantic-settings."""
-        del dotenv_settings, file_secret_settings
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = without_injected(env_settings.env_vars)
-        sources = (init_settings, env_settings)
-        return (*sources, TomlConfigSettingsSource(settings_cls, cls.toml)) if cls.toml else sources
 
 
 def _span(ports: range) -> str:

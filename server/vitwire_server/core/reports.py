@@ -1,6 +1,6 @@
 """Reports on encoded items and their batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -83,3 +83,23 @@ class Monitor(Protocol):
     def heartbeat(self) -> None: ...
 
     def canary_ran(self, *, passed: bool) -> None: ...
+
+
+class Refit(StrEnum):
+    """What came of a fit of the ladder to recent loads."""
+
+    SWAPPED = "swapped"
+    KEPT = "kept"
+    """No other ladder was worth its capture."""
+    FAILED = "failed"
+    """A budget could not be captured, and the ladder stayed as it was."""
+
+
+class LadderMonitor(Protocol):
+    """Counts changes of the ladder; implemented by the metrics."""
+
+    def refitted(self, result: Refit) -> None: ...
+
+    def spent(self, seconds: float) -> None: ...
+
+    def changed(self, ladder: Iterable[Budget], gain: float, pause: float, grown: int) -> None: ...

@@ -105,7 +105,9 @@ def _key(style: str, name: str) -> str:
 
 
 def _ladder(readings: Readings) -> str:
-    replays = readings.by("vitwire_graph_replays_total", "budget")
+    in_use = readings.by("vitwire_ladder_budgets", "budget")
+    counts = readings.by("vitwire_graph_replays_total", "budget")
+    replays = {size: counts.get(size, 0.0) for size, used in in_use.items() if used}
     hits = readings.by("vitwire_graph_hits_total", "budget")
     real = readings.by("vitwire_graph_tokens_total", "budget", kind="real")
     padding = readings.by("vitwire_graph_tokens_total", "budget", kind="padding")
@@ -129,7 +131,24 @@ def _ladder(readings: Readings) -> str:
         "<table><caption>Items and padding of each captured budget</caption>"
         f'<thead><tr>{head}<th scope="col" class="bars">{keys}</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
-    return _section("Ladder", table, wide=True)
+    return _section("Ladder", table + _refits(readings), wide=True)
+
+
+def _refits(readings: Readings) -> str:
+    """What came of fits of the ladder to recent loads, if there were any."""
+    results = readings.by("vitwire_ladder_refits_total", "result")
+    if not any(results.values()):
+        return ""
+    replaced = [size for size, used in readings.by("vitwire_ladder_budgets", "budget").items() if not used]
+    facts = {
+        "changes": _count(results["swapped"]),
+        "failed": _count(results["failed"]),
+        "fits without a change": _count(results["kept"]),
+        "budgets replaced": _count(len(replaced)),
+        "time saved by the last, predicted": f"{readings.total('vitwire_ladder_gain_ratio'):.1%}",
+        "longest pause": f"{1e3 * readings.total('vitwire_ladder_pause_seconds'):.0f} ms",
+    }
+    return _list(facts)
 
 
 def _attention(readings: Readings) -> dict[str, str]:
@@ -214,7 +233,11 @@ def _processes(readings: Readings) -> list[str]:
 
 
 def _facts(title: str, facts: Mapping[str, str]) -> str:
-    return _section(title, f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in facts.items())}</dl>")
+    return _section(title, _list(facts))
+
+
+def _list(facts: Mapping[str, str]) -> str:
+    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in facts.items())}</dl>"
 
 
 def _section(title: str, content: str, *, wide: bool = False) -> str:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.errors import Unavailable
 from vitwire_server.core.health import Health, State
+from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.logs import configure_logs
 from vitwire_server.observe.metrics.edges import edge_metrics, remove_abandoned
 from vitwire_server.process.descriptors import raise_limit
@@ -22,6 +23,7 @@ from vitwire_server.sessions.messages import (
     FROM_ENGINE,
     Beat,
     Configure,
+    Describe,
     Drain,
     Drained,
     Fault,
@@ -35,6 +37,7 @@ from vitwire_server.sessions.messages import (
     Stop,
     ToEngine,
     ToRpc,
+    unpickled,
 )
 from vitwire_server.sessions.remote import RemoteSessions
 
@@ -62,7 +65,7 @@ class _Edge:
         self._arena = arena
         self._edges = edges
         self._health = Health()
-        self._control: asyncio.Queue[Configure | Serve | Show | Drain | Stop | None] = asyncio.Queue()
+        self._control: asyncio.Queue[Configure | Serve | Describe | Show | Drain | Stop | None] = asyncio.Queue()
         self._link: Link[ToRpc, ToEngine]
         self._sessions: RemoteSessions | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -78,7 +81,7 @@ class _Edge:
         watching = asyncio.create_task(self._watch_engine())
         front: LocalFront | None = None
         try:
-            while isinstance(message := await self._control.get(), Configure | Serve | Show | Drain):
+            while isinstance(message := await self._control.get(), Configure | Serve | Describe | Show | Drain):
                 if isinstance(message, Configure):
                     front = await self._start(message)
                     if front is None:
@@ -147,12 +150,14 @@ class _Edge:
         self._link.send(Started(fault))
         return front
 
-    async def _handle(self, front: LocalFront, message: Serve | Show | Drain) -> None:
+    async def _handle(self, front: LocalFront, message: Serve | Describe | Show | Drain) -> None:
         match message:
             case Serve():
                 card, footprints = pickle.loads(message.model)  # noqa: S301 - as above
                 self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
                 front.serve(card, footprints, self._sessions)
+            case Describe():
+                front.describe(unpickled(message.card, ModelCard))
             case Show():
                 self._health.follow(State(message.state), message.reason)
                 await front.show()

@@ -27,6 +27,7 @@ from vitwire_server.sessions.messages import (
     FROM_RPC,
     Beat,
     Configure,
+    Describe,
     Drain,
     Drained,
     Serve,
@@ -176,6 +177,7 @@ class EdgeFront:
     edges: list[_Edge] = field(default_factory=list)
     model: bytes = b""
     """Pickled card and footprints, once the model is loaded."""
+    footprints: Footprints | None = None
     sessions: LocalSessions | None = None
     fault: str = ""
     """Why an edge could not listen."""
@@ -221,10 +223,17 @@ class EdgeFront:
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
         """The model is loaded: accept RPCs."""
+        self.footprints = footprints
         self.model = pickle.dumps((card, footprints))
         self.sessions = sessions
         for edge in self.edges:
             edge.serve()
+
+    def describe(self, card: ModelCard) -> None:
+        """See Front."""
+        self.model = pickle.dumps((card, self.footprints))
+        for edge in self.edges:
+            edge.send(Describe(pickle.dumps(card)))
 
     def state(self) -> Show:
         """The server's state as it is sent."""

@@ -1,6 +1,7 @@
 """The gRPC side of a server, in this process."""
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from vitwire_server.config.settings import ServeSettings, UsageError
@@ -29,6 +30,10 @@ class Front(Protocol):
 
     async def start(self) -> int:
         """Listen, alive but not ready; returns the port. Raises OSError or UsageError."""
+        ...
+
+    def describe(self, card: ModelCard) -> None:
+        """Answer GetModel with another description of the model that is served."""
         ...
 
     async def show(self) -> None:
@@ -84,6 +89,11 @@ class LocalFront:
         """The model is loaded: accept RPCs."""
         self._decoding = decoding(self._settings, card, self._metrics, self._processes)
         self._service.serving = Serving(card, Codec(card, footprints), sessions, self._decoding)
+
+    def describe(self, card: ModelCard) -> None:
+        """See Front."""
+        if self._service.serving:
+            self._service.serving = replace(self._service.serving, card=card)
 
     async def start(self) -> int:
         """See Front."""

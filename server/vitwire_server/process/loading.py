@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,13 +18,16 @@ from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
+from vitwire_server.process.learning import beginning, memory_bound
 from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items, worthwhile
 from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
 from vitwire_server.runtime.devices import dtype_fault, kernel_fault, unavailable
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
+from vitwire_server.runtime.learning import LadderLearner
+from vitwire_server.runtime.live_capture import LiveCapture
 from vitwire_server.runtime.outbox import Outbox
 from vitwire_server.runtime.pinning import pin
 from vitwire_server.runtime.staging import Stager
@@ -59,6 +63,10 @@ class LoadedModel:
     """A small item that was encoded successfully."""
     outbox: Outbox | None
     """Device memory that rows are delivered from."""
+    backends: Callable[[Ladder], Mapping[Budget, str]]
+    """The attention backend of each budget of a ladder."""
+    learner: LadderLearner | None
+    """Fits the ladder to the loads."""
 
 
 def load_model(
@@ -88,15 +96,20 @@ def load_model(
         memory.arena.touch(memory.kept)
         pin(memory.arena.view(0, memory.kept))
     streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
+    ladder, recorder = _ladder(settings, tower, mode), _recorder(mode, streams)
+    completed = _completed(tower, attention)
+    learning = beginning(settings, tower, checkpoint.folder, loaded.fingerprint, ladder)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
-        graphs = _capture(tower, _ladder(settings, tower, mode, attention), _recorder(mode, streams), metrics)
+        graphs, taken = _capture(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
     hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
     outbox = Outbox(device, _OUTBOX_BYTES) if settings.nixl and device.type == "cuda" else None
     engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot, outbox)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
-    metrics.model.attends(backends := _backends(graphs.ladder, attention))
+    metrics.ladder.in_use(graphs.ladder)
+    backends = partial(_backends, attention)
+    metrics.model.attends(backends(graphs.ladder))
     captured = {budget.tokens for budget in graphs.ladder}
     card = ModelCard(
         model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
@@ -112,7 +125,7 @@ def load_model(
         attention=attention.name if attention else _DENSE,
         device=str(device),
         version=release(),
-        backends=backends,
+        backends=backends(graphs.ladder),
         unavailable=unavailable(device, attention.unused if attention else {}, graphs=mode != "off"),
     )
     _announce(checkpoint, card, metrics)
@@ -120,7 +133,12 @@ def load_model(
     reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
     dropped = Ladder(tuple(sorted(graphs.dropped)))
     planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
-    return LoadedModel(engine, planner, card, tower, canary, outbox)
+    learner = None
+    if learning:
+        bound = memory_bound(settings.graph_memory, taken)
+        capture = LiveCapture(tower, engine, graphs, streams, recorder, completed, bound)
+        learner = learning.learner(capture, planner, metrics.ladder)
+    return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner)
 
 
 def _device(name: str) -> torch.device:
@@ -167,7 +185,7 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> Sele
     return selection
 
 
-def _backends(ladder: Ladder, attention: Selection | None) -> dict[Budget, str]:
+def _backends(attention: Selection | None, ladder: Ladder) -> dict[Budget, str]:
     """The attention backend of each budget's longest segments."""
     return {each: attention.at(each.max_segment_patches).name if attention else _DENSE for each in ladder}
 
@@ -193,8 +211,8 @@ def _compiles(setting: str, tower: Tower) -> bool:
     return not fault
 
 
-def _ladder(settings: ServeSettings, tower: Tower, mode: str, attention: Selection | None) -> Ladder:
-    """The budgets of `--budgets`; with auto, as many as fit in `--graph-memory`. Some twice, for short segments."""
+def _ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
+    """The budgets of `--budgets`; with auto and learn, the tower's own that fit in `--graph-memory`."""
     if mode == "off":
         if settings.budgets != "auto":
             _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
@@ -205,8 +223,16 @@ def _ladder(settings: ServeSettings, tower: Tower, mode: str, attention: Selecti
         sizes = tower.sizes(most)
     bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
     budgets = {tower.budget(size, **bounds) for size in sizes}
-    ladder = Ladder(tuple(sorted(budgets)))
-    return with_shorter(ladder, attention.shorter, merge=tower.geometry.merge) if attention else ladder
+    return Ladder(tuple(sorted(budgets)))
+
+
+def _completed(tower: Tower, attention: Selection | None) -> Callable[[Ladder], Ladder]:
+    """Adds budgets for short segments to a ladder."""
+
+    def completed(ladder: Ladder) -> Ladder:
+        return with_shorter(ladder, attention.shorter, merge=tower.geometry.merge) if attention else ladder
+
+    return completed
 
 
 def _bytes_per_token(tower: Tower) -> int:
@@ -218,20 +244,20 @@ def _bytes_per_token(tower: Tower) -> int:
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
 
 
-def _recorder(mode: str, streams: Streams) -> Recorder:
+def _recorder(mode: str, streams: Streams) -> LiveRecorder:
     return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
 
 
-def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> GraphSet:
+def _capture(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> tuple[GraphSet, int]:
+    """The graphs, and the bytes that they take."""
     if len(ladder):
         _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
     start = time.perf_counter()
     before = torch.cuda.memory_reserved(tower.device) if tower.device.type == "cuda" else 0
     graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
     reserved = torch.cuda.memory_reserved(tower.device) - before if tower.device.type == "cuda" else graphs.nbytes
-    metrics.model.captured(len(graphs.ladder), len(graphs.dropped), time.perf_counter() - start, reserved)
-    metrics.engine.graphs_captured(graphs.ladder)
-    return graphs
+    metrics.model.captured(len(graphs.dropped), time.perf_counter() - start, reserved)
+    return graphs, reserved
 
 
 def _costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:

@@ -18,6 +18,7 @@ from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.config.host import rpc_processes
 from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.models import ModelCard
 from vitwire_server.delivery.courier import Courier
@@ -29,11 +30,12 @@ from vitwire_server.observe.metrics.edges import EdgeMetrics
 from vitwire_server.process import decoding, delivery
 from vitwire_server.process.descriptors import metrics_connections, raise_limit
 from vitwire_server.process.edges import EdgeFront
-from vitwire_server.process.fronts import LocalFront
+from vitwire_server.process.fronts import Front, LocalFront
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
-from vitwire_server.process.loading import load_model
+from vitwire_server.process.loading import LoadedModel, load_model
 from vitwire_server.process.signals import on_signals
 from vitwire_server.rpc.server import bracketed
+from vitwire_server.runtime.learning import LadderLearner
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.intake import Intake
@@ -136,7 +138,7 @@ async def _until_stopped(
         raise CheckpointError(f"{settings.model} cannot be served: {error!r}") from error
     (batch,) = model.planner.plan([model.canary.footprint]).batches
     canary = Canary(model.canary, batch, settings.canary_seconds)
-    scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary)
+    scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary, learner=model.learner)
     engine = EngineThread(scheduler)
     engine.start()
     if courier and model.outbox:
@@ -144,6 +146,8 @@ async def _until_stopped(
     card = decoding.described(replace(model.card, nixl=courier is not None), settings)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
     front.serve(card, model.tower.footprints, sessions)
+    if model.learner:
+        _show_ladders(model, model.learner, front, card, metrics)
     await lifecycle.set_state(State.SERVING)
     _print(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
     watching = asyncio.create_task(lifecycle.watch_engine(scheduler, settings.wedge_seconds))
@@ -164,6 +168,19 @@ async def _until_stopped(
     scheduler.intake.close()
     await _any_of(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
     return int(engine.failed or failed)
+
+
+def _show_ladders(model: LoadedModel, learner: LadderLearner, front: Front, card: ModelCard, metrics: Metrics) -> None:
+    """Let GetModel and the metrics show the ladder in use."""
+    loop = asyncio.get_running_loop()
+
+    def show(ladder: Ladder) -> None:
+        backends = model.backends(ladder)
+        metrics.model.attends(backends)
+        with suppress(RuntimeError):  # the loop is closed: the process is about to exit
+            loop.call_soon_threadsafe(front.describe, replace(card, ladder=ladder, backends=backends))
+
+    learner.on_change = show
 
 
 def _sessions(

@@ -34,6 +34,14 @@ class Recorder(Protocol):
         ...
 
 
+class LiveRecorder(Recorder, Protocol):
+    """Also records while batches are in flight on the device."""
+
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of a forward that ran before; waits for nothing. Raises RuntimeError."""
+        ...
+
+
 class SimulatedRecorder:
     """A replay calls the recorded function again."""
 
@@ -41,6 +49,9 @@ class SimulatedRecorder:
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
         forward()
+        return self.capture(forward)
+
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         return forward
 
 
@@ -62,13 +73,23 @@ class CudaRecorder:
         with recording(), torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # handles, autotuning and lazy set-up must not be captured
                 forward()
-        self._stream.synchronize()
+        torch.cuda.synchronize(self._stream.device)
+        torch.cuda.empty_cache()  # what the warm-up used is room for the graph's memory
+        return self.capture(forward)
+
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        """Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
+
+        Other threads may use the device meanwhile.
+        """
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context restores the caller's stream, which a failed capture does not.
-            capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
-            with recording(), torch.cuda.stream(caller), capturing:
-                forward()
+            with recording(), torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    forward()
+                finally:
+                    graph.capture_end()
         except RuntimeError:
             self._abandon(graph)
             raise
@@ -146,8 +167,8 @@ class StaticBuffers:
 class Graph:
     """A recorded forward and its metadata buffers."""
 
-    def __init__(self, tower: Tower, budget: Budget, buffers: StaticBuffers, recorder: Recorder) -> None:
-        """Record the forward on a batch of the budget's size. Raises RuntimeError."""
+    def __init__(self, tower: Tower, budget: Budget, buffers: StaticBuffers) -> None:
+        """Raises RuntimeError."""
         self.budget = budget
         self.metadata = tower.reserve(tower.capacity(budget))
         if buffers.crops is not None:
@@ -156,8 +177,21 @@ class Graph:
         self._buffers = buffers
         self._pixels = buffers.pixels[: self.metadata.capacity.patches]
         self._rows = buffers.rows[: budget.tokens]
-        self.load(tower.samples_for(budget), _no_pixels)
+        self._replay: Callable[[], None] = self._forward
+
+    def record(self, recorder: Recorder) -> None:
+        """Record the forward on a batch of the budget's size. Raises RuntimeError."""
+        self._load_samples()
         self._replay = recorder.record(self._forward)
+
+    def warm_up(self) -> None:
+        """Run the forward on a batch of the budget's size, before `capture`. Raises RuntimeError."""
+        self._load_samples()
+        self._forward()
+
+    def capture(self, recorder: LiveRecorder) -> None:
+        """Record the forward while batches are in flight. Raises RuntimeError."""
+        self._replay = recorder.capture(self._forward)
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
@@ -174,6 +208,9 @@ class Graph:
         """Run the recorded forward; returns rows of the static output, valid until the next replay."""
         self._replay()
         return self._rows
+
+    def _load_samples(self) -> None:
+        self.load(self._tower.samples(self.budget.tokens, self.budget.max_items), _no_pixels)
 
     def _forward(self) -> None:
         self._rows.copy_(self._tower.forward(self._pixels, self.metadata))
@@ -193,11 +230,14 @@ class GraphSet:
         """Capture every budget of `ladder`, largest first; budgets that fail are dropped."""
         self.buffers: StaticBuffers | None = None
         self.dropped: dict[Budget, str] = {}
+        self._tower = tower
         self._graphs: dict[Budget, Graph] = {}
         for budget in track(sorted(ladder, reverse=True)):
             try:
                 self.buffers = self.buffers or StaticBuffers(tower, [each for each in ladder if each <= budget])
-                self._graphs[budget] = Graph(tower, budget, self.buffers, recorder)
+                graph = Graph(tower, budget, self.buffers)
+                graph.record(recorder)
+                self._graphs[budget] = graph
             except RuntimeError as error:
                 self._drop(budget, str(error).partition("\n")[0])
 
@@ -216,6 +256,22 @@ class GraphSet:
     def nbytes(self) -> int:
         """Bytes of the static buffers that the graphs share."""
         return self.buffers.nbytes if self.buffers else 0
+
+    def warmed_up(self, budget: Budget) -> Graph:
+        """A graph of another budget, for `add`; it shares the static buffers, so it runs on the stream of the replays.
+
+        Raises RuntimeError, also if the budget is larger than those at the start.
+        """
+        if self.buffers is None or budget.tokens > len(self.buffers.rows):
+            raise RuntimeError(f"a budget of {budget.tokens} tokens is larger than the static buffers")
+        graph = Graph(self._tower, budget, self.buffers)
+        graph.warm_up()
+        return graph
+
+    def add(self, graph: Graph, recorder: LiveRecorder) -> None:
+        """Capture a graph while batches are in flight. Raises RuntimeError."""
+        graph.capture(recorder)
+        self._graphs[graph.budget] = graph
 
     def keep(self, ladder: Ladder) -> None:
         """Drop the graphs of all other budgets; none of them may be in flight."""

@@ -8,6 +8,7 @@ from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Item
 from vitwire_server.core.plans import Batch
 from vitwire_server.core.runner import Runner
+from vitwire_server.scheduling.planner import Planner
 
 _log = logging.getLogger(__name__)
 _TRIES = 2
@@ -26,6 +27,10 @@ class Canary:
     """What is wrong with the engine; empty while it encodes. Read by any thread."""
     _last_run: float = 0.0
     _failures: int = 0
+
+    def plan(self, planner: Planner) -> None:
+        """Run as this planner says from now on."""
+        (self.batch,) = planner.plan([self.item.footprint]).batches
 
     def is_due(self, now: float, last_launch: float) -> bool:
         """Whether neither a batch nor this item ran for long enough."""

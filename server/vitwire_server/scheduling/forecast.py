@@ -19,6 +19,7 @@ class Forecast:
         self._in_flight: deque[Work] = deque()
         self._busy_until = 0.0
         self._last_end = 0.0
+        self._interrupted = 0.0
         self.pace = 1.0
         """Measured over predicted seconds; 1 until something ran."""
 
@@ -30,10 +31,11 @@ class Forecast:
     def ran(self, predicted: Work, started: float, now: float) -> None:
         """The oldest batch in flight is done; it had the device to itself since the previous one ended."""
         since = max(started, self._last_end)
-        self._batches.append((end_of(predicted, started, self._last_end) - since, now - since))
+        if started >= self._interrupted:
+            self._batches.append((end_of(predicted, started, self._last_end) - since, now - since))
+            expected, spent = map(sum, zip(*self._batches, strict=True))
+            self.pace = spent / expected if expected > 0 and spent else 1.0
         self._last_end = now
-        expected, spent = map(sum, zip(*self._batches, strict=True))
-        self.pace = spent / expected if expected > 0 and spent else 1.0
         if self._in_flight:
             self._in_flight.popleft()
         self._busy_until = now + self.pace * sum(work.device for work in self._in_flight)
@@ -41,6 +43,10 @@ class Forecast:
     def backlog(self, now: float) -> float:
         """Seconds until what is in flight is done."""
         return max(0.0, self._busy_until - now)
+
+    def interrupted(self, now: float) -> None:
+        """Until now the engine did something else: what is in flight says nothing about the pace."""
+        self._interrupted = now
 
     def wait(self, ahead: float, now: float) -> float:
         """Seconds until what is in flight, and work of `ahead` predicted seconds, is done."""

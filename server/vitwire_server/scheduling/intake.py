@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from threading import Condition
 
 from vitwire_server.core.errors import DeadlineExceeded, Unavailable
+from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Batch
 from vitwire_server.core.reports import Monitor
 from vitwire_server.scheduling.forecast import Forecast
@@ -21,6 +22,8 @@ class Taken:
 
     batch: Batch | None
     """None if nothing waits."""
+    window: Sequence[Footprint]
+    """What was planned: the items that waited for this batch."""
     entries: Sequence[Entry]
     expired: Sequence[Entry]
 
@@ -29,7 +32,8 @@ class Intake:
     """The queue with its lock. Thread-safe; `take`, `answered` and `abandon` belong to the engine's thread."""
 
     def __init__(self, planner: Planner, forecast: Forecast, monitor: Monitor, clock: Callable[[], float]) -> None:
-        self._planner = planner
+        self.planner = planner
+        """Replaced whole by the engine's thread; others may use either."""
         self._forecast = forecast
         self._monitor = monitor
         self._clock = clock
@@ -99,11 +103,12 @@ class Intake:
         with self._changed:
             if wait_seconds and not self._queue and not self._closed:
                 self._changed.wait(wait_seconds)
-            window = self._queue.window(_WINDOW, self._planner.capacity)
+            window = self._queue.window(_WINDOW, self.planner.capacity)
             now = self._clock()
             expired = [entry for entry in window if entry.ticket.is_expired(now)]
             waiting = [entry for entry in window if not entry.ticket.is_expired(now)] if expired else window
-            plan = self._planner.plan([entry.item.footprint for entry in waiting], self._forecast.backlog(now))
+            footprints = [entry.item.footprint for entry in waiting]
+            plan = self.planner.plan(footprints, self._forecast.backlog(now))
             batch = plan.batches[0] if plan.batches else None
             entries = [waiting[item] for item in batch.items] if batch else []
             for entry in expired:
@@ -112,7 +117,7 @@ class Intake:
             self._unanswered |= {(entry.ticket.number, entry.index): entry for entry in (*expired, *entries)}
             if expired or entries:
                 self._queue_changed()
-        return Taken(batch, entries, expired)
+        return Taken(batch, footprints, entries, expired)
 
     def answered(self, entry: Entry) -> None:
         """An entry that was taken is answered."""
@@ -129,7 +134,7 @@ class Intake:
 
     def _needed(self, priority: Priority, tokens: int) -> float:
         """Seconds until a new request of so many tokens would be done."""
-        estimate = self._planner.estimate
+        estimate = self.planner.estimate
         with self._changed:
             ahead = self._queue.tokens_ahead(priority, tokens)
         return self._forecast.wait(estimate(ahead), self._clock()) + self._forecast.alone(estimate(tokens))

@@ -104,14 +104,18 @@ class Planner:
         costs: Costs = ASSUMED,
     ) -> None:
         """`without_graph` is the reason given when the ladder is empty, `dropped` what could not be captured."""
+        self.ladder = ladder
+        self.costs = costs
         self._dropped = dropped
-        self._ladder = ladder
         self._bounds = bounds
         self._without_graph = without_graph
-        self._costs = costs
         self._kept: dict[int, Work] = {}
         self._by_cost = _ByCost(ladder, costs)
         self._options = Options(sorted({budget.tokens for budget in ladder}), self._busy_seconds)
+
+    def changed(self, ladder: Ladder, costs: Costs) -> "Planner":
+        """A planner for another ladder, within the same bounds."""
+        return Planner(ladder, self._bounds, without_graph=self._without_graph, dropped=self._dropped, costs=costs)
 
     def plan(self, footprints: Sequence[Footprint], backlog: float = 0.0) -> Plan:
         """Batches that hold each of `footprints` exactly once, by position.
@@ -136,7 +140,7 @@ class Planner:
     @property
     def capacity(self) -> int:
         """Tokens of the largest batch; a larger item runs alone."""
-        return self._ladder.largest.tokens if self._ladder.largest else self._bounds.tokens
+        return self.ladder.largest.tokens if self.ladder.largest else self._bounds.tokens
 
     def estimate(self, tokens: int) -> float:
         """Predicted time of so many tokens in as few batches as can hold them."""
@@ -151,16 +155,16 @@ class Planner:
 
     def work(self, batch: Batch, footprints: Sequence[Footprint]) -> Work:
         """What a batch of some of `footprints` occupies, attention within segments left out."""
-        return self._costs.work(batch.budget, sum([footprints[item].tokens for item in batch.items]))
+        return self.costs.work(batch.budget, sum([footprints[item].tokens for item in batch.items]))
 
     def predict(self, budget: Budget | None, footprints: Sequence[Footprint]) -> Prediction:
         """Predicted time of a batch of all of `footprints`."""
-        work = self._costs.work(budget, sum([footprint.tokens for footprint in footprints]))
-        return Prediction(work, self._costs.attention(footprints))
+        work = self.costs.work(budget, sum([footprint.tokens for footprint in footprints]))
+        return Prediction(work, self.costs.attention(footprints))
 
     def _busy_seconds(self, tokens: int) -> float:
         """What a replay adds to a full queue."""
-        work = self._costs.replay_work(tokens)
+        work = self.costs.replay_work(tokens)
         return max(work.host, work.device)
 
     def _least(self, tokens: int) -> Work:
@@ -168,19 +172,19 @@ class Planner:
         if tokens not in self._kept:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            replays = (self._costs.replay_work(budget.tokens) for budget in self._ladder if budget.tokens >= tokens)
-            self._kept[tokens] = min((self._costs.eager_work(tokens), *replays), key=lambda work: work.alone)
+            replays = (self.costs.replay_work(budget.tokens) for budget in self.ladder if budget.tokens >= tokens)
+            self._kept[tokens] = min((self.costs.eager_work(tokens), *replays), key=lambda work: work.alone)
         return self._kept[tokens]
 
     def _fallback(self, footprint: Footprint) -> Fallback | None:
         """Why no graph can take this item alone; None if one can."""
-        if self._ladder.smallest_fitting(footprint, 1):
+        if self.ladder.smallest_fitting(footprint, 1):
             return None
         if self._dropped.smallest_fitting(footprint, 1):
             return Fallback.NOT_CAPTURED
-        if self._ladder.largest is None:
+        if self.ladder.largest is None:
             return self._without_graph
-        if footprint.segments > self._ladder.largest.max_segments:
+        if footprint.segments > self.ladder.largest.max_segments:
             return Fallback.TOO_MANY_FRAMES
         return Fallback.OVERSIZE
 
@@ -195,7 +199,7 @@ class Planner:
         return batches
 
     def _fits(self, load: Footprint, items: int) -> bool:
-        return self._bounds.hold(load, items) and self._ladder.smallest_fitting(load, items) is not None
+        return self._bounds.hold(load, items) and self.ladder.smallest_fitting(load, items) is not None
 
     def _on_budgets(self, groups: Iterable[Sequence[int]], footprints: Sequence[Footprint]) -> list[Batch] | None:
         """Each group on its cheapest budget; None if a group breaks a bound."""
@@ -238,7 +242,7 @@ class Planner:
         tokens = sum([footprint.tokens for footprint in own])
         if len(batches) > 1 and not (tokens <= self._bounds.tokens and self._bounds.hold(total(own), len(own))):
             return None
-        work = self._costs.eager_work(tokens)
+        work = self.costs.eager_work(tokens)
         if not pipeline.improved([each for _, each in batches], work):
             return None
         return Batch(tuple(sorted(items)), None, Fallback.CHEAPER_EAGER), work

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed
 from vitwire_server.core.reports import Monitor, Outcome
@@ -12,6 +13,7 @@ from vitwire_server.scheduling.failures import log_failures
 from vitwire_server.scheduling.forecast import Forecast
 from vitwire_server.scheduling.intake import Intake, Taken
 from vitwire_server.scheduling.launched import Launched
+from vitwire_server.scheduling.learner import Learner
 from vitwire_server.scheduling.planner import Planner, Prediction
 from vitwire_server.scheduling.tickets import Entry
 from vitwire_server.scheduling.watchdog import Watchdog
@@ -34,12 +36,13 @@ class Scheduler:
         monitor: Monitor,
         *,
         canary: Canary | None = None,
+        learner: Learner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._canary = canary
+        self._learner = learner
         self._forecast = Forecast()
         self._runner = runner
-        self._planner = planner
         self._monitor = monitor
         self._clock = clock
         self._launched: deque[Launched] = deque()
@@ -75,12 +78,30 @@ class Scheduler:
             self._commit(launched.popleft())
         else:
             self._check_device()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Let the learner do a part of its work, if that is due."""
+        learner = self._learner
+        if learner is None or learner.seconds_until_due() > 0:
+            return
+        self._beat()
+        if planner := learner.step():
+            while self._launched:
+                self._commit(self._launched.popleft())
+            self.intake.planner = planner
+            if self._canary:
+                self._canary.plan(planner)
+            learner.replaced()
+        self._forecast.interrupted(self._clock())
+        self._beat()
 
     def _take(self, *, wait: bool) -> Launched | None:
         """The next batch, launched; None if nothing waits (and, with `wait`, after a heartbeat)."""
         self._beat()
         self._monitor.heartbeat()
-        taken = self.intake.take(_HEARTBEAT_SECONDS if wait else 0.0)
+        due = self._learner.seconds_until_due() if self._learner else inf
+        taken = self.intake.take(min(_HEARTBEAT_SECONDS, due) if wait else 0.0)
         for entry in taken.expired:
             self._monitor.item_dropped("queue", "deadline")
             self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
@@ -91,8 +112,10 @@ class Scheduler:
         self.last_launch = started = self._clock()
         for entry in taken.entries:
             self._monitor.item_waited(started - entry.arrived)
+        if self._learner:
+            self._learner.planned(taken.window, len(taken.entries))
         items = [entry.item for entry in taken.entries]
-        predicted = self._planner.predict(taken.batch.budget, [item.footprint for item in items])
+        predicted = self.intake.planner.predict(taken.batch.budget, [item.footprint for item in items])
         self._beat(predicted)
         self._forecast.launched(predicted.work, started)
         running = self._runner.launch(items, taken.batch.budget)
@@ -122,7 +145,7 @@ class Scheduler:
         canary, start = self._canary, self._clock()
         if canary is None or not canary.is_due(start, self.last_launch) or not self.intake.is_empty:
             return
-        predicted = self._planner.predict(canary.batch.budget, [canary.item.footprint])
+        predicted = self.intake.planner.predict(canary.batch.budget, [canary.item.footprint])
         self._beat(predicted)
         passed = canary.run(self._runner, self._clock)
         self._forecast.ran(predicted.work, start, self._clock())

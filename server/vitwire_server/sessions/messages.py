@@ -162,6 +162,12 @@ class Serve(Struct, array_like=True, frozen=True, tag=4):
     digest_seed: int | None
 
 
+class Describe(Struct, array_like=True, frozen=True, tag=11):
+    """Another description of the model: a pickled card."""
+
+    card: bytes
+
+
 class Show(Struct, array_like=True, frozen=True, tag=5):
     """The state of the server."""
 
@@ -191,7 +197,7 @@ class Stop(Struct, array_like=True, frozen=True, tag=7):
 
 
 ToEngine: TypeAlias = Open | Reserve | Admit | Find | Queue | Submit | Release | Close | Started | Drained
-ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Show | Drain | Stop | Beat | Spare
+ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Describe | Show | Drain | Stop | Beat | Spare
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
 FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.core.budgets import Budget, budget, default_tokens
+from vitwire_server.core.budgets import Budget, default_tokens
+from vitwire_server.core.capacities import Capacities, PackedCapacities
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import Geometry
@@ -88,9 +89,14 @@ class Tower(ABC):
         """Tokens of the budgets to capture if none are configured, up to `most`."""
         return default_tokens(most) if most else []
 
+    @property
+    def capacities(self) -> Capacities:
+        """The budgets that the tower can have."""
+        return PackedCapacities(self.geometry.merge)
+
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
         """A budget of `tokens`, or of a little less where tokens come in tiles."""
-        return budget(tokens, merge=self.geometry.merge, max_items=max_items, max_frames=max_frames)
+        return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """At most `items` images that together have `tokens` tokens: squares of 256, and a strip."""

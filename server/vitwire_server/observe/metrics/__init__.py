@@ -12,6 +12,7 @@ from vitwire_server.observe.metrics.admission import AdmissionMetrics
 from vitwire_server.observe.metrics.cache import CacheMetrics
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.engine import EngineMetrics
+from vitwire_server.observe.metrics.ladder import LadderMetrics
 from vitwire_server.observe.metrics.model import ModelMetrics, StateMetrics
 from vitwire_server.observe.metrics.processes import ENGINE, ProcessMetrics
 from vitwire_server.observe.metrics.rpc import RpcMetrics
@@ -37,6 +38,7 @@ class Metrics:
         self.engine = EngineMetrics(series, shared)
         self.delivery = DeliveryMetrics(series, shared)
         self.model = ModelMetrics(series)
+        self.ladder = LadderMetrics(series)
         self.state = StateMetrics(series, health or Health())
         self.processes = ProcessMetrics(self.registry)
         self.processes.started(ENGINE, os.getpid())

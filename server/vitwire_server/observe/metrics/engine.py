@@ -1,7 +1,5 @@
 """Metrics that `scheduling/` records: batches on the engine thread, the queue on any thread."""
 
-from collections.abc import Iterable
-
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import NonFinite
 from vitwire_server.core.items import Modality
@@ -80,11 +78,6 @@ class EngineMetrics:
     def canary_ran(self, *, passed: bool) -> None:
         """A test item went through the engine."""
         self._canaries.labels("ok" if passed else "failed").inc()
-
-    def graphs_captured(self, budgets: Iterable[Budget]) -> None:
-        """Show these budgets in the exposition before their first replay."""
-        for budget in budgets:
-            self._replays.labels(str(budget.tokens))
 
     def _count_item(self, modality: Modality, budget: Budget | None, fallback: Fallback | None) -> None:
         if budget:

@@ -23,7 +23,6 @@ class ModelMetrics:
             "attention",
         )
         self._weights = series.gauge("weights_info", "Fingerprint of the weights being served; always 1", "fingerprint")
-        self._captured = series.gauge("graphs_captured", "Budgets whose graph was captured")
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
         self._attention = series.gauge(
             "budget_info",
@@ -40,16 +39,15 @@ class ModelMetrics:
         self._weights.labels(fingerprint).set(1)
         self._model.labels(**labels).set(1)
 
-    def captured(self, graphs: int, dropped: int, seconds: float, nbytes: int) -> None:
+    def captured(self, dropped: int, seconds: float, nbytes: int) -> None:
         """Capture is done."""
-        self._captured.set(graphs)
         self._dropped.set(dropped)
         self._capture_seconds.set(seconds)
         self._pool_bytes.set(nbytes)
 
     def attends(self, backends: Mapping[Budget, str]) -> None:
         """The budgets that are used, and the attention backend of each."""
-        self._captured.set(len(backends))
+        self._attention.clear()
         for budget, backend in backends.items():
             self._attention.labels(str(budget.tokens), str(budget.max_segment_patches), backend).set(1)
 

@@ -124,9 +124,6 @@ class TileTower(Tower):
     def sizes(self, most: int) -> list[int]:
         return [tiles * self.encoder.tile.tokens for tiles in tile_steps(most // self.encoder.tile.tokens)]
 
-    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
-
     @property
     def capacities(self) -> Capacities:
         """The budgets that the tower can have."""

@@ -1,0 +1,230 @@
+"""`--budgets learn`: a ladder that follows the loads. Used on the engine thread, but for the fits."""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import inf
+from types import MappingProxyType
+
+from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.grids import Footprint
+from vitwire_server.core.reports import LadderMonitor, Refit
+from vitwire_server.fitting.histogram import Demands, LoadHistogram
+from vitwire_server.fitting.refits import Learned, Proposal, propose
+from vitwire_server.runtime.calibration import worthwhile
+from vitwire_server.runtime.live_capture import CaptureFailed, LiveCapture
+from vitwire_server.scheduling.planner import Planner
+
+_log = logging.getLogger(__name__)
+_FIT_EVERY = 256
+"""Loads from one fit to the next."""
+_FIT_SHARE = 0.02
+"""Share of a core that fits may take: they hold the interpreter."""
+_SHARE = 0.2
+"""Share of the engine thread's time that captures may take."""
+_MOST_FAILURES = 3
+"""Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What came of a fit."""
+
+    proposal: Proposal | None
+    seconds: float
+    """Of a core."""
+
+
+@dataclass(slots=True)
+class Change:
+    """A change of the ladder that is under way."""
+
+    proposal: Proposal
+    began: float
+    captured: int = 0
+    spent: float = 0.0
+    """Seconds of the engine thread."""
+    longest: float = 0.0
+    """Seconds of the longest part, for which batches waited."""
+
+
+class LadderLearner:
+    """See Learner. Fits in a thread, captures between batches."""
+
+    def __init__(
+        self,
+        capture: LiveCapture,
+        planner: Planner,
+        demands: Demands,
+        default: Ladder,
+        monitor: LadderMonitor,
+        *,
+        keep: Callable[[Learned], None] | None = None,
+        learned: Learned | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`planner` is in use with the ladder that was captured; `learned` is what was kept before.
+
+        `keep` is called in the thread of the fits.
+        """
+        self._capture = capture
+        self._planner = planner
+        self._demands = demands
+        self._default = [budget.tokens for budget in default]
+        self._monitor = monitor
+        self._keep = keep
+        self._clock = clock
+        self._histogram = LoadHistogram(learned.loads if learned else None)
+        self._served = 0
+        """Loads since the last change."""
+        self._fitted_at = 0
+        self._failures = 0
+        self._rest_until = 0.0
+        self._fit: Future[Fit] | None = None
+        self._fit_after = 0.0
+        self._change: Change | None = None
+        self._parts: Generator[None, None, Planner] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fitting")
+        self.on_change: Callable[[Ladder], None] | None = None
+        """Called with each new ladder, on the engine thread."""
+
+    def planned(self, window: Sequence[Footprint], taken: int) -> None:
+        """See Learner."""
+        if self._failures >= _MOST_FAILURES:
+            return
+        if (tokens := self._demands.of(window, taken)) is None:
+            return
+        self._histogram.add(tokens, taken / len(window))
+        self._served += 1
+        if self._histogram.added - self._fitted_at >= _FIT_EVERY and self._clock() >= self._fit_after:
+            self._start_fit()
+
+    def seconds_until_due(self) -> float:
+        """See Learner."""
+        if self._parts or (self._fit and self._fit.done()):
+            return max(0.0, self._rest_until - self._clock())
+        return inf
+
+    def step(self) -> Planner | None:
+        """See Learner."""
+        if self._fit and self._fit.done():
+            self._begin(self._fit)
+            self._fit = None
+        if self._parts is None or self._change is None:
+            return None
+        start = self._clock()
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            self._parts = None
+            self._rest(start)
+            return end.value  # type: ignore[no-any-return]  # of the generator
+        except CaptureFailed as error:
+            self._give_up(error)
+        self._rest(start)
+        return None
+
+    def replaced(self) -> None:
+        """See Learner."""
+        change, ladder = self._change, self._planner.ladder
+        assert change, "a change ends with a new planner"
+        self._change = None
+        start = self._clock()
+        self._capture.keep(ladder)
+        self._rest(start)
+        self._served = 0
+        self._announce(change, ladder)
+        if self.on_change:
+            self.on_change(ladder)
+        if self._keep:
+            self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
+
+    def _start_fit(self) -> None:
+        if self._fit or self._parts:
+            return
+        self._fitted_at = self._histogram.added
+        loads, served = self._histogram.loads, self._served
+        costs, current = self._planner.costs, sorted({budget.tokens for budget in self._planner.ladder})
+
+        def fit() -> Fit:
+            start = time.thread_time()
+            proposal = propose(loads, current, self._default, costs, served)
+            return Fit(proposal, time.thread_time() - start)
+
+        self._fit = self._worker.submit(fit)
+
+    def _begin(self, done: "Future[Fit]") -> None:
+        try:
+            fit = done.result()
+        except Exception:  # noqa: BLE001 - a fit that fails must not end the engine
+            self._failures = _MOST_FAILURES
+            _log.exception("no ladder is learned any more: the fit failed")
+            return
+        self._fit_after = self._clock() + fit.seconds / _FIT_SHARE
+        if fit.proposal is None:
+            self._monitor.refitted(Refit.KEPT)
+            return
+        self._change = Change(fit.proposal, self._clock())
+        self._parts = self._changed(fit.proposal, self._change)
+
+    def _changed(self, proposal: Proposal, change: Change) -> Generator[None, None, Planner]:
+        """Capture what the ladder lacks, in parts; returns the planner for it."""
+        planner = self._planner
+        known = {budget.tokens for budget in planner.ladder}
+        ladder = self._capture.completed(Ladder(tuple(sorted({self._demands.budget(size) for size in proposal.sizes}))))
+        ladder = Ladder(tuple(each for each in ladder if each in planner.ladder or each.tokens not in known))
+        all_segments = {budget.tokens: budget for budget in ladder}
+        measured, saved = dict(planner.costs.measured), dict(planner.costs.saved)
+        for budget in sorted(set(ladder) - set(planner.ladder), reverse=True):
+            yield from self._capture.capture(budget)
+            change.captured += 1
+            seconds = yield from self._capture.timed(budget, budget)
+            if seconds is None:
+                continue
+            if budget == all_segments[budget.tokens]:
+                measured[budget.tokens] = seconds
+            else:
+                others = yield from self._capture.timed(budget, all_segments[budget.tokens])
+                saved[budget] = max(0.0, (others or 0.0) - seconds)
+        costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
+        self._planner = planner.changed(worthwhile(ladder, costs), costs)
+        return self._planner
+
+    def _give_up(self, error: CaptureFailed) -> None:
+        self._parts = self._change = None
+        self._failures += 1
+        self._served = 0  # the next attempt has to be worth as much again
+        self._capture.give_up(self._planner.ladder)
+        self._monitor.refitted(Refit.FAILED)
+        more = "no other is tried" if self._failures >= _MOST_FAILURES else "another is tried later"
+        _log.warning("a learned ladder was not captured, and the old one stays in use; %s: %s", more, error)
+
+    def _rest(self, start: float) -> None:
+        """Leave the engine's thread to the batches for a while after a part."""
+        now = self._clock()
+        spent = now - start
+        self._rest_until = now + spent * (1 / _SHARE - 1)
+        self._monitor.spent(spent)
+        if self._change:
+            self._change.spent += spent
+            self._change.longest = max(self._change.longest, spent)
+
+    def _announce(self, change: Change, ladder: Ladder) -> None:
+        proposal = change.proposal
+        self._monitor.refitted(Refit.SWAPPED)
+        self._monitor.changed(ladder, proposal.gain, change.longest, self._capture.grown)
+        _log.info(
+            "%s ladder of %d budgets in use, %d of them captured in %.2f s over %.1f s (longest pause %.0f ms): "
+            "predicted to save %.1f %% of the time, padding %.1f instead of %.1f %%",
+            "default" if proposal.is_default else "learned",
+            len(ladder),
+            change.captured,
+            change.spent,
+            self._clock() - change.began,
+            1e3 * change.longest,
+            1e2 * proposal.gain,
+            1e2 * proposal.padding,
+            1e2 * proposal.padding_before,
+        )

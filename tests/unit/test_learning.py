@@ -1,0 +1,170 @@
+"""The learner on a real engine with simulated graphs: it fits, captures in parts, swaps, and stops after failures."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rigs import Rig
+from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.capacities import PackedCapacities
+from vitwire_server.core.grids import Footprint
+from vitwire_server.core.plans import Fallback
+from vitwire_server.fitting.histogram import Demands
+from vitwire_server.fitting.state import StateFile
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.runtime import learning
+from vitwire_server.runtime.learning import LadderLearner
+from vitwire_server.runtime.live_capture import LiveCapture
+from vitwire_server.scheduling.planner import Bounds, Planner
+
+DEFAULT = (160, 320, 640)
+MOST = DEFAULT[-1]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Learning:
+    """A learner, the planner in use, and what came of it."""
+
+    def __init__(self, folder: Path, state: Path, device: torch.device) -> None:
+        self.rig = Rig.of(folder, torch.float32, device, sizes=())
+        self.demands = Demands(PackedCapacities(2), MOST, max_items=8, max_frames=24)
+        self.clock, self.metrics = Clock(), Metrics()
+        self.metrics.ladder.in_use(self.ladder(DEFAULT))
+        self.file = StateFile.in_folder(state, "01", "cpu", MOST)
+        learned = self.file.read()
+        default = self.ladder(DEFAULT)
+        captured = self.ladder(learned.sizes) if learned else default
+        self.rig.graphs.__init__(self.rig.tower, captured, self.rig.recorder)  # type: ignore[misc]
+        self.planner = Planner(captured, Bounds(MOST, 8, 24), without_graph=Fallback.GRAPHS_OFF)
+        streams, recorder = self.rig.streams, self.rig.recorder
+        self.capture = LiveCapture(
+            self.rig.tower, self.rig.engine, self.rig.graphs, streams, recorder, lambda ladder: ladder, 1 << 20
+        )
+        self.learner = LadderLearner(
+            self.capture, self.planner, self.demands, default, self.metrics.ladder,
+            keep=self.file.write, learned=learned, clock=self.clock,
+        )  # fmt: skip
+
+    def ladder(self, sizes: tuple[int, ...]) -> Ladder:
+        return Ladder(tuple(sorted(self.demands.budget(size) for size in sizes)))
+
+    def sizes(self) -> list[int]:
+        return [budget.tokens for budget in self.planner.ladder]
+
+    def plan(self, tokens: int, times: int) -> int:
+        """Plan single images of so many tokens, until the ladder changes; returns their number."""
+        window = [Footprint(4 * tokens, tokens, 1, 4 * tokens)]
+        for count in range(times):
+            self.learner.planned(window, 1)
+            self.clock.now += 100.0
+            if self.finish():
+                return count + 1
+        return times
+
+    def finish(self) -> bool:
+        """Wait for a fit, and do the parts of a change."""
+        self.learner._worker.submit(int).result()
+        while self.learner.seconds_until_due() == 0:
+            if planner := self.learner.step():
+                self.planner = planner
+                self.learner.replaced()
+                self.learner._worker.submit(int).result()
+                return True
+            self.clock.now += 100.0
+        return False
+
+    def refits(self, result: str) -> float:
+        value = self.metrics.registry.get_sample_value("vitwire_ladder_refits_total", {"result": result})
+        assert value is not None
+        return value
+
+
+@pytest.fixture
+def made(checkpoints: Callable[[str], Path], tmp_path: Path, device: torch.device) -> Learning:
+    return Learning(checkpoints("qwen2_vl"), tmp_path, device)
+
+
+def test_it_follows_the_loads_and_a_restart_begins_there(
+    made: Learning, checkpoints: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ladders: list[Ladder] = []
+    made.learner.on_change = ladders.append
+    assert made.plan(96, 1024) <= 512
+    assert made.sizes() == [96, 320, 640]
+    assert [budget.tokens for budget in made.rig.graphs.ladder] == made.sizes()
+    assert "learned ladder of 3 budgets in use, 1 of them captured" in caplog.text
+    assert "padding 0.0 instead of 40.0 %" in caplog.text
+    assert made.plan(200, 2048) < 2048
+    assert {200, 640} < set(made.sizes())
+    assert ladders[-1] == made.planner.ladder
+    assert made.refits("swapped") == len(ladders) == 2
+    assert made.metrics.registry.get_sample_value("vitwire_ladder_budgets", {"budget": "160"}) == 0
+    again = Learning(checkpoints("qwen2_vl"), tmp_path, made.rig.tower.device)
+    assert again.sizes() == made.sizes()
+    assert again.plan(200, 1024) == 1024, "it knows these loads"
+
+
+def test_parts_leave_the_thread_to_the_batches(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a part of a second, four seconds without one."""
+    monkeypatch.setattr(made.rig.tower, "forward", tick(made))
+    window = [Footprint(384, 96, 1, 384)]
+    for _ in range(learning._FIT_EVERY):
+        made.learner.planned(window, 1)
+    made.learner._worker.submit(int).result()
+    assert made.learner.seconds_until_due() == 0
+    assert made.learner.step() is None
+    assert made.learner.seconds_until_due() == pytest.approx(4.0)
+    made.clock.now += 5.0
+    assert made.learner.seconds_until_due() == 0
+
+
+def tick(made: Learning) -> Callable[..., torch.Tensor]:
+    forward = made.rig.tower.forward
+
+    def slow(pixels: torch.Tensor, metadata: object) -> torch.Tensor:
+        made.clock.now += 1.0
+        return forward(pixels, metadata)  # type: ignore[arg-type]
+
+    return slow
+
+
+def test_failed_captures_keep_the_ladder_and_end_the_learning(
+    made: Learning, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> Callable[[], None]:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(made.rig.recorder, "capture", fail)
+    assert made.plan(96, 4096) == 4096
+    assert made.sizes() == [budget.tokens for budget in made.rig.graphs.ladder] == list(DEFAULT)
+    assert (made.refits("failed"), made.refits("swapped")) == (3, 0)
+    assert caplog.text.count("and the old one stays in use") == 3
+    assert "no other is tried: budget of 96 tokens: injected" in caplog.text
+    assert made.file.read() is None
+
+
+def test_memory_beyond_the_bound_is_a_failure(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([0, 2 << 20, 2 << 20, 0] * 9)
+    monkeypatch.setattr(LiveCapture, "_reserved", lambda _: next(taken))
+    assert made.plan(96, 4096) == 4096
+    assert made.sizes() == list(DEFAULT)
+    assert (made.refits("failed"), made.capture.grown) == (3, 0)
+
+
+def test_a_bug_in_a_fit_ends_the_learning_only(
+    made: Learning, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "propose", lambda *_: 1 / 0)
+    assert made.plan(96, 1024) == 1024
+    assert caplog.text.count("no ladder is learned any more") == 1
+    assert made.sizes() == list(DEFAULT)
