@@ -1,14 +1,14 @@
 """The learner on a real engine with simulated graphs: it fits, captures in parts, swaps, and stops after failures."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import torch
 
 from rigs import Rig
-from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.capacities import PackedCapacities
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
@@ -159,6 +159,24 @@ def test_memory_beyond_the_bound_is_a_failure(made: Learning, monkeypatch: pytes
     assert made.plan(96, 4096) == 4096
     assert made.sizes() == list(DEFAULT)
     assert (made.refits("failed"), made.capture.grown) == (3, 0)
+
+
+def test_a_ladder_that_is_measured_to_be_slower_is_not_used(
+    made: Learning, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    capture = LiveCapture.capture
+
+    def slow(self: LiveCapture, budget: Budget) -> Generator[None, None, float]:
+        yield from capture(self, budget)
+        return 1.0
+
+    monkeypatch.setattr(LiveCapture, "capture", slow)
+    assert made.plan(96, 512) < 512
+    assert made.sizes() == [budget.tokens for budget in made.rig.graphs.ladder] == list(DEFAULT)
+    assert "measured to be slower than the old one" in caplog.text
+    assert (made.refits("swapped"), made.file.read()) == (0, None)
+    assert made.planner.costs.measured == {96: 1.0}, "the next fit knows"
 
 
 def test_a_bug_in_a_fit_ends_the_learning_only(

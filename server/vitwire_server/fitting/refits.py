@@ -54,12 +54,18 @@ def propose(
     fitted = optimal_ladder(with_unseen(loads, default), len(default), max(default), costs)
     seconds, best = min((expected_seconds(loads, sizes, costs), sizes) for sizes in (fitted, list(default)))
     before = expected_seconds(loads, current, costs)
-    gain = 1 - seconds / before
-    if gain < LEAST_GAIN or (before - seconds) * served < capture_seconds(set(best) - set(current), costs):
+    saved = 1 - seconds / before
+    if saved < LEAST_GAIN or (before - seconds) * served < capture_seconds(set(best) - set(current), costs):
         return None
     return Proposal(
-        tuple(best), best == list(default), gain, padding(loads, current, costs), padding(loads, best, costs)
+        tuple(best), best == list(default), saved, padding(loads, current, costs), padding(loads, best, costs)
     )
+
+
+def gain(loads: Mapping[int, float], current: Sequence[int], sizes: Sequence[int], costs: Costs) -> float:
+    """Share of the predicted time that a ladder saves; negative if it is slower than the current one."""
+    costs = interpolated(costs, {*loads, *current, *sizes})
+    return 1 - expected_seconds(loads, sizes, costs) / expected_seconds(loads, current, costs)
 
 
 def with_unseen(loads: Mapping[int, float], default: Sequence[int]) -> dict[int, float]:

@@ -12,7 +12,7 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.reports import LadderMonitor, Refit
 from vitwire_server.fitting.histogram import Demands, LoadHistogram
-from vitwire_server.fitting.refits import Learned, Proposal, propose
+from vitwire_server.fitting.refits import Learned, Proposal, gain, propose
 from vitwire_server.runtime.calibration import worthwhile
 from vitwire_server.runtime.live_capture import CaptureFailed, LiveCapture
 from vitwire_server.scheduling.planner import Planner
@@ -48,6 +48,8 @@ class Change:
     """Seconds of the engine thread."""
     longest: float = 0.0
     """Seconds of the longest part, for which batches waited."""
+    gain: float = 0.0
+    """Share of the predicted time that it saves, with the new budgets' measured times."""
 
 
 class LadderLearner:
@@ -135,6 +137,10 @@ class LadderLearner:
         self._capture.keep(ladder)
         self._rest(start)
         self._served = 0
+        if change.gain <= 0:
+            self._monitor.refitted(Refit.KEPT)
+            _log.info("a ladder was captured and measured to be slower than the old one, which stays in use")
+            return
         self._announce(change, ladder)
         if self.on_change:
             self.on_change(ladder)
@@ -170,7 +176,7 @@ class LadderLearner:
         self._parts = self._changed(fit.proposal, self._change)
 
     def _changed(self, proposal: Proposal, change: Change) -> Generator[None, None, Planner]:
-        """Capture what the ladder lacks, in parts; returns the planner for it."""
+        """Capture what the ladder lacks, in parts; returns the planner for it, or for the old one if that is faster."""
         planner = self._planner
         known = {budget.tokens for budget in planner.ladder}
         ladder = self._capture.completed(Ladder(tuple(sorted({self._demands.budget(size) for size in proposal.sizes}))))
@@ -189,7 +195,8 @@ class LadderLearner:
                 others = yield from self._capture.timed(budget, all_segments[budget.tokens])
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
         costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
-        self._planner = planner.changed(worthwhile(ladder, costs), costs)
+        change.gain = gain(self._histogram.loads, sorted(known), proposal.sizes, costs)
+        self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
 
     def _give_up(self, error: CaptureFailed) -> None:
@@ -214,7 +221,7 @@ class LadderLearner:
     def _announce(self, change: Change, ladder: Ladder) -> None:
         proposal = change.proposal
         self._monitor.refitted(Refit.SWAPPED)
-        self._monitor.changed(ladder, proposal.gain, change.longest, self._capture.grown)
+        self._monitor.changed(ladder, change.gain, change.longest, self._capture.grown)
         _log.info(
             "%s ladder of %d budgets in use, %d of them captured in %.2f s over %.1f s (longest pause %.0f ms): "
             "predicted to save %.1f %% of the time, padding %.1f instead of %.1f %%",
@@ -224,7 +231,7 @@ class LadderLearner:
             change.spent,
             self._clock() - change.began,
             1e3 * change.longest,
-            1e2 * proposal.gain,
+            1e2 * change.gain,
             1e2 * proposal.padding,
             1e2 * proposal.padding_before,
         )
