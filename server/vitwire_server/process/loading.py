@@ -13,10 +13,11 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST, Costs
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item
-from vitwire_server.core.models import Limits, ModelCard
+from vitwire_server.core.models import Limits, ModelCard, Precision
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
+from vitwire_server.process.precision import compute_dtype, fingerprint, reduced
 from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items
@@ -74,7 +75,7 @@ def load_model(
     mode = _mode(settings.graphs, device)
     checkpoint = open_checkpoint(settings.model)
     preprocessing = checkpoint.preprocessing()
-    dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    dtype = compute_dtype(settings, checkpoint.dtype, device)
     _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
@@ -85,18 +86,20 @@ def load_model(
         memory.arena.touch(memory.kept)
         pin(memory.arena.view(0, memory.kept))
     streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
+    stager = Stager(tower.geometry, preprocessing, device)
+    precision = _fused(settings, tower, attention, stager, streams)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs = _capture(tower, _ladder(settings, tower, mode), _recorder(mode, streams), metrics)
-    hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
+    hot = HotShapes(tower).forward if not precision and _compiles(settings.compile, tower) else None
     outbox = Outbox(device, _OUTBOX_BYTES) if settings.nixl and device.type == "cuda" else None
-    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot, outbox)
+    engine = Engine(tower, graphs, stager, streams, hot, outbox)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
     card = ModelCard(
         model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
         model_type=checkpoint.family.model_type,
-        fingerprint=loaded.fingerprint,
+        fingerprint=fingerprint(loaded.fingerprint, precision),
         dtype=DType.of(str(dtype).removeprefix("torch.")),
         geometry=tower.geometry,
         preprocessing=preprocessing,
@@ -104,9 +107,10 @@ def load_model(
         dropped={budget.tokens: reason for budget, reason in graphs.dropped.items()},
         limits=_limits(settings, tower),
         graphs=mode,
-        attention=attention,
+        attention=attention.name if attention else _DENSE,
         device=str(device),
         version=release(),
+        precision=precision,
     )
     _announce(checkpoint, card, metrics)
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
@@ -139,12 +143,12 @@ def _mode(graphs: str, device: torch.device) -> str:
     return graphs
 
 
-def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
-    """Choose the attention backend and fuse the blocks around it; returns its name. Tile towers always use SDPA."""
+def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> Selection | None:
+    """Choose the attention backend; None for tile towers, which always use SDPA."""
     if not tower.segmented:
         if settings.attention_backend not in ("auto", _DENSE):
             raise UsageError(f"--attention-backend {settings.attention_backend}: tile towers support only {_DENSE}")
-        return _DENSE
+        return None
     try:
         selection = select(
             settings.attention_backend, tower.device, tower.dtype, *tower.attention_heads, captured=captured
@@ -152,9 +156,22 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> str:
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
     tower.use_attention(selection.implementation)
-    if settings.compile == "auto" and tower.device.type == "cuda":
-        _fuse(tower, selection)
-    return selection.name
+    return selection
+
+
+def _fused(
+    settings: ServeSettings, tower: Tower, attention: Selection | None, stager: Stager, streams: Streams
+) -> Precision | None:
+    """Reduce the precision if that is asked for, and fuse the blocks around their attention."""
+
+    def finish() -> None:
+        if attention and settings.compile == "auto" and tower.device.type == "cuda":
+            _fuse(tower, attention)
+
+    if settings.precision == "fp8":
+        return reduced(tower, stager, streams, floor=settings.precision_floor, finish=finish)
+    finish()
+    return None
 
 
 def _fuse(tower: Tower, attention: Selection) -> None:
@@ -269,6 +286,7 @@ def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None
         device=card.device,
         graphs=card.graphs,
         attention=card.attention,
+        similarity=card.precision.similarity if card.precision else 1.0,
     )
     loaded = (checkpoint.folder, card.model_type, card.dtype.label, card.device, len(card.ladder))
     _log.info("loaded %s (%s) in %s on %s, %d graphs", *loaded)

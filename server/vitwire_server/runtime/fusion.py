@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitwire_server.runtime.attention.selection import Selection
+from vitwire_server.runtime.float8 import Float8Linear, Scaled
 from vitwire_server.runtime.kernels.activations import activate, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
+from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise
 from vitwire_server.runtime.kernels.rotary import rotate
 
 _log = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ _TOLERANCE_ULPS = 4
 """Accepted relative difference to the stock block, in units in the last place."""
 _FLOAT32_TOLERANCE = 1e-5
 """Accepted relative difference from summing in another order in float32."""
+_FLOAT8_TOLERANCE = 2**-5
+"""Accepted relative difference from values that are rounded to the other side in float8: half of a rounding."""
 
 _GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
 _PLAIN = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "act", "fc2"), ("fc1", "activation_fn", "fc2"))
@@ -41,10 +45,12 @@ class KernelFailed(NotFusable):
 class Mlp(Protocol):
     """An MLP that adds its result to the residual stream; both are `(rows, hidden)`."""
 
-    last: nn.Linear
-    """The last layer. Its bias is added to the residual before the MLP is called."""
+    @property
+    def last(self) -> nn.Linear | Float8Linear:
+        """The last layer. Its bias is added to the residual before the MLP is called."""
+        ...
 
-    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
+    def __call__(self, rows: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401 - Scaled in float8, otherwise Tensor
         """Add the MLP of normalised `rows`, without the last bias, to `hidden`, in place."""
         ...
 
@@ -83,6 +89,17 @@ class GatedMlp:
         return hidden.addmm_(activate(both, self._kind, gated=True), self.last.weight.t())
 
 
+class Float8Mlp:
+    """An MLP in float8, gated or not: the activation is a kernel that also quantises."""
+
+    def __init__(self, first: Float8Linear, act: nn.Module, last: Float8Linear, *, gated: bool = False) -> None:
+        self._first, self.last, self._kind, self._gated = first, last, _kind(act), gated
+
+    def __call__(self, rows: Scaled, hidden: Tensor) -> Tensor:
+        inner = activate_quantise(self._first(rows), self._kind, gated=self._gated)
+        return hidden.add_(self.last.product(inner, biased=False))
+
+
 class TileCache:
     """The tiles of the attention kernel, computed once per forward and shared by its layers."""
 
@@ -113,8 +130,10 @@ class Block:
             for norm in self._norms:
                 epsilon(norm)
             self._mlp = _mlp(stock.get_submodule("mlp"))
+            self.reduced = _reduced(self._qkv, self._mlp.last)
         except (AttributeError, ValueError, KeyError) as error:
             raise NotFusable(str(error)) from error
+        self._add_norm: Any = add_norm_quantise if self.reduced else add_norm
         extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
         if extras:
             raise NotFusable(f"attention has {', '.join(sorted(extras))}")
@@ -139,7 +158,7 @@ class Block:
             self._tiles.clear()
         cos, sin = position_embeddings
         first, second = self._norms
-        hidden, normed = add_norm(hidden_states, None, first)
+        hidden, normed = self._add_norm(hidden_states, None, first)
         qkv = self._qkv(normed).view(len(hidden), 3, self._heads, -1)
         chosen = self._attention.at(max_seqlen)
         rotate(qkv, cos, sin, contain=not chosen.isolates)
@@ -150,7 +169,7 @@ class Block:
         else:
             attended = chosen.attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
         added = self._proj(attended.view(len(hidden), -1))
-        hidden, normed = add_norm(hidden, added, second, ahead=self._mlp.last.bias)
+        hidden, normed = self._add_norm(hidden, added, second, ahead=self._mlp.last.bias)
         return self._mlp(normed, hidden)
 
 
@@ -168,6 +187,8 @@ def fuse(blocks: Sequence[nn.Module], attention: Selection) -> int:
             _log.log(level, "blocks of type %s are not fused: %s", type(stock).__name__, error)
             return fused
         limit = max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
+        if block.reduced:
+            limit = max(limit, _FLOAT8_TOLERANCE)
         if not all(each <= limit for each in errors):  # False for NaN
             _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
             return fused
@@ -204,11 +225,23 @@ def _difference(stock: nn.Module, block: Block, longest: int) -> float:
 def _mlp(stock: nn.Module) -> Mlp:
     names = {name for name, _ in stock.named_children()}
     if names == set(_GATED):
-        return GatedMlp(*(getattr(stock, name) for name in _GATED))
+        gate, up, act, down = (getattr(stock, name) for name in _GATED)
+        if _reduced(gate, up, down):
+            return Float8Mlp(Float8Linear.joined(gate, up), act, down, gated=True)
+        return GatedMlp(gate, up, act, down)
     for plain in _PLAIN:
         if names == set(plain):
-            return PlainMlp(*(getattr(stock, name) for name in plain))
+            first, act, second = (getattr(stock, name) for name in plain)
+            return Float8Mlp(first, act, second) if _reduced(first, second) else PlainMlp(first, act, second)
     raise ValueError(f"unknown MLP with {', '.join(sorted(names))}")
+
+
+def _reduced(*layers: nn.Module) -> bool:
+    """Whether layers are in float8. Raises ValueError if only some of them are."""
+    kinds = {isinstance(layer, Float8Linear) for layer in layers}
+    if len(kinds) > 1:
+        raise ValueError("only some of its layers are in float8")
+    return kinds.pop()
 
 
 def _kind(act: nn.Module) -> str:

@@ -1,0 +1,165 @@
+"""Rows to float8 with a scale each, alone or as the last step of a norm or an activation."""
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton import language as tl
+
+from vitwire_server.runtime.float8 import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.runtime.kernels.activations import KINDS
+from vitwire_server.runtime.kernels.norms import epsilon
+
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+_WIDE = 4096
+"""Columns from which a row takes eight warps."""
+
+
+def quantise(rows: Tensor) -> Scaled:
+    """Rows `(rows, columns)`, each scaled by its own largest absolute value."""
+    count, columns = rows.shape
+    out = _empty(rows, columns)
+    width = triton.next_power_of_2(columns)
+    _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=_warps(columns))
+    return out
+
+
+def add_norm_quantise(
+    hidden: Tensor, added: Tensor | None, norm: nn.Module, ahead: Tensor | None = None
+) -> tuple[Tensor, Scaled]:
+    """As `norms.add_norm`, with the normed rows in float8."""
+    assert added is not None or ahead is None
+    rows, columns = hidden.shape
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    bias = getattr(norm, "bias", None)
+    summed = torch.empty_like(hidden) if added is not None else hidden
+    out = _empty(hidden, columns)
+    _add_norm_quantise[(rows,)](
+        hidden,
+        hidden if added is None else added,
+        summed,
+        *out,
+        weight,
+        weight if bias is None else bias,
+        weight if ahead is None else ahead,
+        epsilon(norm),
+        COUNT=columns,
+        COLUMNS=triton.next_power_of_2(columns),
+        ADD=added is not None,
+        CENTRE=isinstance(norm, nn.LayerNorm),
+        BIAS=bias is not None,
+        AHEAD=ahead is not None,
+        num_warps=4,
+    )
+    return summed, out
+
+
+def activate_quantise(values: Tensor, kind: str, *, gated: bool = False) -> Scaled:
+    """As `activations.activate`, with the result in float8; `values` are left as they are."""
+    rows, columns = values.shape
+    out_columns = columns // 2 if gated else columns
+    out = _empty(values, out_columns)
+    _activate_quantise[(rows,)](
+        values,
+        *out,
+        columns,
+        KIND=KINDS[kind],
+        GATED=gated,
+        COUNT=out_columns,
+        COLUMNS=triton.next_power_of_2(out_columns),
+        num_warps=_warps(out_columns),
+    )
+    return out
+
+
+def _empty(like: Tensor, columns: int) -> Scaled:
+    values = like.new_empty((len(like), columns), dtype=FLOAT8)
+    return Scaled(values, like.new_empty((len(like), 1), dtype=torch.float32))
+
+
+def _warps(columns: int) -> int:
+    return 8 if columns >= _WIDE else 4
+
+
+@triton.jit
+def _store(values, out_ptr, scales_ptr, row, column, there, COUNT: tl.constexpr):
+    """Store one row; `values` are zero where not `there`. A NaN makes this row NaN and no other."""
+    scale = tl.maximum(tl.max(tl.abs(values), 0), _SMALLEST) / _LARGEST
+    tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + row * COUNT + column, (values / scale).to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _quantise(in_ptr, stride, out_ptr, scales_ptr, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < COUNT
+    values = tl.load(in_ptr + row * stride + column, mask=there, other=0.0).to(tl.float32)
+    _store(values, out_ptr, scales_ptr, row, column, there, COUNT)
+
+
+@triton.jit
+def _add_norm_quantise(
+    hidden_ptr,
+    added_ptr,
+    summed_ptr,
+    out_ptr,
+    scales_ptr,
+    weight_ptr,
+    bias_ptr,
+    ahead_ptr,
+    epsilon,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < COUNT
+    at = row * COUNT + column
+    values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(added_ptr + at, mask=there, other=0.0).to(tl.float32)
+        summed = values
+        if AHEAD:
+            summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
+        values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
+    if CENTRE:
+        mean = tl.sum(values, 0) / COUNT
+        values = tl.where(there, values - mean, 0.0)
+    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
+    scaled *= tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
+    if BIAS:
+        scaled += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+    _store(scaled, out_ptr, scales_ptr, row, column, there, COUNT)
+
+
+@triton.jit
+def _activate_quantise(
+    in_ptr,
+    out_ptr,
+    scales_ptr,
+    in_columns,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < COUNT
+    x = tl.load(in_ptr + row * in_columns + column, mask=there, other=0.0).to(tl.float32)
+    if KIND == 0:
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == 1:
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 2:
+        y = x * tl.sigmoid(1.702 * x)
+    else:
+        y = x * tl.sigmoid(x)
+    if GATED:
+        y *= tl.load(in_ptr + row * in_columns + COUNT + column, mask=there, other=0.0).to(tl.float32)
+    _store(y, out_ptr, scales_ptr, row, column, there, COUNT)
