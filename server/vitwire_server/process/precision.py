@@ -16,6 +16,7 @@ from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
 from vitwire_server.runtime.similarity import Comparison
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import Streams
+from vitwire_server.runtime.toolchain import triton_fault
 from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.tower import Tower
 
@@ -26,7 +27,7 @@ _TYPE = str(FLOAT8).removeprefix("torch.")
 def compute_dtype(settings: ServeSettings, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """The tower's dtype for a checkpoint of `stored`. Raises UsageError if the device has no float8."""
     if settings.precision == "fp8":
-        if fault := device_fault(device):
+        if fault := device_fault(device) or (triton_fault() if device.type == "cuda" else ""):
             raise UsageError(f"--precision fp8: {fault}; serve without it")
         return torch.bfloat16
     chosen: torch.dtype = stored if settings.dtype == "auto" else getattr(torch, settings.dtype)

@@ -22,7 +22,7 @@ class Comparison:
         self._before = self._rows()
 
     def similarities(self) -> Tensor:
-        """Of each row, the cosine of its least similar part: the main one or a deepstack level. NaN if encoding fails."""
+        """Of each row, the cosine of its least similar part, main or deepstack level; NaN if encoding fails."""
         try:
             after = self._rows()
         except EncoderError:

@@ -17,6 +17,7 @@ _WIDE = 4096
 def quantise(rows: Tensor) -> Scaled:
     """Rows `(rows, columns)`, each scaled by its own largest absolute value."""
     count, columns = rows.shape
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = _empty(rows, columns)
     width = triton.next_power_of_2(columns)
     _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=_warps(columns))
