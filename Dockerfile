@@ -43,16 +43,6 @@ RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels 
     && rm -rf /opt/vitwire/include
 
 FROM ${BASE_IMAGE} AS runtime
-ARG BASE_IMAGE
-ARG VARIANT=cuda
-ARG VERSION=0.1.0
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="vitwire" \
-      org.opencontainers.image.description="A vision encoder as a service: a ViT over the wire (${VARIANT})" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.base.name="${BASE_IMAGE}"
 # torch asks for the user's name when it picks cache directories, so the uid has one.
 RUN groupadd --gid 10001 vitwire \
     && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp \
@@ -82,8 +72,20 @@ WORKDIR /opt/vitwire
 USER 10001:10001
 EXPOSE 50051 9464
 STOPSIGNAL SIGTERM
-# Healthy means loaded, captured and warmed up; Kubernetes ignores it and uses its own probes. With TLS or another port
-# replace it: docker run --health-cmd 'vitwire health --ca /certs/ca.pem --target localhost:50051'.
-HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 CMD ["vitwire", "health", "--timeout", "5"]
+# Healthy means loaded, captured and warmed up. VITWIRE_TARGET is needed where VITWIRE_PORT does not say where to connect.
+# With TLS: docker run --health-cmd 'vitwire health --ca /certs/ca.pem --target localhost:50051'. Kubernetes ignores this.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
+    CMD ["sh", "-c", "exec vitwire health --timeout 5 --target \"${VITWIRE_TARGET:-127.0.0.1:${VITWIRE_PORT:-50051}}\""]
+# Labels last: the revision changes with every commit, and what follows it is not taken from the cache.
+ARG BASE_IMAGE
+ARG VARIANT=cuda
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="vitwire" \
+      org.opencontainers.image.description="A vision encoder as a service: a ViT over the wire (${VARIANT})" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}"
 ENTRYPOINT ["tini", "--", "python3", "-m", "vitwire_server"]
 CMD ["serve"]

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench fleet-study kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -64,6 +64,9 @@ bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a
 wire-bench: $(READY) ## what the service costs on a CPU, beside bare gRPC and the bare tower; FLAGS="--plot p.png"
 	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
 
+fleet-study: $(READY) ## a simulated fleet: routing, crashes, autoscaling; FLAGS="--replicas 1000 --loads 0.7 --parts routing --plot ."
+	$(BIN)/python -m bench.simulation.study $(FLAGS)
+
 # A server of one process, and one of an engine with two edges.
 SHAPES := 1 2
 
@@ -109,11 +112,14 @@ example-test: $(READY) ## the TypeScript example, with Node 20 or newer against 
 full-test: $(READY) ## towers at published size on the CPU, with memory limits
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-image-test: $(READY) ## the image, built by buildah and run by runc on a read-only root (as root; needs buildah, mmdebstrap, runc)
-	root=$$(tools/image.sh EXTRAS=$(IMAGE_EXTRAS)) && VITWIRE_IMAGE_ROOT=$$root VITWIRE_IMAGE_CONFIG=.tools/image/image.json \
-		VITWIRE_IMAGE_EXTRAS=$(IMAGE_EXTRAS) $(BIN)/python -m pytest -c tests/image/pytest.ini tests/image $(FLAGS)
+image-test: $(READY) ## the image, built by buildah and run by runc on a read-only root (as root; needs buildah, mmdebstrap, runc); IMAGE_VARIANT=cuda
+	root=$$(tools/image.sh VARIANT=$(IMAGE_VARIANT) EXTRAS=$(IMAGE_EXTRAS)) && VITWIRE_IMAGE_ROOT=$$root \
+		VITWIRE_IMAGE_VARIANT=$(IMAGE_VARIANT) VITWIRE_IMAGE_EXTRAS=$(IMAGE_EXTRAS) \
+		$(BIN)/python -m pytest -c tests/image/pytest.ini tests/image $(FLAGS)
 
-IMAGE_EXTRAS := videos,router
+IMAGE_VARIANT := cpu
+# The default of the Dockerfile, and an extra that it lacks.
+IMAGE_EXTRAS := router,videos
 SUPPLY := .tools/supply/bin
 
 .tools/supply/.ready: tools/requirements-supply.txt requirements.lock
@@ -123,7 +129,7 @@ SUPPLY := .tools/supply/bin
 	$(SUPPLY)/python -m pip install --quiet --require-hashes --no-deps --requirement .tools/supply/build.txt
 	touch $@
 
-lock: .tools/supply/.ready ## write requirements.lock anew; FLAGS="--cpu-torch torch-2.13.0+cpu-….whl"
+lock: .tools/supply/.ready ## regenerate requirements.lock; FLAGS="--cpu-torch torch-2.13.0+cpu-….whl"
 	$(SUPPLY)/python tools/lock.py --uv $(abspath $(SUPPLY))/uv $(FLAGS)
 
 sbom: .tools/supply/.ready ## dist/sbom.cdx.json, CycloneDX; FLAGS="--variant cpu --extras server,cli"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Build the unmodified Dockerfile without a container engine: buildah, on a base that mmdebstrap makes and that is
-# tagged as the FROM name. Everything lies below .tools/image; the last line of stdout is the image's root directory.
+# Build the unmodified Dockerfile with buildah, which needs no container engine, on a base made by mmdebstrap and tagged
+# with the name in FROM. All files are below .tools/image; the last line of stdout is the root directory of the image,
+# and .tools/image/image.json its configuration.
 #
-#   tools/image.sh [NAME=VALUE build arguments…]
+#   tools/image.sh [NAME=VALUE build arguments…]      default: VARIANT=cpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for tool in buildah mmdebstrap runc; do
@@ -25,7 +26,7 @@ if ! buildah inspect --type image "$base" >/dev/null 2>&1; then
     rm "$work/base.tar"
 fi
 
-# The build sees the host's certificates, pip settings and local wheels, as pip on the host does; none enters a layer.
+# The build uses the host's certificates, pip settings and local wheels. They are mounted, so no layer contains them.
 mounts=(--volume "/etc/ssl/certs/ca-certificates.crt:/etc/ssl/certs/ca-certificates.crt:ro")
 settings=$work/pip.conf
 {
@@ -40,7 +41,7 @@ done < <(grep -E '^(find-links|extra-index-url|index-url)' "$settings" | grep -o
 
 arguments=(--build-arg VARIANT=cpu --build-arg "REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
 for argument in "$@"; do arguments+=(--build-arg "$argument"); done
-# The format of Docker keeps HEALTHCHECK, which that of OCI lacks.
+# Docker's image format, since that of OCI has no HEALTHCHECK.
 buildah bud --isolation chroot --format docker --layers --pull-never "${mounts[@]}" "${arguments[@]}" --tag vitwire:test . >&2
 buildah inspect --type image vitwire:test >"$work/image.json"
 for container in $(buildah containers --quiet --filter ancestor=vitwire:test); do buildah rm "$container" >/dev/null; done

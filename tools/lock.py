@@ -1,4 +1,4 @@
-"""Write requirements.lock: what the image and the wheel's extras install, pinned as in constraints.txt, with hashes.
+"""Write requirements.lock: what the image and the wheel's extras install, with the pins of constraints.txt and hashes.
 
 uv resolves each extra for Linux and the oldest Python. PyPI's torch for Linux is the CUDA build; the CPU build comes
 from another index, so its hashes are read from the wheel or the index given with `--cpu-torch`.

@@ -58,7 +58,9 @@ def dashboard() -> str:
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_datasource(), _variable("job", ""), _variable("instance", 'job=~"$job"')]},
+        "templating": {
+            "list": [_datasource(), _variable("job", 'job=~".*vitwire.*"'), _variable("instance", 'job=~"$job"')]
+        },
         "panels": [{"id": number, **panel} for number, panel in enumerate(_panels(), 1)],
     }
     return json.dumps(document, indent=2) + "\n"
@@ -112,7 +114,7 @@ def _variable(label: str, selector: str) -> Document:
         "name": label,
         "type": "query",
         "datasource": _DATASOURCE,
-        "query": f"label_values(vitwire_server_state{{{selector}}}, {label})",
+        "query": f"label_values(up{{{selector}}}, {label})",
         "refresh": 2,
         "multi": True,
         "includeAll": True,

@@ -141,4 +141,19 @@ ROWS = (
             Query(f"count by (fingerprint) (vitwire_weights_info{{{_OWN}}})", "{{fingerprint}}")],
             "Servers by the fingerprint of their weights."),
     )),
+    Row("Router", (
+        Panel("Requests per second", "reqps", [
+            Query(_rate("vitwire_router_requests_total", "route, code"), "{{route}} {{code}}")]),
+        Panel("Time by stage", "s", _quantiles("vitwire_router_stage_seconds", "stage"),
+              "engine: until its first byte."),
+        Panel("Failures of upstreams per second", "short", [
+            Query(_rate("vitwire_router_failures_total", "upstream, code"), "{{upstream}} {{code}}")]),
+        Panel("Images per second", "short", [
+            Query(_rate("vitwire_router_images_total", "source, result"), "{{source}} {{result}}")]),
+        Panel("Requests in flight", "short", [
+            Query(_gauge("vitwire_router_inflight_requests", "instance"), "{{instance}}")]),
+        Panel("Rejected and cancelled per second", "short", [
+            Query(_rate("vitwire_router_rejected_total", "reason"), "rejected: {{reason}}"),
+            Query(_rate("vitwire_router_cancelled_total", "stage"), "cancelled in {{stage}}")]),
+    )),
 )  # fmt: skip

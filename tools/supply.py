@@ -1,4 +1,4 @@
-"""What ships: `sbom` (CycloneDX), `audit` (known vulnerabilities), `licences`, of the packages in requirements.lock.
+"""Reports on the packages in requirements.lock: `sbom` (CycloneDX), `audit` (known vulnerabilities) and `licences`.
 
 The tools are those of tools/requirements-supply.txt; `--bin` is the folder that has them.
 """
@@ -42,24 +42,27 @@ def sbom(tools: Path, selected: Path, out: Path) -> int:
 
 
 def audit(tools: Path, selected: Path) -> int:
-    """Report known vulnerabilities. A package for which no advisory was read counts as not audited, not as safe."""
+    """Report known vulnerabilities; fails on those that a release fixes, since others leave nothing to lock.
+
+    A package for which no advisory was read counts as not audited, not as safe.
+    """
     command: list[str | Path] = [tools / "pip-audit", "--requirement", selected, "--require-hashes", "--disable-pip"]
     command += ["--format", "json", "--progress-spinner", "off"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a pinned tool
     if not done.stdout.startswith("{"):
         return _unreachable(done.stderr.strip().rpartition("\n")[2])
     every = json.loads(done.stdout)["dependencies"]
-    for package in every:
-        for each in package.get("vulns", ()):
-            fixed = ", ".join(each["fix_versions"]) or "no release"
-            print(f"{package['name']} {package['version']}: {each['id']}, fixed in {fixed}")
+    found = [(package, each) for package in every for each in package.get("vulns", ())]
+    for package, each in found:
+        fixed = ", ".join(each["fix_versions"]) or "no release yet: read whether it concerns a server"
+        print(f"{package['name']} {package['version']}: {each['id']}, fixed in {fixed}")
     # A local version (torch's CPU build) is not on PyPI; the CUDA variant has the same release.
     skipped = [each["name"] for each in every if "skip_reason" in each]
-    if any(each.get("vulns") for each in every):
+    if any(each["fix_versions"] for _, each in found):
         return FOUND
     if skipped:
         return _unreachable(f"no advisories for {len(skipped)} of {len(every)} packages: {', '.join(skipped[:5])}, ...")
-    print(f"no known vulnerability in {len(every)} packages")
+    print(f"{len(every)} packages audited, {len(found)} known vulnerabilities")
     return 0
 
 
@@ -71,7 +74,7 @@ def _unreachable(reason: str) -> int:
 
 
 def licences(tools: Path, selected: Path, python: Path, out: Path) -> int:
-    """Write a table of licences as an environment's packages state them; fails on copyleft ones."""
+    """Write a table of the licences that the packages of an environment declare; fails if one is copyleft."""
     names = re.findall(r"^([\w.-]+)==(\S+)", selected.read_text(encoding="utf-8"), re.MULTILINE)
     command: list[str | Path] = [
         tools / "pip-licenses",

@@ -204,7 +204,7 @@ def test_the_image_is_what_the_pods_expect() -> None:
     steps = dict(line.split(maxsplit=1) for line in runtime.splitlines()[1:] if not line.startswith("#"))
     assert steps["USER"] == f"{UID}:{UID}"
     assert json.loads(steps["ENTRYPOINT"]) == ["tini", "--", "python3", "-m", "vitwire_server"]
-    assert json.loads(steps["HEALTHCHECK"].partition(" CMD ")[2])[:2] == ["vitwire", "health"]
+    assert "vitwire health" in json.loads(steps["HEALTHCHECK"].partition(" CMD ")[2])[-1]
     assert json.loads(steps["CMD"]) == server(documents)["args"]
     assert steps["STOPSIGNAL"] == "SIGTERM"
     exposed = [port["containerPort"] for port in server(documents)["ports"]]

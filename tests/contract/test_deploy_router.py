@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import custom_resources
 from manifests import (
     RELEASE,
     ROOT,
+    ROUTER,
     UID,
     Document,
     documents_of,
@@ -27,7 +29,7 @@ PREFIX = "VITWIRE_ROUTER_"
 
 @pytest.fixture(scope="module")
 def router() -> list[Document]:
-    return documents_of("router")
+    return documents_of(ROUTER)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,16 @@ def test_ports_and_selectors_of_the_router(router: list[Document]) -> None:
         policy["podSelector"]["matchLabels"],
     ]
     assert all(selector and selector.items() <= labels.items() for selector in selectors)
+
+
+def test_the_router_is_scraped_as_a_job_that_the_rules_know(router: list[Document]) -> None:
+    monitor = only(router, "PodMonitor")
+    assert not custom_resources.errors(monitor)
+    labels = only(router, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitor["spec"]["jobLabel"]] == "vitwire-router"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in server(router)["ports"]}
 
 
 def test_the_router_may_reach_encoder_engine_and_names(router: list[Document]) -> None:

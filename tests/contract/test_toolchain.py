@@ -4,6 +4,7 @@ import logging
 import re
 import subprocess
 import sys
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -66,6 +67,18 @@ def test_what_is_missing_is_named(
     fault = toolchain.driver_fault(backend)
     assert fault.endswith(toolchain.C_REMEDY)
     assert "no C compiler" in fault or "/nowhere/cc" in fault or ".h: No such file" in fault
+
+
+@pytest.mark.parametrize(("check", "remedy"), [("driver", toolchain.C_REMEDY), ("cxx", toolchain.HEADERS_REMEDY)])
+def test_missing_headers_of_python_are_named(
+    check: str, remedy: str, backend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's python3 has its headers in a package of their own."""
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CPATH", raising=False)
+    fault = toolchain.driver_fault(backend) if check == "driver" else toolchain.cxx_fault()
+    assert "Python.h" in fault.splitlines()[0]
+    assert fault.endswith(remedy)
 
 
 def test_the_check_of_an_image_without_triton_asks_for_a_cxx_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

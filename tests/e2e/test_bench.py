@@ -29,7 +29,7 @@ def server(checkpoints: Checkpoints, trace: Path) -> Iterator[ServerProcess]:
 
 def bench(server: ServerProcess, *words: object) -> subprocess.CompletedProcess[str]:
     command = [VITWIRE, "bench", "--target", server.target, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -75,41 +75,26 @@ def test_a_generator_without_free_threads_counts_what_it_could_not_send(server: 
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(600)
 def test_the_capacity_is_found_and_confirmed(server: ServerProcess, tmp_path: Path) -> None:
+    """The aim is generous: ten times the slowest request of a server that has nothing else to do."""
     page, plot = f"http://127.0.0.1:{server.metrics_port}/metrics", tmp_path / "trials.svg"
-    words = ("--find-capacity", "--p99-ms", 150, "--seconds", 0.2, "--for-rate", 1000, "--metrics", page)
-    limit = ("--size", "56x56", "--timeout", 30, "--plot", plot)
-    done = bench(server, *words, *limit)
-    found = json.loads(done.stdout.splitlines()[-1])
-    trials = found["trials"]
-    assert trials, done.stderr
-    if found["capacity"] is None:  # a machine so busy that no rate holds
-        assert done.returncode == 1
-        assert "no rate keeps 150 ms" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    last = trials[-3:]
-    assert [(each["rate"], each["holds"]) for each in last] == [(found["capacity"], True)] * 3
-    assert all(each["missed"] <= 0.01 * each["requests"] for each in last)
-    assert found["limited_by"] is not None
-    assert found["replicas"] >= 1000 / found["capacity"]
+    size = ("--size", "56x56", "--timeout", 30, "--metrics", page)
+    alone = document(bench(server, *size, "--requests", 30, "--concurrency", 1))
+    aim = min(1000, max(250, round(10 * alone["latency_ms"]["max"])))
+    done = bench(
+        server, *size, "--find-capacity", "--p99-ms", aim, "--seconds", 0.2, "--for-rate", 1000, "--plot", plot
+    )
+    found = document(done)
+    trials, capacity = found["trials"], found["capacity"]
+    assert capacity is not None, done.stderr
+    assert [(each["rate"], each["holds"]) for each in trials[-3:]] == [(capacity, True)] * 3
+    assert all(each["missed"] <= 0.01 * each["requests"] for each in trials if each["holds"])
+    failed = [each for each in trials if not each["holds"]]
+    assert failed, "no server answers a million requests a second"
+    assert all(each["missed"] > 0.01 * each["requests"] for each in failed)
+    lowest = min(failed, key=lambda each: each["rate"])
+    assert capacity < lowest["rate"] <= capacity * 1.0501, "known within 5 %"
+    assert found["limited_by"] in [each["limited_by"] for each in failed if each["rate"] == lowest["rate"]]
+    assert 1000 <= found["replicas"] * capacity * 0.7 < 1000 + capacity
     assert plot.read_text().startswith("<?xml")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--arrivals", "uniform"), "needs --rate"),
-        (("--arrivals", "trace", "--rate", "5"), "--trace"),
-        (("--trace", "/nowhere"), "/nowhere"),
-        (("--metrics", "ftp://x"), "--metrics"),
-        (("--metrics", "127.0.0.1:1"), "--metrics http://127.0.0.1:1/metrics"),
-        (("--concurrency", "100000"), "1024"),
-        (("--size", "5x5:0"), "WEIGHT"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(server: ServerProcess, words: tuple[str, ...], message: str) -> None:
-    done = bench(server, *words, "--requests", 1)
-    assert done.returncode in {1, 2}
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 TARGET = "localhost:50051"
 PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
@@ -27,8 +28,23 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
         yield running
 
 
+def shell(script: str, server: ServerProcess, folder: Path) -> str:
+    """What the lines print, run against `server` with the tools of this environment."""
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script.replace(TARGET, server.target)],
+        cwd=folder,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return ran.stdout
+
+
 def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     return found
 
 
@@ -48,6 +64,35 @@ def test_the_client_in_ten_lines(server: ServerProcess) -> None:
     assert len(rows) == 3
 
 
+def calls() -> list[str]:
+    """The lines of "Operate it" that call a server's RPCs."""
+    section = README.read_text(encoding="utf-8").partition("## Operate it\n")[2]
+    return [line for line in section.splitlines() if line.startswith(("grpcurl ", "buf curl "))]
+
+
+@pytest.mark.parametrize("line", calls())
+def test_grpcurl_and_buf_call_the_server(server: ServerProcess, line: str, tmp_path: Path) -> None:
+    answer = json.loads(shell(line, server, tmp_path))
+    if "Health" in line:
+        assert answer == {"status": "SERVING"}
+    else:
+        assert (answer.get("modelType") or answer["model_type"]) == "qwen3_vl"
+
+
+def test_a_line_shows_graph_hits_and_fallbacks(server: ServerProcess, tmp_path: Path) -> None:
+    (line,) = (
+        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("curl -s localhost:9464")
+    )
+    shown = shell(line.replace("localhost:9464", f"127.0.0.1:{server.metrics_port}"), server, tmp_path)
+    assert "vitwire_graph_hits_total" in shown
+    assert "vitwire_eager_fallbacks_total" in shown
+
+
+def test_both_tools_call_health_and_the_encoder() -> None:
+    pairs = {(line.partition(" ")[0], line.partition("#")[0].rstrip().rpartition("/")[2]) for line in calls()}
+    assert pairs == {(tool, method) for tool in ("grpcurl", "buf") for method in ("Check", "GetModel")}
+
+
 def recipes() -> list[str]:
     """The commands of docs/client.md that call grpcurl."""
     text = (ROOT / "docs" / "client.md").read_text(encoding="utf-8")
@@ -57,31 +102,18 @@ def recipes() -> list[str]:
 @pytest.mark.parametrize(("recipe", "tokens"), [(0, 260), (1, 1)], ids=["photograph", "pixels"])
 def test_grpcurl_encodes(server: ServerProcess, recipe: int, tokens: int, tmp_path: Path) -> None:
     shutil.copy(PHOTO, tmp_path / "photo.jpg")
-    script = recipes()[recipe]
-    assert TARGET in script
-    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script.replace(TARGET, server.target)],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": search},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    answer = json.loads(ran.stdout)
+    answer = json.loads(shell(recipes()[recipe], server, tmp_path))
     assert answer["report"]["tokens"] == tokens
     rows, columns = map(int, answer["chunk"]["shape"])
     assert (rows, len(base64.b64decode(answer["chunk"]["data"]))) == (tokens, tokens * columns * 2)
 
 
 def test_it_is_a_page() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (README, *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 

@@ -22,6 +22,7 @@ from PIL import Image
 
 from checkpoints import Checkpoints
 from engine import WORDS
+from metric_pages import durations
 from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
 from servers import ServerProcess, serving
 from vitwire import Client, Item
@@ -228,6 +229,7 @@ def test_health_and_metrics(proxy: RouterProcess) -> None:
     assert proxy.metric("vitwire_router_images_total", source="data", result="loaded") >= 1
     assert proxy.metric("vitwire_router_inflight_requests") == 0
     assert proxy.metric("vitwire_router_buffered_bytes") == 0
+    assert durations(proxy.page("/metrics")[1]) == {"vitwire_router_stage_seconds"}
 
 
 def test_a_client_that_leaves_cancels_the_engine(proxy: RouterProcess, stand_in: EngineProcess) -> None:

@@ -19,6 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoints import Checkpoints
+from metric_pages import durations
 from servers import ServerProcess, serving
 from vitwire import Client, EncodeFailed, Item, Unavailable
 
@@ -40,7 +41,7 @@ def grpcurl(server: ServerProcess, *words: str) -> str:
 
 
 class TestGrpcurl:
-    """The lines of the README, literally."""
+    """What reflection describes, and a call through it; test_readme.py runs the README's own lines."""
 
     def test_list(self, server: ServerProcess) -> None:
         assert {SERVICE, "grpc.health.v1.Health"} <= set(grpcurl(server, "list").split())
@@ -78,6 +79,7 @@ def test_metrics_port(server: ServerProcess) -> None:
     status, text = server.page("/metrics")
     assert status == 200
     assert "vitwire_model_info{" in text
+    assert durations(text) >= {f"vitwire_{name}_seconds" for name in ("stage", "delivery", "decode")}
     assert server.page("/elsewhere")[0] == 404
     assert server.metric("vitwire_graphs_captured") == 2
     beat = server.metric("vitwire_engine_heartbeat_timestamp_seconds")

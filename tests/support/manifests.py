@@ -21,13 +21,15 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SCRIPTS = Path(sys.executable).parent
 OVERLAYS = sorted(f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir())
+ROUTER = "router with monitoring"
 COMBINATIONS = {
+    ROUTER: ("router", "router-monitoring"),
     "gpu with KEDA": ("overlays/gpu", "monitoring", "keda"),
     "multi-gpu with monitoring": ("overlays/multi-gpu", "monitoring"),
     "gpu with claims and a gateway": ("overlays/gpu", "model-image", "cache-claim", "tracing", "gateway"),
 }
-"""Components that no overlay has: the overlay to add them to, and their names."""
-TARGETS = ["base", *OVERLAYS, *COMBINATIONS]
+"""Components that no overlay has: the folder to add them to, and their names."""
+TARGETS = ["base", *OVERLAYS, *(name for name in COMBINATIONS if name != ROUTER)]
 """What runs the server."""
 UID = 10001
 RELEASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vitwire.cli import _arrivals, _capacity, _scrape, _traces
-from vitwire.cli._capacity import Search
-from vitwire.cli._samples import NOT_SENT, Sample, Summary
-from vitwire.cli._workload import ImageSize, draws
+from vitwire.cli._bench import arrivals, capacity, scrape, traces
+from vitwire.cli._bench.capacity import Search
+from vitwire.cli._bench.samples import NOT_SENT, Sample, Summary
+from vitwire.cli._bench.workload import ImageSize, draws
 
 rates = st.floats(0.01, 1e5)
 
 
 @given(rates, st.integers(0, 99))
 def test_poisson_arrivals_keep_the_rate_and_ascend(rate: float, seed: int) -> None:
-    times = list(islice(_arrivals.poisson(rate, seed), 4000))
+    times = list(islice(arrivals.poisson(rate, seed), 4000))
     assert times == sorted(times)
     assert 4000 / times[-1] == pytest.approx(rate, rel=0.12), "7 standard deviations"
     gaps = [(after - before) * rate for before, after in pairwise(times)]
@@ -28,7 +28,7 @@ def test_poisson_arrivals_keep_the_rate_and_ascend(rate: float, seed: int) -> No
 
 @given(rates)
 def test_uniform_arrivals_have_equal_gaps(rate: float) -> None:
-    assert list(islice(_arrivals.uniform(rate), 5)) == pytest.approx([number / rate for number in range(5)])
+    assert list(islice(arrivals.uniform(rate), 5)) == pytest.approx([number / rate for number in range(5)])
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=2, max_size=30), st.none() | st.floats(0.1, 1e4))
@@ -36,7 +36,7 @@ def test_recorded_times_repeat_with_their_gaps_and_take_the_mean_rate(moments: l
     times = sorted(moments)
     assume(times[-1] - times[0] > 1e-3)
     count = len(times)
-    found = list(islice(_arrivals.recorded(times, rate), 3 * count))
+    found = list(islice(arrivals.recorded(times, rate), 3 * count))
     assert found == sorted(found)
     assert found[0] == 0
     period = found[count]
@@ -51,8 +51,8 @@ def test_recorded_times_repeat_with_their_gaps_and_take_the_mean_rate(moments: l
 @pytest.mark.parametrize("times", [[], [3.0], [2.0, 2.0]])
 def test_times_without_a_rate_need_one(times: list[float]) -> None:
     with pytest.raises(ValueError, match="--rate"):
-        next(_arrivals.recorded(times))
-    assert list(islice(_arrivals.recorded(times, 10.0), 2)) == [0, 0.1]
+        next(arrivals.recorded(times))
+    assert list(islice(arrivals.recorded(times, 10.0), 2)) == [0, 0.1]
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), min_size=1, max_size=5), st.integers(1, 4))
@@ -86,16 +86,16 @@ def test_requests_that_fail_miss_every_limit(outcomes: list[tuple[float, float, 
 
 
 @given(st.floats(0.05, 1e4), st.floats(0.01, 100))
-def test_the_search_finds_a_threshold(capacity: float, start: float) -> None:
-    search = Search(capacity * start)
+def test_the_search_finds_a_threshold(holding: float, start: float) -> None:
+    search = Search(holding * start)
     while not search.done:
-        search.record(search.rate <= capacity)
+        search.record(search.rate <= holding)
     assert search.capacity is not None
-    assert capacity / _capacity.TOLERANCE * (1 - 1e-9) <= search.capacity <= capacity
-    assert search.trials < _capacity.MAX_TRIALS
+    assert holding / capacity.TOLERANCE * (1 - 1e-9) <= search.capacity <= holding
+    assert search.trials < capacity.MAX_TRIALS
 
 
-@given(st.floats(0.05, 1e4), st.lists(st.booleans(), min_size=_capacity.MAX_TRIALS, max_size=_capacity.MAX_TRIALS))
+@given(st.floats(0.05, 1e4), st.lists(st.booleans(), min_size=capacity.MAX_TRIALS, max_size=capacity.MAX_TRIALS))
 def test_a_search_ends_whatever_trials_say_and_reports_only_what_held_to_the_end(
     start: float, results: list[bool]
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_search_ends_whatever_trials_say_and_reports_only_what_held_to_the_end
         search.record(result)
     assert search.done
     if search.capacity is not None:
-        assert history[-_capacity.CONFIRMATIONS :] == [(search.capacity, True)] * _capacity.CONFIRMATIONS
+        assert history[-capacity.CONFIRMATIONS :] == [(search.capacity, True)] * capacity.CONFIRMATIONS
         assert all(held for rate, held in history if rate <= search.capacity)
 
 
@@ -119,9 +119,9 @@ def test_a_service_that_holds_nothing_has_no_capacity() -> None:
 
 
 @given(st.floats(0.1, 1e5), st.floats(0.1, 1e3), st.floats(0, 0.95))
-def test_replicas_carry_the_demand_within_the_headroom(demand: float, capacity: float, headroom: float) -> None:
-    count = _capacity.replicas(demand, capacity, headroom)
-    usable = capacity * (1 - headroom)
+def test_replicas_carry_the_demand_within_the_headroom(demand: float, each: float, headroom: float) -> None:
+    count = capacity.replicas(demand, each, headroom)
+    usable = each * (1 - headroom)
     assert count * usable >= demand * (1 - 1e-6)
     assert count == 1 or (count - 1) * usable < demand
 
@@ -131,7 +131,7 @@ def test_a_trace_is_read_as_the_server_writes_it(tmp_path: Path) -> None:
     item = {"modality": "video", "grid": [2, 4, 4], "footprint": {"tokens": 8}}
     lines = [{"t": t, "items": [item, {"modality": "image", "grid": [1, 4, 6]}]} for t in (1.0, 2.5, 0.5, 1.0)]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    trace = _traces.read(path)
+    trace = traces.read(path)
     assert trace.times == [1.0, 2.5, 3.0, 3.5], "the third starts another recording"
     assert [size.grid for size in trace.requests[0]] == [(2, 4, 4), (1, 4, 6)]
 
@@ -144,7 +144,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"items": [{"grid": [1, 4, 6]}]}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"trace\.jsonl:2: expected"):
-        _traces.read(path)
+        traces.read(path)
 
 
 PAGE = """# TYPE vitwire_items_total counter
@@ -159,8 +159,8 @@ vitwire_process_cpu_seconds_total{process="engine"} %d
 
 
 def test_usage_is_the_difference_of_two_pages() -> None:
-    before, after = _scrape.parse(PAGE % (1, 1, 10, 10, 5, 2)), _scrape.parse(PAGE % (10, 2, 100, 20, 14, 12))
-    usage = _scrape.Usage(before, after, 10.0)
+    before, after = scrape.parse(PAGE % (1, 1, 10, 10, 5, 2)), scrape.parse(PAGE % (10, 2, 100, 20, 14, 12))
+    usage = scrape.Usage(before, after, 10.0)
     assert usage.document() == {
         "device_busy": 0.9,
         "cpu_cores": {"engine": 1.0},
@@ -170,15 +170,15 @@ def test_usage_is_the_difference_of_two_pages() -> None:
         "rejected": 0,
     }
     assert usage.bound == "device"
-    assert _scrape.Usage(before, after, 10.0, pages=2).device_busy == 0.45
+    assert scrape.Usage(before, after, 10.0, pages=2).device_busy == 0.45
 
 
 @pytest.mark.parametrize("text", ["file:///etc/passwd", "http://", "ftp://x/metrics"])
 def test_pages_are_http(text: str) -> None:
     with pytest.raises(ValueError, match="--metrics"):
-        _scrape.page_url(text)
+        scrape.page_url(text)
 
 
 @pytest.mark.parametrize("text", ["h:9464", "http://h:9464", "http://h:9464/", "http://h:9464/metrics"])
 def test_a_page_may_be_an_address(text: str) -> None:
-    assert _scrape.page_url(text) == "http://h:9464/metrics"
+    assert scrape.page_url(text) == "http://h:9464/metrics"

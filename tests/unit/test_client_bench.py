@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 
 import grpc
 import numpy as np
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
-from vitwire.cli._samples import Sample, Summary
+from vitwire.cli._bench.samples import Sample, Summary
 
 __all__ = ["running"]  # the fixture
 
@@ -84,6 +84,32 @@ def test_a_rate_is_kept_and_waiting_counts(running: Running) -> None:
     assert found["requests"] == 20
     assert isinstance(found["seconds"], float)
     assert found["seconds"] > 0.03, "twenty requests at 200 a second"
+
+
+def test_a_stall_of_the_server_shows_in_the_percentiles() -> None:
+    """Sixty requests are due while the server stalls, and wait; back to back, only those in flight would be counted.
+
+    The bounds hold on a slow machine too: whatever else delays a request adds to its latency.
+    """
+    fake, lock, ends = Fake(), Lock(), list[float]()
+
+    def stall(_: grpc.ServicerContext) -> None:
+        if fake.methods.count("Encode") < 20:
+            return
+        with lock:
+            ends[:] = ends or [time.monotonic() + 0.6]
+        time.sleep(max(0.0, ends[0] - time.monotonic()))
+
+    fake.before = stall
+    with serving(fake) as service:
+        found = document(bench(service.target, "--rate", 100, "--arrivals", "uniform", "--requests", 150))
+    assert (found["requests"], found["errors"]) == (150, {})
+    latency = found["latency_ms"]
+    assert isinstance(latency, dict)
+    assert latency["max"] > 550
+    assert latency["p95"] > 450
+    assert latency["p90"] > 350
+    assert latency["mean"] > 0.3 * 60 / 150 * 1e3 * 0.9
 
 
 @pytest.mark.parametrize("repeat", [False, True])
@@ -190,6 +216,25 @@ def test_a_rate_is_a_number(running: Running, rate: str) -> None:
     assert done.exit_code == 2
     assert "--rate" in done.stderr
     assert running.fake.methods == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--arrivals", "uniform"), "needs --rate"),
+        (("--arrivals", "trace", "--rate", "5"), "--trace"),
+        (("--trace", "/nowhere"), "/nowhere"),
+        (("--metrics", "ftp://x"), "--metrics"),
+        (("--metrics", "127.0.0.1:1"), "--metrics http://127.0.0.1:1/metrics"),
+        (("--concurrency", "100000"), "1024"),
+        (("--size", "5x5:0"), "WEIGHT"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str, ...], message: str) -> None:
+    done = bench(running.target, *words, "--requests", 1)
+    assert done.exit_code in {1, 2}
+    assert message in done.stderr
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,11 @@ def process(code: str, *arguments: str, **environment: str) -> subprocess.Comple
 
 
 MAIN = "from vitwire_cli import main; main()"
-NO_MEMORY = "import numpy as np; from vitwire.cli import _bench; _bench._request = lambda *_: np.empty(1 << 62, 'u1')\n"
+NO_MEMORY = """
+import numpy as np
+from vitwire.cli._bench import workload
+workload._random_items = lambda *_: np.empty(1 << 62, "u1")
+"""
 
 
 def test_a_lack_of_memory_is_one_line(running: Running) -> None:

@@ -1,8 +1,9 @@
-"""A real Prometheus scrapes two real servers under load: rules, dashboard, and the alert when one is killed.
+"""A real Prometheus scrapes two real servers and two routers under load: rules, dashboard, alerts of what is broken.
 
 Run by `make watch-test`.
 """
 
+import base64
 import json
 import math
 import os
@@ -13,12 +14,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from encoded_files import saved
+from proxies import free_ports
+from routers import CHAT, RouterProcess, engine, router
 from servers import ServerProcess, serving
 from vitwire import Client, Item, Unavailable
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
@@ -41,9 +46,26 @@ class Watched:
 
     prometheus: Prometheus
     servers: tuple[ServerProcess, ServerProcess]
+    routers: tuple[RouterProcess, RouterProcess]
 
     def instance(self, number: int) -> str:
-        return f"127.0.0.1:{self.servers[number].metrics_port}"
+        return instance(self.servers[number])
+
+
+def instance(process: ServerProcess) -> str:
+    """How Prometheus names it."""
+    return f"127.0.0.1:{process.metrics_port}"
+
+
+def ask(proxy: RouterProcess, stopping: threading.Event) -> None:
+    """Send questions about pictures until `stopping`."""
+    picture = base64.b64encode(saved(Image.new("RGB", (56, 56)))).decode()
+    content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}]
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}]}).encode()
+    headers = {"content-type": "application/json"}
+    while not stopping.wait(0.1):
+        with suppress(HTTPError):  # of the router without an engine
+            urlopen(Request(f"{proxy.url}{CHAT}", body, headers), timeout=30).close()
 
 
 def load(target: str, stopping: threading.Event) -> None:
@@ -68,15 +90,22 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with ExitStack() as stack:
         edges = stack.enter_context(serving(folder / "model", *FLAGS, "--rpc-processes", "2"))
         alone = stack.enter_context(serving(folder / "model", *FLAGS))
+        nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
+        engines = stack.enter_context(engine()).url, nobody
+        whole, broken = (stack.enter_context(router(edges.target, each)) for each in engines)
         threads = [threading.Thread(target=load, args=(each.target, stopping)) for each in (edges, alone)]
-        jobs = {"vitwire": [f"127.0.0.1:{each.metrics_port}" for each in (edges, alone)]}
+        threads += [threading.Thread(target=ask, args=(each, stopping)) for each in (whole, broken)]
+        jobs = {
+            "vitwire": [instance(each) for each in (edges, alone)],
+            "vitwire-router": [instance(each) for each in (whole, broken)],
+        }
         prometheus = stack.enter_context(watching(jobs, folder))
         for thread in threads:
             thread.start()
             stack.callback(thread.join)
         stack.callback(stopping.set)
         waited(lambda: len(prometheus.query("rate(vitwire_items_total[10s]) > 0")) >= 6, "both servers are busy")
-        yield Watched(prometheus, (edges, alone))
+        yield Watched(prometheus, (edges, alone), (whole, broken))
 
 
 def concrete(expression: str) -> str:
@@ -86,12 +115,10 @@ def concrete(expression: str) -> str:
     return found
 
 
-def test_both_servers_are_scraped(watched: Watched) -> None:
+def test_servers_and_routers_are_scraped(watched: Watched) -> None:
     targets = watched.prometheus.get("targets")["activeTargets"]
-    assert {(each["labels"]["instance"], each["health"]) for each in targets} == {
-        (watched.instance(0), "up"),
-        (watched.instance(1), "up"),
-    }
+    expected = {(instance(each), "up") for each in (*watched.servers, *watched.routers)}
+    assert {(each["labels"]["instance"], each["health"]) for each in targets} == expected
 
 
 @pytest.mark.parametrize(("title", "expression"), QUERIES, ids=[f"{title} {n}" for n, (title, _) in enumerate(QUERIES)])
@@ -108,15 +135,16 @@ def test_the_dashboard_lists_jobs_and_instances(watched: Watched) -> None:
         match = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"])
         assert match
         values = watched.prometheus.get(f"label/{match[2]}/values", **{"match[]": concrete(match[1])})
-        expected = {"job": ["vitwire"], "instance": sorted([watched.instance(0), watched.instance(1)])}
+        instances = sorted(map(instance, (*watched.servers, *watched.routers)))
+        expected = {"job": ["vitwire", "vitwire-router"], "instance": instances}
         assert values == expected[match[2]]
 
 
 def test_every_rule_is_evaluated_and_every_record_has_series(watched: Watched) -> None:
     def records() -> bool:
         rules = watched.prometheus.rules("record")
-        own = [each["name"] for each in rules if "router" not in each["name"]]
-        return all(each["health"] == "ok" for each in rules) and all(map(watched.prometheus.query, own))
+        names = [each["name"] for each in rules]
+        return all(each["health"] == "ok" for each in rules) and all(map(watched.prometheus.query, names))
 
     waited(records, "every recording rule has series", 30)
     for rule in watched.prometheus.rules("alert"):
@@ -134,6 +162,10 @@ def test_counts_agree_with_the_servers(watched: Watched) -> None:
     series = watched.prometheus.query(f"sum by (instance) (vitwire_items_total) - ({parts} + {hits})")
     assert len(series) == 2
     assert all(abs(float(each["value"][1])) <= 10 for each in series), "items of a scrape's moment"
+
+
+def test_a_router_without_its_engine_fires_the_alert(watched: Watched) -> None:
+    waited(lambda: ("VitwireRouterFailing", "") in watched.prometheus.firing(), "the alert fires")
 
 
 def test_a_killed_server_fires_the_alert_and_reaches_alertmanager(watched: Watched) -> None:

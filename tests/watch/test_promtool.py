@@ -2,11 +2,17 @@
 
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 
+from metric_pages import durations
+from proxies import free_ports
+from routers import CHAT, router
 from servers import serving
 from vitwire import Client, Item
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
@@ -42,4 +48,16 @@ def test_names_of_a_live_page_follow_the_conventions(tmp_path: Path, processes: 
         client.encode([Item(np.zeros((rows, COLUMNS), np.float32), (1, rows // 2, 2)) for rows in (16, 1024)])
         status, page = server.page("/metrics")
     assert status == 200
+    assert durations(page) == {f"vitwire_{name}_seconds" for name in ("request", "stage", "delivery", "decode")}
+    assert promtool("check", "metrics", given=page) == ""
+
+
+def test_names_of_a_router_follow_them_too() -> None:
+    nobody, engine = free_ports(2)
+    with router(f"127.0.0.1:{nobody}", f"http://127.0.0.1:{engine}") as proxy:
+        with suppress(HTTPError):
+            urlopen(Request(f"{proxy.url}{CHAT}", b"{}"), timeout=30)
+        status, page = proxy.page("/metrics")
+    assert status == 200
+    assert 'vitwire_router_requests_total{code="' in page
     assert promtool("check", "metrics", given=page) == ""

@@ -12,7 +12,7 @@ import typer
 
 import vitwire
 from vitwire import allocator
-from vitwire.cli._bench import bench
+from vitwire.cli._bench.command import bench
 from vitwire.cli._connection import INTERRUPTED, warn
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info

@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
 _CODES = frozenset(str(status.value) for status in HTTPStatus) | {"0"}
 
 
@@ -54,6 +54,18 @@ class Metrics:
             ["upstream", "code"],
             registry=self.registry,
         )
+
+        self._show_labels()
+
+    def _show_labels(self) -> None:
+        """Series of 0 from the start, so that the first event counts in a rate."""
+        for reason in ("requests", "bytes"):
+            self.rejected.labels(reason)
+        for stage in ("receive", "images", "engine", "response"):
+            self.cancelled.labels(stage)
+        for source in ("data", "upload", "url"):
+            for result in ("loaded", "refused"):
+                self.images.labels(source, result)
 
     def answered(self, route: str, status: int) -> None:
         """Count a request by its status; statuses that HTTP does not define count as `other`."""

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from vitwire.cli import _arrivals
-from vitwire.cli._arrivals import Arrivals
-from vitwire.cli._load import Pace
-from vitwire.cli._traces import Trace
-from vitwire.cli._workload import ImageSize
+from vitwire.cli._bench.arrivals import Arrivals, poisson, recorded, uniform
+from vitwire.cli._bench.load import Pace
+from vitwire.cli._bench.traces import Trace
+from vitwire.cli._bench.workload import ImageSize
 
 MAX_CONCURRENCY = 1024
 """Each request in flight takes a thread and a copy of its pixels."""
@@ -108,9 +107,9 @@ class Options:
             times = self.trace.times
             if rate is None and times[-1] <= times[0]:
                 raise ValueError("--trace: the trace has no two different times: set --rate")
-            return Pace(concurrency, seconds, requests, _arrivals.recorded(times, rate))
+            return Pace(concurrency, seconds, requests, recorded(times, rate))
         assert rate is not None
-        due = _arrivals.uniform(rate) if arrivals == "uniform" else _arrivals.poisson(rate)
+        due = uniform(rate) if arrivals == "uniform" else poisson(rate)
         return Pace(concurrency, seconds, requests, due)
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from vitwire.cli import _capacity
-from vitwire.cli._capacity import Search, Verdict
-from vitwire.cli._runs import Run
-from vitwire.cli._samples import percentiles
+from vitwire.cli._bench import capacity
+from vitwire.cli._bench.capacity import Search, Verdict
+from vitwire.cli._bench.runs import Run
+from vitwire.cli._bench.samples import percentiles
 
 Trial = Callable[[float, float, int], Run]
 """Runs a load: requests per second, seconds, maximum requests in flight."""
@@ -46,7 +46,7 @@ class Finding:
         goal = self.goal
         needed = None
         if goal.for_rate is not None and self.rate is not None:
-            needed = _capacity.replicas(goal.for_rate, self.rate, goal.headroom)
+            needed = capacity.replicas(goal.for_rate, self.rate, goal.headroom)
         last = self.last.document() if self.last else {}
         return {
             "p99_limit_ms": goal.p99_ms,
@@ -67,7 +67,7 @@ def find_capacity(goal: Goal, first_rate: float, trial: Trial, on_trial: Callabl
     reasons: dict[float, str | None] = {}
     while not search.done:
         rate = search.rate
-        seconds = _capacity.trial_seconds(rate, goal.seconds, goal.p99_ms, confirming=search.confirming)
+        seconds = capacity.trial_seconds(rate, goal.seconds, goal.p99_ms, confirming=search.confirming)
         run = trial(rate, seconds, concurrency_for(rate, goal.p99_ms))
         if run.interrupted:
             finding.interrupted = True
@@ -94,7 +94,7 @@ def _verdict(run: Run, rate: float, limit_ms: float) -> Verdict:
     """A trial holds if 99 % of all requests that were due were answered in time, the generator's delays included."""
     summary = run.summary
     missed, requests = summary.missed(limit_ms), len(summary.samples)
-    holds = _capacity.holds(missed, requests)
+    holds = capacity.holds(missed, requests)
     latency = percentiles(summary.latencies)
     return Verdict(
         rate=round(rate, 3),

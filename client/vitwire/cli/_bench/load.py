@@ -11,8 +11,8 @@ import numpy as np
 
 from vitwire import Client, Item, VitwireError
 from vitwire._items import pixel_bytes
-from vitwire.cli._samples import NOT_SENT, Sample
-from vitwire.cli._workload import Workload
+from vitwire.cli._bench.samples import NOT_SENT, Sample
+from vitwire.cli._bench.workload import Workload
 
 _STAMP_BYTES = 8
 _GRACE_SECONDS = 1.0

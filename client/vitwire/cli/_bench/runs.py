@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vitwire import Client
-from vitwire.cli import _scrape
-from vitwire.cli._load import Load, Pace
-from vitwire.cli._samples import NOT_SENT, Sample, Summary
+from vitwire.cli._bench import scrape
+from vitwire.cli._bench.load import Load, Pace
+from vitwire.cli._bench.samples import NOT_SENT, Sample, Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Run:
     """One run and its results."""
 
     summary: Summary
-    usage: _scrape.Usage | None
+    usage: scrape.Usage | None
     """None without metrics pages."""
     concurrency: int
     interrupted: bool
@@ -65,11 +65,11 @@ class Runner:
 
     def run(self, load: Load) -> Run:
         """Raises what the client raises in the load, and OSError for a metrics page that cannot be read."""
-        before = _scrape.read(self.pages)
+        before = scrape.read(self.pages)
         seconds = _with_progress(load)
         usage = None
         if self.pages:
-            usage = _scrape.Usage(before, _scrape.read(self.pages), seconds, len(self.pages))
+            usage = scrape.Usage(before, scrape.read(self.pages), seconds, len(self.pages))
         summary = Summary(seconds, load.samples, load.cpu_seconds, load.in_flight_max)
         return Run(summary, usage, load.pace.concurrency, load.interrupted.is_set())
 

@@ -9,8 +9,11 @@ import typer
 from rich.console import Console
 
 from vitwire._connections import CONNECTIONS
-from vitwire.cli import _scrape, _traces, _workload
-from vitwire.cli._bench_options import (
+from vitwire.cli._bench import scrape, traces
+from vitwire.cli._bench.capacity import Verdict
+from vitwire.cli._bench.finding import Finding, Goal, find_capacity
+from vitwire.cli._bench.load import Load, Pace
+from vitwire.cli._bench.options import (
     CLOSED_CONCURRENCY,
     ArrivalsOption,
     Concurrency,
@@ -21,8 +24,9 @@ from vitwire.cli._bench_options import (
     TraceFile,
     sizes_of,
 )
-from vitwire.cli._bench_report import check_plot, plot, plot_trials, table, trials_table
-from vitwire.cli._capacity import Verdict
+from vitwire.cli._bench.report import check_plot, plot, plot_trials, table, trials_table
+from vitwire.cli._bench.runs import Run, Runner, closed_pace
+from vitwire.cli._bench.workload import of_sizes, of_trace
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
     INTERRUPTED,
@@ -39,9 +43,6 @@ from vitwire.cli._connection import (
     reported,
     warn,
 )
-from vitwire.cli._find_capacity import Finding, Goal, find_capacity
-from vitwire.cli._load import Load, Pace
-from vitwire.cli._runs import Run, Runner, closed_pace
 
 
 def bench(
@@ -95,8 +96,8 @@ def bench(
     shows the results so far and exits with 130.
     """
     with reported():
-        recorded = None if trace is None else _traces.read(trace)
-        pages = [_scrape.page_url(text) for text in metrics or ()]
+        recorded = None if trace is None else traces.read(trace)
+        pages = [scrape.page_url(text) for text in metrics or ()]
     options = Options(sizes_of(size), concurrency, rate, arrivals, recorded, seconds, requests)
     pace = options.pace()
     # Retries would hide what an overloaded server refuses.
@@ -105,15 +106,13 @@ def bench(
         if plot_file:
             check_plot(plot_file)
         model = connection.model(client)
-        workload = (
-            _workload.of_trace(recorded, model) if recorded else _workload.of_sizes(options.sizes, items, frames, model)
-        )
+        work = of_trace(recorded, model) if recorded else of_sizes(options.sizes, items, frames, model)
         runner = Runner(client, pages)
 
         def run_at(pace: Pace) -> Run:
-            return runner.run(Load(client, workload, pace, fresh=not repeat))
+            return runner.run(Load(client, work, pace, fresh=not repeat))
 
-        Load(client, workload, pace).warm_up()
+        Load(client, work, pace).warm_up()
         goal = Goal(p99_ms, seconds, for_rate, headroom)
         result = _found(goal, options, run_at) if search else run_at(pace)
     parameters = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from vitwire import Item, Model
 from vitwire._prepare import clip_items, image_items
-from vitwire.cli._traces import Size, Trace
+from vitwire.cli._bench.traces import Size, Trace
 
 _MIX_REQUESTS = 1024
 """Requests drawn from a weighted mix before they repeat."""

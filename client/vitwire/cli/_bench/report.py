@@ -9,8 +9,8 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from vitwire.cli._capacity import Verdict
-from vitwire.cli._samples import Summary
+from vitwire.cli._bench.capacity import Verdict
+from vitwire.cli._bench.samples import Summary
 
 _BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 

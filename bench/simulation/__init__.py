@@ -1,0 +1,1 @@
+"""A fleet of encoders, simulated: docs/scale.md."""
