@@ -15,12 +15,13 @@ from triton.runtime import interpreter
 
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
 from vitwire_server.runtime.float8 import SMALLEST, Float8Linear, Scaled, device_fault, reduce
-from vitwire_server.runtime.fusion import Block, TileCache, fuse
+from vitwire_server.runtime.fused_float8 import fuse_float8
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise, quantise
 
+DEPTH = 2
 ROUNDING = 2**-4
 """Of a value with 3 bits of mantissa, relative to it: half a unit in the last place."""
 
@@ -109,28 +110,46 @@ def test_an_activation_that_quantises(kind: str, gated: bool, device: torch.devi
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 @torch.inference_mode()
-def test_a_fused_block_in_float8_gives_what_its_layers_give(
+def test_fused_blocks_in_float8_give_what_their_layers_give(
     name: str, device: torch.device, dtype: torch.dtype
 ) -> None:
+    """After each block, as deepstack levels take rows between them; a second forward begins anew."""
     model_type, fields = PUBLISHED[name]
     small = {"num_heads": 2, "intermediate_size": 192} if device.type == "cpu" else {}
-    fields = shrunk(fields, 1, 1152 if device.type == "cuda" else 144) | small
-    tower = build(model_type, fields, dtype, device)
+    tower = build(model_type, shrunk(fields, DEPTH, 1152 if device.type == "cuda" else 144) | small, dtype, device)
     tower.rewrite()
     choice = select("auto" if device.type == "cuda" else "sdpa", device, dtype, *tower.attention_heads, captured=False)
     tower.use_attention(choice.implementation)
     if device.type == "cpu":
         choice = Selection.only(LoadedBackend("triton", segment_attention), "to be tested")
-    stock: Any = tower.blocks[0]
-    rows = torch.randn(40, stock.attn.qkv.in_features, dtype=dtype, device=device)
+    blocks: list[Any] = list(tower.blocks)
+    rows = torch.randn(40, blocks[0].attn.qkv.in_features, dtype=dtype, device=device)
     angles = torch.rand(40, tower.attention_heads[1] // 2, device=device).repeat(1, 2)
-    ends = torch.tensor([0, 16, 40], dtype=torch.int32, device=device)
-    arguments = (ends, (angles.cos(), angles.sin()), 24)
-    exact = stock(rows, cu_seqlens=ends, position_embeddings=arguments[1], max_seqlen=24) - rows
-    assert reduce(stock) == (4 if "2.5" in name else 3)
-    block = Block(stock, choice, TileCache(), first=True)
-    assert block.reduced
-    got = block(rows.clone(), *arguments) - rows
-    assert distance(got, exact) <= 2 * ROUNDING
-    assert distance(got, exact) >= 2**-8, "it is in float8"
-    assert fuse([stock], choice) == 1
+
+    def forward() -> list[Tensor]:
+        """What each block adds to the rows."""
+        ends = torch.tensor([0, 16, 40], dtype=torch.int32, device=device)
+        states = [rows.clone()]
+        for block in blocks:
+            after = block(states[-1], cu_seqlens=ends, position_embeddings=(angles.cos(), angles.sin()), max_seqlen=24)
+            states.append(after)
+        return [state - rows for state in states[1:]]
+
+    exact = forward()
+    assert sum(reduce(block) for block in blocks) == DEPTH * (4 if "2.5" in name else 3)
+    unfused = forward()
+    assert fuse_float8(blocks, choice) == DEPTH
+    for _ in range(2):
+        for got, layers, whole in zip(forward(), unfused, exact, strict=True):
+            assert distance(got, layers) <= ROUNDING / 2
+            assert 2**-8 < distance(got, whole) <= 2 * ROUNDING, "it is in float8"
+
+
+@torch.inference_mode()
+def test_blocks_of_which_some_layers_are_in_float8_are_not_fused(device: torch.device, dtype: torch.dtype) -> None:
+    model_type, fields = PUBLISHED["Qwen3-VL-8B"]
+    tower = build(model_type, {**shrunk(fields, 1, 128), "intermediate_size": 136}, dtype, device)
+    choice = select("sdpa", device, dtype, *tower.attention_heads, captured=False)
+    assert fuse_float8(tower.blocks, choice) == 0
+    assert reduce(tower.blocks[0]) == 1
+    assert fuse_float8(tower.blocks, choice) == 0

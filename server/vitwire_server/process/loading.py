@@ -17,7 +17,7 @@ from vitwire_server.core.models import Limits, ModelCard, Precision
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
-from vitwire_server.process.precision import compute_dtype, fingerprint, reduced
+from vitwire_server.process.precision import compute_dtype, fingerprint, reduce_precision
 from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items
@@ -166,21 +166,23 @@ def _fused(
 
     def finish() -> None:
         if attention and settings.compile == "auto" and tower.device.type == "cuda":
-            _fuse(tower, attention)
+            _fuse(tower, attention, reduced=settings.precision == "fp8")
 
     if settings.precision == "fp8":
-        return reduced(tower, stager, streams, floor=settings.precision_floor, finish=finish)
+        return reduce_precision(tower, stager, streams, floor=settings.precision_floor, finish=finish)
     finish()
     return None
 
 
-def _fuse(tower: Tower, attention: Selection) -> None:
+def _fuse(tower: Tower, attention: Selection, *, reduced: bool) -> None:
     if fault := triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
-    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA builds of torch only
+    from vitwire_server.runtime.fused_float8 import fuse_float8  # noqa: PLC0415 - triton comes with CUDA builds of torch
+    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
 
-    _log.info("%d of %d blocks fused", fuse(tower.blocks, attention), len(tower.blocks))
+    fused = (fuse_float8 if reduced else fuse)(tower.blocks, attention)
+    _log.info("%d of %d blocks fused", fused, len(tower.blocks))
 
 
 def _compiles(setting: str, tower: Tower) -> bool:

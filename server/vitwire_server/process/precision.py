@@ -34,7 +34,9 @@ def compute_dtype(settings: ServeSettings, stored: torch.dtype, device: torch.de
     return chosen
 
 
-def reduced(tower: Tower, stager: Stager, streams: Streams, *, floor: float, finish: Callable[[], None]) -> Precision:
+def reduce_precision(
+    tower: Tower, stager: Stager, streams: Streams, *, floor: float, finish: Callable[[], None]
+) -> Precision:
     """Reduce the tower's layers to float8, then call `finish`, which fuses them, and compare rows with those before.
 
     Raises UsageError if a row is less similar than `floor`, or if no layer can be reduced.

@@ -5,7 +5,7 @@ roundings. Each is compared with the stock block before it is used.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.float8 import Float8Linear, Scaled
 from vitwire_server.runtime.kernels.activations import activate, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
-from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise
 from vitwire_server.runtime.kernels.rotary import rotate
 
 _log = logging.getLogger(__name__)
@@ -26,8 +24,6 @@ _TOLERANCE_ULPS = 4
 """Accepted relative difference to the stock block, in units in the last place."""
 _FLOAT32_TOLERANCE = 1e-5
 """Accepted relative difference from summing in another order in float32."""
-_FLOAT8_TOLERANCE = 2**-5
-"""Accepted relative difference from values that are rounded to the other side in float8: half of a rounding."""
 
 _GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
 _PLAIN = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "act", "fc2"), ("fc1", "activation_fn", "fc2"))
@@ -45,12 +41,10 @@ class KernelFailed(NotFusable):
 class Mlp(Protocol):
     """An MLP that adds its result to the residual stream; both are `(rows, hidden)`."""
 
-    @property
-    def last(self) -> nn.Linear | Float8Linear:
-        """The last layer. Its bias is added to the residual before the MLP is called."""
-        ...
+    last: nn.Linear
+    """The last layer. Its bias is added to the residual before the MLP is called."""
 
-    def __call__(self, rows: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401 - Scaled in float8, otherwise Tensor
+    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
         """Add the MLP of normalised `rows`, without the last bias, to `hidden`, in place."""
         ...
 
@@ -89,17 +83,6 @@ class GatedMlp:
         return hidden.addmm_(activate(both, self._kind, gated=True), self.last.weight.t())
 
 
-class Float8Mlp:
-    """An MLP in float8, gated or not: the activation is a kernel that also quantises."""
-
-    def __init__(self, first: Float8Linear, act: nn.Module, last: Float8Linear, *, gated: bool = False) -> None:
-        self._first, self.last, self._kind, self._gated = first, last, _kind(act), gated
-
-    def __call__(self, rows: Scaled, hidden: Tensor) -> Tensor:
-        inner = activate_quantise(self._first(rows), self._kind, gated=self._gated)
-        return hidden.add_(self.last.product(inner, biased=False))
-
-
 class TileCache:
     """The tiles of the attention kernel, computed once per forward and shared by its layers."""
 
@@ -130,10 +113,8 @@ class Block:
             for norm in self._norms:
                 epsilon(norm)
             self._mlp = _mlp(stock.get_submodule("mlp"))
-            self.reduced = _reduced(self._qkv, self._mlp.last)
         except (AttributeError, ValueError, KeyError) as error:
             raise NotFusable(str(error)) from error
-        self._add_norm: Any = add_norm_quantise if self.reduced else add_norm
         extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
         if extras:
             raise NotFusable(f"attention has {', '.join(sorted(extras))}")
@@ -158,7 +139,7 @@ class Block:
             self._tiles.clear()
         cos, sin = position_embeddings
         first, second = self._norms
-        hidden, normed = self._add_norm(hidden_states, None, first)
+        hidden, normed = add_norm(hidden_states, None, first)
         qkv = self._qkv(normed).view(len(hidden), 3, self._heads, -1)
         chosen = self._attention.at(max_seqlen)
         rotate(qkv, cos, sin, contain=not chosen.isolates)
@@ -169,26 +150,51 @@ class Block:
         else:
             attended = chosen.attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
         added = self._proj(attended.view(len(hidden), -1))
-        hidden, normed = self._add_norm(hidden, added, second, ahead=self._mlp.last.bias)
+        hidden, normed = add_norm(hidden, added, second, ahead=self._mlp.last.bias)
         return self._mlp(normed, hidden)
 
 
+class FusedBlock(Protocol):
+    """The forward of a block, in the signature of transformers."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int,
+        **_: object,
+    ) -> Tensor:
+        """The block's forward on `hidden_states (rows, hidden)`."""
+        ...
+
+    def new_boundaries(self) -> None:
+        """Use new boundaries from now on, outside of a whole forward."""
+        ...
+
+
 @torch.inference_mode()
-def fuse(blocks: Sequence[nn.Module], attention: Selection) -> int:
-    """Replace the forward of blocks, up to the first that cannot be fused; returns their number."""
+def fuse(
+    blocks: Sequence[nn.Module],
+    attention: Selection,
+    form: Callable[..., FusedBlock] = Block,
+    tolerance: float = _FLOAT32_TOLERANCE,
+) -> int:
+    """Replace the forward of blocks by one of `form`, up to the first that cannot be fused; returns their number.
+
+    `tolerance` is the accepted relative difference if that is more than a few units in the last place.
+    """
     fused = 0
     tiles = TileCache()
     for stock in blocks:
         try:
-            block = Block(stock, attention, tiles, first=not fused)
+            block = form(stock, attention, tiles, first=not fused)
             errors = [_difference(stock, block, longest) for longest in attention.lengths]
         except NotFusable as error:
             level = logging.WARNING if isinstance(error, KernelFailed) else logging.INFO
             _log.log(level, "blocks of type %s are not fused: %s", type(stock).__name__, error)
             return fused
-        limit = max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
-        if block.reduced:
-            limit = max(limit, _FLOAT8_TOLERANCE)
+        limit = max(tolerance, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
         if not all(each <= limit for each in errors):  # False for NaN
             _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
             return fused
@@ -197,7 +203,7 @@ def fuse(blocks: Sequence[nn.Module], attention: Selection) -> int:
     return fused
 
 
-def _difference(stock: nn.Module, block: Block, longest: int) -> float:
+def _difference(stock: nn.Module, block: FusedBlock, longest: int) -> float:
     """Relative error, in norm, of what the block adds to random rows, compared with the stock block."""
     weight = next(stock.parameters())
     attention: Any = stock.attn
@@ -223,25 +229,17 @@ def _difference(stock: nn.Module, block: Block, longest: int) -> float:
 
 
 def _mlp(stock: nn.Module) -> Mlp:
+    parts = mlp_parts(stock)
+    return GatedMlp(*parts) if len(parts) == len(_GATED) else PlainMlp(*parts)
+
+
+def mlp_parts(stock: nn.Module) -> list[Any]:
+    """The layers and the activation of an MLP, in the order of `PlainMlp` or `GatedMlp`. Raises ValueError."""
     names = {name for name, _ in stock.named_children()}
-    if names == set(_GATED):
-        gate, up, act, down = (getattr(stock, name) for name in _GATED)
-        if _reduced(gate, up, down):
-            return Float8Mlp(Float8Linear.joined(gate, up), act, down, gated=True)
-        return GatedMlp(gate, up, act, down)
-    for plain in _PLAIN:
-        if names == set(plain):
-            first, act, second = (getattr(stock, name) for name in plain)
-            return Float8Mlp(first, act, second) if _reduced(first, second) else PlainMlp(first, act, second)
+    for form in (_GATED, *_PLAIN):
+        if names == set(form):
+            return [getattr(stock, name) for name in form]
     raise ValueError(f"unknown MLP with {', '.join(sorted(names))}")
-
-
-def _reduced(*layers: nn.Module) -> bool:
-    """Whether layers are in float8. Raises ValueError if only some of them are."""
-    kinds = {isinstance(layer, Float8Linear) for layer in layers}
-    if len(kinds) > 1:
-        raise ValueError("only some of its layers are in float8")
-    return kinds.pop()
 
 
 def _kind(act: nn.Module) -> str:
