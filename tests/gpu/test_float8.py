@@ -102,8 +102,11 @@ def test_a_norm_that_quantises(columns: int, kind: Any, device: torch.device, dt
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_an_activation_that_quantises(kind: str, gated: bool, device: torch.device, dtype: torch.dtype) -> None:
-    values = torch.randn(5, 2400, dtype=dtype, device=device)
+@pytest.mark.parametrize("columns", [2400, 4096])
+def test_an_activation_that_quantises(
+    columns: int, kind: str, gated: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    values = torch.randn(5, columns, dtype=dtype, device=device)
     got = activate_quantise(values, kind, gated=gated)
     close(got, activate(values.clone(), kind, gated=gated), dtype)
 

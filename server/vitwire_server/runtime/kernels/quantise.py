@@ -12,6 +12,8 @@ from vitwire_server.runtime.kernels.norms import epsilon
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _WIDE = 4096
 """Columns from which a row takes eight warps."""
+_MANY_ROWS, _NARROW = 1024, 2048
+"""From so many rows on, rows of at most so many columns take one warp each."""
 
 
 def quantise(rows: Tensor) -> Scaled:
@@ -20,7 +22,7 @@ def quantise(rows: Tensor) -> Scaled:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = _empty(rows, columns)
     width = triton.next_power_of_2(columns)
-    _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=_warps(columns))
+    _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=_warps(count, columns))
     return out
 
 
@@ -49,7 +51,7 @@ def add_norm_quantise(
         CENTRE=isinstance(norm, nn.LayerNorm),
         BIAS=bias is not None,
         AHEAD=ahead is not None,
-        num_warps=4,
+        num_warps=_warps(rows, columns),
     )
     return summed, out
 
@@ -66,8 +68,9 @@ def activate_quantise(values: Tensor, kind: str, *, gated: bool = False) -> Scal
         KIND=KINDS[kind],
         GATED=gated,
         COUNT=out_columns,
-        COLUMNS=triton.next_power_of_2(out_columns),
-        num_warps=_warps(out_columns),
+        HEAD=(head := triton.next_power_of_2(out_columns + 1) // 2),
+        TAIL=triton.next_power_of_2(out_columns - head) if out_columns > head else 0,
+        num_warps=_warps(rows, out_columns),
     )
     return out
 
@@ -77,16 +80,24 @@ def _empty(like: Tensor, columns: int) -> Scaled:
     return Scaled(values, like.new_empty((len(like), 1), dtype=torch.float32))
 
 
-def _warps(columns: int) -> int:
+def _warps(rows: int, columns: int) -> int:
+    if rows >= _MANY_ROWS and columns <= _NARROW:
+        return 1
     return 8 if columns >= _WIDE else 4
+
+
+@triton.jit
+def _scale(largest):
+    """The scale of a row."""
+    return tl.maximum(largest, _SMALLEST) / _LARGEST
 
 
 @triton.jit
 def _store(values, out_ptr, scales_ptr, row, column, there, COUNT: tl.constexpr):
     """Store one row; `values` are zero where not `there`. A NaN makes this row NaN and no other."""
-    scale = tl.maximum(tl.max(tl.abs(values), 0), _SMALLEST) / _LARGEST
+    scale = _scale(tl.max(tl.abs(values), 0))
     tl.store(scales_ptr + row, scale)
-    tl.store(out_ptr + row * COUNT + column, (values / scale).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + row * COUNT + column, (values * (1 / scale)).to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -139,20 +150,9 @@ def _add_norm_quantise(
 
 
 @triton.jit
-def _activate_quantise(
-    in_ptr,
-    out_ptr,
-    scales_ptr,
-    in_columns,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    COUNT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    there = column < COUNT
-    x = tl.load(in_ptr + row * in_columns + column, mask=there, other=0.0).to(tl.float32)
+def _activated(in_ptr, column, there, COUNT: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """The activation of some columns of the row at `in_ptr`; zero where not `there`."""
+    x = tl.load(in_ptr + column, mask=there, other=0.0).to(tl.float32)
     if KIND == 0:
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == 1:
@@ -162,5 +162,35 @@ def _activate_quantise(
     else:
         y = x * tl.sigmoid(x)
     if GATED:
-        y *= tl.load(in_ptr + row * in_columns + COUNT + column, mask=there, other=0.0).to(tl.float32)
-    _store(y, out_ptr, scales_ptr, row, column, there, COUNT)
+        y *= tl.load(in_ptr + COUNT + column, mask=there, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _activate_quantise(
+    in_ptr,
+    out_ptr,
+    scales_ptr,
+    in_columns,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    COUNT: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """A row is computed in two parts, as the exponentials of columns that are not there would cost as much."""
+    row = tl.program_id(0).to(tl.int64)
+    in_ptr += row * in_columns
+    out_ptr += row * COUNT
+    head = tl.arange(0, HEAD)
+    first = _activated(in_ptr, head, head < COUNT, COUNT, KIND, GATED)
+    largest = tl.max(tl.abs(first), 0)
+    if TAIL:
+        tail = HEAD + tl.arange(0, TAIL)
+        second = _activated(in_ptr, tail, tail < COUNT, COUNT, KIND, GATED)
+        largest = tl.maximum(largest, tl.max(tl.abs(second), 0))
+    scale = _scale(largest)
+    tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + head, (first * (1 / scale)).to(out_ptr.dtype.element_ty), mask=head < COUNT)
+    if TAIL:
+        tl.store(out_ptr + tail, (second * (1 / scale)).to(out_ptr.dtype.element_ty), mask=tail < COUNT)
