@@ -154,9 +154,11 @@ def test_rows_of_another_precision_have_another_fingerprint() -> None:
     assert reduced == fingerprint("ab", Precision("float8_e4m3fn", 12, 0.9993, 0.9999)), "what is measured may vary"
 
 
-def test_float8_needs_bfloat16() -> None:
+def test_float8_needs_bfloat16_and_forwards_that_are_not_compiled() -> None:
     with pytest.raises(ValueError, match="--precision fp8 needs --dtype auto or bfloat16, not float32"):
         ServeSettings(model="m", precision="fp8", dtype="float32")
+    with pytest.raises(ValueError, match="--precision fp8 and --compile on cannot be used together"):
+        ServeSettings(model="m", precision="fp8", compile="on")
     assert ServeSettings(model="m").precision == "auto"
 
 

@@ -309,6 +309,8 @@ class ServeSettings(BaseSettings):
     def _precision_fits(self) -> "ServeSettings":
         if self.precision == "fp8" and self.dtype not in {"auto", "bfloat16"}:
             raise ValueError(f"--precision fp8 needs --dtype auto or bfloat16, not {self.dtype}")
+        if self.precision == "fp8" and self.compile == "on":
+            raise ValueError("--precision fp8 and --compile on cannot be used together")
         return self
 
     @model_validator(mode="after")
