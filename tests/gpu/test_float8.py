@@ -144,7 +144,7 @@ def test_fused_blocks_in_float8_give_what_their_layers_give(
     assert fuse_float8(blocks, choice) == DEPTH
     for _ in range(2):
         for got, layers, whole in zip(forward(), unfused, exact, strict=True):
-            assert distance(got, layers) <= ROUNDING / 2
+            assert distance(got, layers) <= (ROUNDING / 2 if dtype is torch.float32 else 2 * ROUNDING)
             assert 2**-8 < distance(got, whole) <= 2 * ROUNDING, "it is in float8"
 
 
