@@ -19,8 +19,8 @@ from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_
 from vitwire_server.runtime.kernels.rotary import rotate
 
 _TOLERANCE = 2**-3
-"""Accepted relative difference to unfused layers in float8, in norm: that of a value which is rounded to the other side.
-Fused blocks round to bfloat16 elsewhere, and each layer in float8 turns such differences into its own."""
+"""Accepted relative difference to unfused layers in float8: that of a value which is rounded to the other side. Fused
+blocks round to bfloat16 in other places, and each layer in float8 enlarges such differences."""
 
 
 class Float8Block:
