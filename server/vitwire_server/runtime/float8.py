@@ -1,4 +1,4 @@
-"""Linear layers in float8: weights with a scale per output channel, rows with a scale each, sums in float32.
+"""Linear layers in float8: weights with a scale per output channel, rows with a scale each.
 
 A value keeps 3 bits of mantissa (e4m3): it is rounded by at most 1/16 of itself or, if it is 28,000 times smaller than
 the largest of its row, by 2^-10 of the row's scale. As each row has a scale of its own, neither a large value nor NaN
@@ -47,7 +47,7 @@ class Float8Linear(nn.Module):
     """A linear layer whose product is computed in float8. Its result has the dtype of the layer that it replaces."""
 
     fast: bool = True
-    """Hopper adds up the products of a tile in less than float32, which is faster."""
+    """Sum products in what Hopper's tensor cores hold, which is faster and less than float32."""
 
     def __init__(self, weight: Scaled, bias: Tensor | None, dtype: torch.dtype) -> None:
         """`weight` has a scale for each output channel; `dtype` is that of the result."""
