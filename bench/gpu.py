@@ -31,7 +31,9 @@ from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.items import Item, total
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.float8 import reduce
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.similarity import Comparison
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.towers.layouts.packed import PackedTower
@@ -41,7 +43,7 @@ CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
 ITEMS, FRAMES = 64, 512
-TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", "floor")
+TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", "graph_fp8", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after this many repeats or seconds, but not before three repeats."""
@@ -76,6 +78,7 @@ class Bench:
         self._options = options
         self._attention: dict[str, str] = {}
         self._left_out: list[str] = []
+        self._similarity: dict[str, dict[str, float]] = {}
         self._until = time.monotonic() + options.seconds
 
     def run(self, name: str) -> None:
@@ -107,6 +110,7 @@ class Bench:
             "transformers": transformers.__version__,
             "ceilings": {"tflops": self._options.tflops, "terabytes_per_s": self._options.terabytes},
             "attention": self._attention,
+            "fp8_similarity": self._similarity,
             "left_out": self._left_out,
         }
 
@@ -150,6 +154,26 @@ class Bench:
         sys.stderr.write(f"{name}: {rewritten} blocks fused\n")
         for column in ("eager", "graph"):
             self._column(name, column, tower, ladder, batches, rows, streams)
+        if self._options.fp8:
+            self._similarity[name] = self._reduced(tower, choice, streams)
+            self._column(name, "graph_fp8", tower, ladder, batches, rows, streams)
+
+    def _reduced(self, tower: PackedTower, choice: Selection, streams: Streams) -> dict[str, float]:
+        """Reduce the tower to float8, as the server does; the cosine similarity of its rows to those in bfloat16."""
+        engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), self._stager(tower), streams)
+        comparison = Comparison(tower, engine)
+        for block in tower.blocks:
+            vars(block).pop("forward", None)  # what fuse() replaced
+            reduce(block)
+        if self._device.type == "cuda":
+            from vitwire_server.runtime.fused_float8 import fuse_float8  # noqa: PLC0415 - triton
+
+            fuse_float8(tower.blocks, choice)
+        similarities = comparison.similarities()
+        return {"least": float(similarities.min()), "median": float(similarities.median())}
+
+    def _stager(self, tower: PackedTower) -> Stager:
+        return Stager(tower.geometry, preprocessing(), self._device)
 
     def _column(
         self,
@@ -162,7 +186,7 @@ class Bench:
         streams: Streams,
     ) -> None:
         graphs = self._captured(name, column, tower, ladder if column != "eager" else Ladder(), streams)
-        engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing(), self._device), streams)
+        engine = Engine(tower, graphs, self._stager(tower), streams)
         for load, batch in batches.items():
             fitting = graphs.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
             if column == "eager" or fitting:
@@ -322,6 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sizes", type=_sizes, default=list(SIZES), help="sides of images in pixels, as 224,448")
     add("--attention", default="auto", help="the server's --attention-backend")
     add("--compile", action="store_true", help="also capture compiled blocks, as serve --compile on does")
+    add("--fp8", action="store_true", help="also reduce the towers to float8, as serve --precision fp8 does")
     add("--repeats", type=int, default=30)
     add("--seconds", type=float, default=420, help="nothing new is started after so long")
     add("--tflops", type=float, default=790, help="the device's measured bf16 rate, for the floor")

@@ -26,7 +26,7 @@ from vitwire._errors import (
 )
 from vitwire._images import Preprocessor, Tiling
 from vitwire._items import Item, Modality
-from vitwire._model import Budget, Limits, Model
+from vitwire._model import Budget, Limits, Model, Precision
 from vitwire._protocol import Priority, Result
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Model",
     "NotCached",
     "Overloaded",
+    "Precision",
     "Preprocessor",
     "Priority",
     "Report",

@@ -33,15 +33,16 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot, out = tmp_path / "plot.png", tmp_path / "bench.json"
     flags = ("--device", "cpu", "--tiny", "--towers", "Qwen2.5-VL-7B", "--sizes", "112,224", "--repeats", "3")
-    document = last_line("bench/gpu.py", *flags, "--plot", str(plot), "--out", str(out))
+    document = last_line("bench/gpu.py", *flags, "--fp8", "--plot", str(plot), "--out", str(out))
     assert document == json.loads(out.read_text())
     assert (document["device"], document["graphs"], document["left_out"]) == ("cpu", "simulated", [])
     assert len(document["rows"]) == 4
     for row in document["rows"]:
-        assert min(row["plain_sdpa"], row["eager"], row["graph"]) > 0
+        assert min(row["plain_sdpa"], row["eager"], row["graph"], row["graph_fp8"]) > 0
         assert row["plain_flash"] is row["graph_compiled"] is None
         assert row["graph_stock"] > 0
     assert {row["tower"] for row in document["captures"]} == {"Qwen2.5-VL-7B"}
+    assert 0.99 < document["fp8_similarity"]["Qwen2.5-VL-7B"]["least"] < 1
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

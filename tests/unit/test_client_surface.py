@@ -25,6 +25,7 @@ SURFACE = [
     "Model",
     "NotCached",
     "Overloaded",
+    "Precision",
     "Preprocessor",
     "Priority",
     "Report",

@@ -165,13 +165,12 @@ def test_a_ladder_that_is_measured_to_be_slower_is_not_used(
     made: Learning, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    capture = LiveCapture.capture
 
-    def slow(self: LiveCapture, budget: Budget) -> Generator[None, None, float]:
-        yield from capture(self, budget)
+    def slow(self: LiveCapture, budget: Budget, on: Budget) -> Generator[None, None, float]:
+        yield
         return 1.0
 
-    monkeypatch.setattr(LiveCapture, "capture", slow)
+    monkeypatch.setattr(LiveCapture, "timed", slow)
     assert made.plan(96, 512) < 512
     assert made.sizes() == [budget.tokens for budget in made.rig.graphs.ladder] == list(DEFAULT)
     assert "measured to be slower than the old one" in caplog.text

@@ -885,13 +885,16 @@ class GetModelResponse(google.protobuf.message.Message):
     CHANNELS_LAST_FIELD_NUMBER: builtins.int
     DELIVERIES_FIELD_NUMBER: builtins.int
     ENCODINGS_FIELD_NUMBER: builtins.int
+    PRECISION_FIELD_NUMBER: builtins.int
     UNAVAILABLE_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
     """model_type of the checkpoint's config.json."""
     weights_fingerprint: builtins.str
-    """SHA-256 over the names and bytes of the tower's weights, in hex."""
+    """SHA-256 over the names and bytes of the tower's weights, and over the type
+    in precision if that is present, in hex.
+    """
     data_type: Global___DataType.ValueType
     """Type that the tower computes in and, by default, returns."""
     embedding_width: builtins.int
@@ -940,6 +943,10 @@ class GetModelResponse(google.protobuf.message.Message):
         """
 
     @property
+    def precision(self) -> Global___Precision:
+        """Present if linear layers are computed in less than data_type."""
+
+    @property
     def unavailable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Unavailable]:
         """What the server would use on a device of this kind but cannot use here."""
 
@@ -969,10 +976,11 @@ class GetModelResponse(google.protobuf.message.Message):
         channels_last: builtins.bool = ...,
         deliveries: collections.abc.Iterable[Global___DeliveryWay.ValueType] | None = ...,
         encodings: collections.abc.Iterable[Global___Encoding.ValueType] | None = ...,
+        precision: Global___Precision | None = ...,
         unavailable: collections.abc.Iterable[Global___Unavailable] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "precision", b"precision", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "precision", b"precision", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 
@@ -995,6 +1003,39 @@ class Unavailable(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["feature", b"feature", "reason", b"reason"]) -> None: ...
 
 Global___Unavailable: typing_extensions.TypeAlias = Unavailable
+
+@typing.final
+class Precision(google.protobuf.message.Message):
+    """Linear layers that are computed in less than the tower's data type, and what
+    that changes: cosine similarities of rows to those in data_type, measured at
+    startup on pictures that the server draws. Of a row with deepstack levels,
+    the least similar level counts.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
+    SIMILARITY_FIELD_NUMBER: builtins.int
+    MEDIAN_SIMILARITY_FIELD_NUMBER: builtins.int
+    type: builtins.str
+    """Type of the weights and inputs: float8_e4m3fn."""
+    layers: builtins.int
+    """Number of layers."""
+    similarity: builtins.float
+    """Of the least similar row."""
+    median_similarity: builtins.float
+    def __init__(
+        self,
+        *,
+        type: builtins.str = ...,
+        layers: builtins.int = ...,
+        similarity: builtins.float = ...,
+        median_similarity: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["layers", b"layers", "median_similarity", b"median_similarity", "similarity", b"similarity", "type", b"type"]) -> None: ...
+
+Global___Precision: typing_extensions.TypeAlias = Precision
 
 @typing.final
 class DroppedBudget(google.protobuf.message.Message):

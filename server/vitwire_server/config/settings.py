@@ -80,6 +80,18 @@ class ServeSettings(SourcedSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="compute dtype of the tower; auto uses the checkpoint's dtype"
     )
+    precision: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="fp8: compute linear layers in float8 (e4m3), everything else in bfloat16, on Ada, Hopper or newer "
+        "GPUs; auto: everything in --dtype",
+    )
+    precision_floor: float = Field(
+        default=0.999,
+        ge=0,
+        le=1,
+        description="with --precision fp8: minimum cosine similarity of each row of the test pictures to bfloat16; "
+        "below it the server does not start",
+    )
     graphs: Literal["auto", "cuda", "simulated", "off"] = Field(
         default="auto",
         description="type of budget graphs; auto is cuda on a CUDA device, else off; simulated runs on any device",
@@ -266,6 +278,14 @@ class ServeSettings(SourcedSettings):
         sizes = self.budget_sizes
         if sizes and max(sizes) > self.max_budget_tokens:
             raise ValueError(f"budgets: {max(sizes)} is more than max_budget_tokens {self.max_budget_tokens}")
+        return self
+
+    @model_validator(mode="after")
+    def _precision_fits(self) -> "ServeSettings":
+        if self.precision == "fp8" and self.dtype not in {"auto", "bfloat16"}:
+            raise ValueError(f"--precision fp8 needs --dtype auto or bfloat16, not {self.dtype}")
+        if self.precision == "fp8" and self.compile == "on":
+            raise ValueError("--precision fp8 and --compile on cannot be used together")
         return self
 
     @model_validator(mode="after")

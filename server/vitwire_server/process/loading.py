@@ -14,11 +14,12 @@ from vitwire_server.core.budgets import Budget, Ladder, with_shorter
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST, Costs
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item
-from vitwire_server.core.models import Limits, ModelCard
+from vitwire_server.core.models import Limits, ModelCard, Precision
 from vitwire_server.core.plans import Fallback
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.process.learning import beginning, memory_bound
+from vitwire_server.process.precision import compute_dtype, fingerprint, reduce_precision
 from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.calibration import measure_costs, sample_items, worthwhile
@@ -83,7 +84,7 @@ def load_model(
     mode = _mode(settings.graphs, device)
     checkpoint = open_checkpoint(settings.model)
     preprocessing = checkpoint.preprocessing()
-    dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    dtype = compute_dtype(settings, checkpoint.dtype, device)
     if fault := dtype_fault(dtype, device):
         raise UsageError(f"--dtype {settings.dtype}: {fault}")
     _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
@@ -96,14 +97,17 @@ def load_model(
         memory.arena.touch(memory.kept)
         pin(memory.arena.view(0, memory.kept))
     streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
+    stager = Stager(tower.geometry, preprocessing, device)
+    precision = _fused(settings, tower, attention, stager, streams)
+    weights = fingerprint(loaded.fingerprint, precision)
     ladder, recorder = _ladder(settings, tower, mode), _recorder(mode, streams)
     completed = _completed(tower, attention)
-    learning = beginning(settings, tower, checkpoint.folder, loaded.fingerprint, ladder)
+    learning = beginning(settings, tower, checkpoint.folder, weights, ladder)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs, taken = _capture(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
-    hot = HotShapes(tower).forward if _compiles(settings.compile, tower) else None
+    hot = HotShapes(tower).forward if not precision and _compiles(settings.compile, tower) else None
     outbox = Outbox(device, _OUTBOX_BYTES) if settings.nixl and device.type == "cuda" else None
-    engine = Engine(tower, graphs, Stager(tower.geometry, preprocessing, device), streams, hot, outbox)
+    engine = Engine(tower, graphs, stager, streams, hot, outbox)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = _costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
@@ -114,7 +118,7 @@ def load_model(
     card = ModelCard(
         model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
         model_type=checkpoint.family.model_type,
-        fingerprint=loaded.fingerprint,
+        fingerprint=weights,
         dtype=DType.of(str(dtype).removeprefix("torch.")),
         geometry=tower.geometry,
         preprocessing=preprocessing,
@@ -127,6 +131,7 @@ def load_model(
         version=release(),
         backends=backends(graphs.ladder),
         unavailable=unavailable(device, attention.unused if attention else {}, graphs=mode != "off"),
+        precision=precision,
     )
     _announce(checkpoint, card, metrics)
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
@@ -168,7 +173,7 @@ def _mode(graphs: str, device: torch.device) -> str:
 
 
 def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> Selection | None:
-    """Choose the attention backend and fuse the blocks around it; None for tile towers, which always use SDPA."""
+    """Choose the attention backend; None for tile towers, which always use SDPA."""
     if not tower.segmented:
         if settings.attention_backend not in ("auto", _DENSE):
             raise UsageError(f"--attention-backend {settings.attention_backend}: tile towers support only {_DENSE}")
@@ -180,8 +185,6 @@ def _attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> Sele
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error
     tower.use_attention(selection.implementation)
-    if settings.compile == "auto" and tower.device.type == "cuda":
-        _fuse(tower, selection)
     return selection
 
 
@@ -190,14 +193,31 @@ def _backends(attention: Selection | None, ladder: Ladder) -> dict[Budget, str]:
     return {each: attention.at(each.max_segment_patches).name if attention else _DENSE for each in ladder}
 
 
-def _fuse(tower: Tower, attention: Selection) -> None:
+def _fused(
+    settings: ServeSettings, tower: Tower, attention: Selection | None, stager: Stager, streams: Streams
+) -> Precision | None:
+    """Reduce the precision if that is asked for, and fuse the blocks around their attention."""
+
+    def finish() -> None:
+        if attention and settings.compile == "auto" and tower.device.type == "cuda":
+            _fuse(tower, attention, reduced=settings.precision == "fp8")
+
+    if settings.precision == "fp8":
+        return reduce_precision(tower, stager, streams, floor=settings.precision_floor, finish=finish)
+    finish()
+    return None
+
+
+def _fuse(tower: Tower, attention: Selection, *, reduced: bool) -> None:
     if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
     from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton comes with CUDA builds of torch
+    from vitwire_server.runtime.fused_float8 import fuse_float8  # noqa: PLC0415 - as above
     from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
 
-    _log.info("%d of %d blocks fused", fuse(tower.blocks, attention), len(tower.blocks))
+    fused = (fuse_float8 if reduced else fuse)(tower.blocks, attention)
+    _log.info("%d of %d blocks fused", fused, len(tower.blocks))
     hasten_mergers(tower.model, tower.blocks)
 
 
@@ -316,6 +336,7 @@ def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None
         device=card.device,
         graphs=card.graphs,
         attention=card.attention,
+        similarity=card.precision.similarity if card.precision else 1.0,
     )
     loaded = (checkpoint.folder, card.model_type, card.dtype.label, card.device, len(card.ladder))
     _log.info("loaded %s (%s) in %s on %s, %d graphs", *loaded)

@@ -8,7 +8,7 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
-from vitwire_server.core.models import Encoding, ModelCard, Resizing
+from vitwire_server.core.models import Encoding, ModelCard, Precision, Resizing
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
@@ -137,8 +137,20 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         attention_backend=card.attention,
         device=card.device,
         server_version=card.version,
+        precision=_precision(card.precision),
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
+    )
+
+
+def _precision(reduced: Precision | None) -> pb.Precision | None:
+    if reduced is None:
+        return None
+    return pb.Precision(
+        type=reduced.type,
+        layers=reduced.layers,
+        similarity=reduced.similarity,
+        median_similarity=reduced.median_similarity,
     )
 
 

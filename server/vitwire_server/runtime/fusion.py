@@ -5,7 +5,7 @@ roundings. Each is compared with the stock block before it is used.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -157,20 +157,47 @@ class Block:
         return self._mlp(normed, hidden)
 
 
+class FusedBlock(Protocol):
+    """The forward of a block, in the signature of transformers."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int,
+        **_: object,
+    ) -> Tensor:
+        """The block's forward on `hidden_states (rows, hidden)`."""
+        ...
+
+    def new_boundaries(self) -> None:
+        """Use new boundaries from now on, outside of a whole forward."""
+        ...
+
+
 @torch.inference_mode()
-def fuse(blocks: Sequence[nn.Module], attention: Selection) -> int:
-    """Replace the forward of blocks, up to the first that cannot be fused; returns their number."""
+def fuse(
+    blocks: Sequence[nn.Module],
+    attention: Selection,
+    form: Callable[..., FusedBlock] = Block,
+    tolerance: float = _FLOAT32_TOLERANCE,
+) -> int:
+    """Replace the forward of blocks by one of `form`, up to the first that cannot be fused; returns their number.
+
+    `tolerance` is the accepted relative difference if that is more than a few units in the last place.
+    """
     fused = 0
     tiles = TileCache()
     for stock in blocks:
         try:
-            block = Block(stock, attention, tiles, first=not fused)
+            block = form(stock, attention, tiles, first=not fused)
             errors = [_difference(stock, block, longest) for longest in attention.lengths]
         except NotFusable as error:
             level = logging.WARNING if isinstance(error, KernelFailed) else logging.INFO
             _log.log(level, "blocks of type %s are not fused: %s", type(stock).__name__, error)
             return fused
-        limit = max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
+        limit = max(tolerance, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
         if not all(each <= limit for each in errors):  # False for NaN
             _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
             return fused
@@ -179,7 +206,7 @@ def fuse(blocks: Sequence[nn.Module], attention: Selection) -> int:
     return fused
 
 
-def _difference(stock: nn.Module, block: Block, longest: int) -> float:
+def _difference(stock: nn.Module, block: FusedBlock, longest: int) -> float:
     """Relative error, in norm, of what the block adds to random rows, compared with the stock block."""
     weight = next(stock.parameters())
     attention: Any = stock.attn
@@ -205,12 +232,16 @@ def _difference(stock: nn.Module, block: Block, longest: int) -> float:
 
 
 def _mlp(stock: nn.Module, products: Products) -> Mlp:
+    parts = mlp_parts(stock)
+    return GatedMlp(products, *parts) if len(parts) == len(_GATED) else PlainMlp(products, *parts)
+
+
+def mlp_parts(stock: nn.Module) -> list[Any]:
+    """The layers and the activation of an MLP, in the order of `PlainMlp` or `GatedMlp`. Raises ValueError."""
     names = {name for name, _ in stock.named_children()}
-    if names == set(_GATED):
-        return GatedMlp(products, *(getattr(stock, name) for name in _GATED))
-    for plain in _PLAIN:
-        if names == set(plain):
-            return PlainMlp(products, *(getattr(stock, name) for name in plain))
+    for form in (_GATED, *_PLAIN):
+        if names == set(form):
+            return [getattr(stock, name) for name in form]
     raise ValueError(f"unknown MLP with {', '.join(sorted(names))}")
 
 

@@ -23,6 +23,10 @@ class ModelMetrics:
             "attention",
         )
         self._weights = series.gauge("weights_info", "Fingerprint of the weights being served; always 1", "fingerprint")
+        self._similarity = series.gauge(
+            "precision_similarity",
+            "With --precision fp8, least cosine similarity of a row of the test pictures to bfloat16; otherwise 1",
+        )
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
         self._attention = series.gauge(
             "budget_info",
@@ -34,8 +38,9 @@ class ModelMetrics:
         self._capture_seconds = series.gauge("graph_capture_seconds", "Time it took to capture all graphs")
         self._pool_bytes = series.gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
 
-    def loaded(self, fingerprint: str, **labels: str) -> None:
+    def loaded(self, fingerprint: str, *, similarity: float, **labels: str) -> None:
         """Set the labels of the info metrics."""
+        self._similarity.set(similarity)
         self._weights.labels(fingerprint).set(1)
         self._model.labels(**labels).set(1)
 

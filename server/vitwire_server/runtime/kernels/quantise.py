@@ -1,0 +1,196 @@
+"""Rows to float8 with a scale each, alone or as the last step of a norm or an activation."""
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton import language as tl
+
+from vitwire_server.runtime.float8 import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.runtime.kernels.activations import KINDS
+from vitwire_server.runtime.kernels.norms import epsilon
+
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+_WIDE = 4096
+"""Columns from which a row takes eight warps."""
+_MANY_ROWS, _NARROW = 1024, 2048
+"""From so many rows on, rows of at most so many columns take one warp each."""
+
+
+def quantise(rows: Tensor) -> Scaled:
+    """Rows `(rows, columns)`, each scaled by its own largest absolute value."""
+    count, columns = rows.shape
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = _empty(rows, columns)
+    width = triton.next_power_of_2(columns)
+    _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=_warps(count, columns))
+    return out
+
+
+def add_norm_quantise(
+    hidden: Tensor, added: Tensor | None, norm: nn.Module, ahead: Tensor | None = None
+) -> tuple[Tensor, Scaled]:
+    """As `norms.add_norm`, with the normed rows in float8."""
+    assert added is not None or ahead is None
+    rows, columns = hidden.shape
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    bias = getattr(norm, "bias", None)
+    summed = torch.empty_like(hidden) if added is not None else hidden
+    out = _empty(hidden, columns)
+    _add_norm_quantise[(rows,)](
+        hidden,
+        hidden if added is None else added,
+        summed,
+        *out,
+        weight,
+        weight if bias is None else bias,
+        weight if ahead is None else ahead,
+        epsilon(norm),
+        COUNT=columns,
+        COLUMNS=triton.next_power_of_2(columns),
+        ADD=added is not None,
+        CENTRE=isinstance(norm, nn.LayerNorm),
+        BIAS=bias is not None,
+        AHEAD=ahead is not None,
+        num_warps=_warps(rows, columns),
+    )
+    return summed, out
+
+
+def activate_quantise(values: Tensor, kind: str, *, gated: bool = False) -> Scaled:
+    """As `activations.activate`, with the result in float8; `values` are left as they are."""
+    rows, columns = values.shape
+    out_columns = columns // 2 if gated else columns
+    out = _empty(values, out_columns)
+    _activate_quantise[(rows,)](
+        values,
+        *out,
+        columns,
+        KIND=KINDS[kind],
+        GATED=gated,
+        COUNT=out_columns,
+        HEAD=(head := triton.next_power_of_2(out_columns + 1) // 2),
+        TAIL=triton.next_power_of_2(out_columns - head) if out_columns > head else 0,
+        num_warps=_warps(rows, out_columns),
+    )
+    return out
+
+
+def _empty(like: Tensor, columns: int) -> Scaled:
+    values = like.new_empty((len(like), columns), dtype=FLOAT8)
+    return Scaled(values, like.new_empty((len(like), 1), dtype=torch.float32))
+
+
+def _warps(rows: int, columns: int) -> int:
+    if rows >= _MANY_ROWS and columns <= _NARROW:
+        return 1
+    return 8 if columns >= _WIDE else 4
+
+
+@triton.jit
+def _scale(largest):
+    """The scale of a row."""
+    return tl.maximum(largest, _SMALLEST) / _LARGEST
+
+
+@triton.jit
+def _store(values, out_ptr, scales_ptr, row, column, there, COUNT: tl.constexpr):
+    """Store one row; `values` are zero where not `there`. A NaN makes this row NaN and no other."""
+    scale = _scale(tl.max(tl.abs(values), 0))
+    tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + row * COUNT + column, (values * (1 / scale)).to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _quantise(in_ptr, stride, out_ptr, scales_ptr, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < COUNT
+    values = tl.load(in_ptr + row * stride + column, mask=there, other=0.0).to(tl.float32)
+    _store(values, out_ptr, scales_ptr, row, column, there, COUNT)
+
+
+@triton.jit
+def _add_norm_quantise(
+    hidden_ptr,
+    added_ptr,
+    summed_ptr,
+    out_ptr,
+    scales_ptr,
+    weight_ptr,
+    bias_ptr,
+    ahead_ptr,
+    epsilon,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < COUNT
+    at = row * COUNT + column
+    values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(added_ptr + at, mask=there, other=0.0).to(tl.float32)
+        summed = values
+        if AHEAD:
+            summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
+        values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
+    if CENTRE:
+        mean = tl.sum(values, 0) / COUNT
+        values = tl.where(there, values - mean, 0.0)
+    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
+    scaled *= tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
+    if BIAS:
+        scaled += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+    _store(scaled, out_ptr, scales_ptr, row, column, there, COUNT)
+
+
+@triton.jit
+def _activated(in_ptr, column, there, COUNT: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """The activation of some columns of the row at `in_ptr`; zero where not `there`."""
+    x = tl.load(in_ptr + column, mask=there, other=0.0).to(tl.float32)
+    if KIND == 0:
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == 1:
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 2:
+        y = x * tl.sigmoid(1.702 * x)
+    else:
+        y = x * tl.sigmoid(x)
+    if GATED:
+        y *= tl.load(in_ptr + COUNT + column, mask=there, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _activate_quantise(
+    in_ptr,
+    out_ptr,
+    scales_ptr,
+    in_columns,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    COUNT: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """A row is computed in two parts, as the exponentials of columns that are not there would cost as much."""
+    row = tl.program_id(0).to(tl.int64)
+    in_ptr += row * in_columns
+    out_ptr += row * COUNT
+    head = tl.arange(0, HEAD)
+    first = _activated(in_ptr, head, head < COUNT, COUNT, KIND, GATED)
+    largest = tl.max(tl.abs(first), 0)
+    if TAIL:
+        tail = HEAD + tl.arange(0, TAIL)
+        second = _activated(in_ptr, tail, tail < COUNT, COUNT, KIND, GATED)
+        largest = tl.maximum(largest, tl.max(tl.abs(second), 0))
+    scale = _scale(largest)
+    tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + head, (first * (1 / scale)).to(out_ptr.dtype.element_ty), mask=head < COUNT)
+    if TAIL:
+        tl.store(out_ptr + tail, (second * (1 / scale)).to(out_ptr.dtype.element_ty), mask=tail < COUNT)
