@@ -20,14 +20,14 @@ def plot_routing(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     latency, hits = figure.subplots(1, 2)
     for cache in (False, True):
-        for policy in POLICIES:
+        for number, policy in enumerate(POLICIES):
             chosen = [row for row in rows if (row["policy"], row["cache"]) == (policy, cache)]
             if not chosen:
                 continue
             label = policy.replace("_", " ") + ("" if cache else ", no cache")
-            _line(latency, chosen, "p99_ms", label, "-" if cache else "--")
+            _line(latency, chosen, "p99_ms", f"C{number}{'-' if cache else '--'}", label)
             if cache:
-                _line(hits, chosen, "hits", label, "-")
+                _line(hits, chosen, "hits", f"C{number}-", label)
     latency.set(xlabel="load, share of the capacity without cache", ylabel="p99, ms", yscale="log")
     hits.set(
         xlabel="load, share of the capacity without cache", ylabel="share of images from the cache", ylim=(0, None)
@@ -37,7 +37,8 @@ def plot_routing(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata=_DATELESS)
 
 
-def _line(axes: Any, rows: Sequence[dict[str, Any]], name: str, label: str, style: str) -> None:
+def _line(axes: Any, rows: Sequence[dict[str, Any]], name: str, style: str, label: str) -> None:
+    """Each policy has one color in both plots."""
     values = np.array([row[name] for row in rows])
     ranges = np.array([row["spread"].get(name, [row[name]] * 2) for row in rows])
     errors = np.abs(ranges - values[:, None]).T

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
+from vitwire.cli._bench import load
 from vitwire.cli._bench.samples import Sample, Summary
 
 __all__ = ["running"]  # the fixture
@@ -27,6 +28,9 @@ __all__ = ["running"]  # the fixture
 def bench(target: str, *arguments: object) -> Result:
     words = ["bench", "--target", target, "--size", "32x40", *map(str, arguments)]
     return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+NO_PAGE = "not a metrics page; use --metrics-port of the server"
 
 
 def document(done: Result) -> dict[str, object]:
@@ -163,9 +167,11 @@ main()
 """
 
 
-@pytest.mark.parametrize(("flags", "answered"), [((), 3), (("--rate", "0.01"), 0)])
+@pytest.mark.parametrize(
+    ("flags", "answered"), [((), 3), (("--rate", "0.01", "--arrivals", "uniform"), 0), (("--rate", "1e6"), 0)]
+)
 def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered: int) -> None:
-    """Neither requests in flight nor those that are due much later are waited for."""
+    """Neither requests in flight nor the next one, due after 100 s, are waited for."""
     fake, end, numbers = Fake(), Event(), count()
 
     def hold(_: grpc.ServicerContext) -> None:
@@ -177,19 +183,27 @@ def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered
     with serving(fake) as service:
         command = [sys.executable, "-c", PROGRAM, *words, "--target", service.target]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while fake.methods.count("Encode") < 1 + answered + 2 * bool(answered):
+        in_flight = 2 if answered else 1
+        while fake.methods.count("Encode") < 1 + answered + in_flight:
             assert process.poll() is None
             time.sleep(0.02)
-        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         try:
-            out, err = process.communicate(timeout=10)
+            out, err = process.communicate(timeout=50)
         finally:
             process.kill()
             end.set()
     assert (process.returncode, err) == (130, "")
     found = json.loads(out.splitlines()[-1])
     assert (found["requests"], found["errors"]) == (answered, {})
+
+
+def test_a_rate_beyond_the_generator_ends_and_says_so(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_BEHIND_SECONDS", 0.2)
+    done = bench(running.target, "--rate", 1e9, "--seconds", 0.1)
+    found = document(done)
+    assert found["limited_by"] == "generator"
+    assert "the generator did not keep the rate" in done.stderr
 
 
 def test_percentiles_are_those_of_what_was_answered() -> None:
@@ -218,6 +232,12 @@ def test_a_rate_is_a_number(running: Running, rate: str) -> None:
     assert running.fake.methods == []
 
 
+def test_a_load_without_a_request_is_an_error(running: Running) -> None:
+    done = bench(running.target, "--rate", 0.001, "--seconds", 0.1)
+    assert done.exit_code == 1
+    assert done.stderr == "vitwire: no request was due: use more --seconds, or a higher --rate\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -228,6 +248,8 @@ def test_a_rate_is_a_number(running: Running, rate: str) -> None:
         (("--metrics", "127.0.0.1:1"), "--metrics http://127.0.0.1:1/metrics"),
         (("--concurrency", "100000"), "1024"),
         (("--size", "5x5:0"), "WEIGHT"),
+        (("--find-capacity",), "--requests"),
+        (("--for-rate", "5"), "--find-capacity"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str, ...], message: str) -> None:
@@ -235,6 +257,12 @@ def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str,
     assert done.exit_code in {1, 2}
     assert message in done.stderr
     assert done.stdout == ""
+
+
+def test_the_grpc_port_is_not_a_metrics_page(running: Running) -> None:
+    done = bench(running.target, "--metrics", running.target, "--requests", 1)
+    assert done.exit_code == 1
+    assert done.stderr == f"vitwire: --metrics http://{running.target}/metrics: {NO_PAGE}\n"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,10 @@ def bench(
     Latency counts from when a request was due, so that waiting for earlier ones is part of it. Ctrl-C stops early,
     shows the results so far and exits with 130.
     """
+    if search and requests is not None:
+        raise typer.BadParameter("--find-capacity chooses the number of requests", param_hint="--requests")
+    if for_rate is not None and not search:
+        raise typer.BadParameter("needs --find-capacity", param_hint="--for-rate")
     with reported():
         recorded = None if trace is None else traces.read(trace)
         pages = [scrape.page_url(text) for text in metrics or ()]
@@ -176,6 +180,8 @@ def _check(result: Run | Finding) -> None:
         if result.limited_by == "generator":
             warn("the generator could not send faster: the service may hold more; use more machines or processes")
         return
+    if not result.summary.samples:
+        fail("no request was due: use more --seconds, or a higher --rate")
     if not result.summary.answered:
         fail(f"all {len(result.summary.samples)} requests failed")
     if not result.summary.kept_pace():

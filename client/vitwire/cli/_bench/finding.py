@@ -94,7 +94,7 @@ def _verdict(run: Run, rate: float, limit_ms: float) -> Verdict:
     """A trial holds if 99 % of all requests that were due were answered in time, the generator's delays included."""
     summary = run.summary
     missed, requests = summary.missed(limit_ms), len(summary.samples)
-    holds = capacity.holds(missed, requests)
+    holds = capacity.holds(missed, requests) and not summary.cut
     latency = percentiles(summary.latencies)
     return Verdict(
         rate=round(rate, 3),

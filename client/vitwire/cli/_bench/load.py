@@ -17,6 +17,10 @@ from vitwire.cli._bench.workload import Workload
 _STAMP_BYTES = 8
 _GRACE_SECONDS = 1.0
 """How long after the end requests that were due before it are still sent."""
+_BEHIND_SECONDS = 5.0
+"""How long after the end requests that were due before it are still counted."""
+_MAX_BACKLOG = 500_000
+"""Requests that may be due and not yet answered; each takes about 1 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Load:
     """Called for each sample, one at a time."""
     samples: list[Sample] = field(default_factory=list)
     in_flight_max: int = 0
+    cut: bool = False
+    """Whether the rate was too high for the generator, so that not all requests that were due are counted."""
     cpu_seconds: float = 0.0
     """Processor time of this process while the load ran."""
     interrupted: threading.Event = field(default_factory=threading.Event)
@@ -72,7 +78,7 @@ class Load:
             if self.pace.due is None:
                 self._start_closed(pool)
             else:
-                self._dispatch(pool, self.pace.due)
+                self._await_dispatch(pool, self.pace.due)
             pool.shutdown()
         except KeyboardInterrupt:
             self.interrupted.set()
@@ -97,14 +103,29 @@ class Load:
                 return
             self._send(number, now, 0.0)
 
+    def _await_dispatch(self, pool: ThreadPoolExecutor, due: Iterator[float]) -> None:
+        """Dispatch in a thread of its own, since Ctrl-C raised within `submit` may leave a lock of the pool held."""
+        with ThreadPoolExecutor(1, "vitwire-bench-due") as timer:
+            try:
+                timer.submit(self._guarded, lambda: self._dispatch(pool, due)).result()
+            except KeyboardInterrupt:
+                self.interrupted.set()  # ends the dispatch
+                raise
+
     def _dispatch(self, pool: ThreadPoolExecutor, due: Iterator[float]) -> None:
         """Hand each request to a thread when it is due, whatever became of those before it."""
         for number, moment in enumerate(due):
             if number == self.pace.requests or moment >= self.pace.seconds or self._failures:
                 break
             if (early := moment - self._now()) > 0:
-                time.sleep(early)
+                self.interrupted.wait(early)
+            if self.interrupted.is_set():
+                break
             late = self._now() - moment
+            backlog = number - len(self.samples)
+            if moment + late > self.pace.seconds + _BEHIND_SECONDS or backlog > _MAX_BACKLOG:
+                self.cut = True
+                break
             pool.submit(self._guarded, lambda args=(number, moment, late): self._send(*args))  # type: ignore[misc]
         self._ended = self._now()
 

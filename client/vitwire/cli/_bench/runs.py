@@ -70,7 +70,7 @@ class Runner:
         usage = None
         if self.pages:
             usage = scrape.Usage(before, scrape.read(self.pages), seconds, len(self.pages))
-        summary = Summary(seconds, load.samples, load.cpu_seconds, load.in_flight_max)
+        summary = Summary(seconds, load.samples, load.cpu_seconds, load.in_flight_max, load.cut)
         return Run(summary, usage, load.pace.concurrency, load.interrupted.is_set())
 
 

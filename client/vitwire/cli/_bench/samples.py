@@ -49,6 +49,8 @@ class Summary:
     cpu_seconds: float = 0.0
     """Processor time of the generator."""
     in_flight_max: int = 0
+    cut: bool = False
+    """Whether requests were due that are not among the samples."""
 
     @property
     def answered(self) -> list[Sample]:
@@ -66,8 +68,8 @@ class Summary:
 
     def kept_pace(self, limit_ms: float | None = None) -> bool:
         """Whether the generator was on time, compared with a limit, or else with what it measured."""
-        if not self.samples:
-            return True
+        if self.cut or not self.samples:
+            return not self.cut
         late, slow = (
             float(np.percentile([getattr(sample, name) for sample in self.samples], 99)) for name in ("late", "latency")
         )

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.error import URLError
+from http.client import HTTPException
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -19,8 +19,12 @@ _BUSY = 0.9
 def page_url(text: str) -> str:
     """The URL of a metrics page, from a URL or HOST:PORT. Raises ValueError."""
     url = text if "://" in text else f"http://{text}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a bracket that is not closed, or a port beyond 65,535
+        valid = False
+    if not valid:
         raise ValueError(f"--metrics {text}: expected http://HOST:PORT/metrics")
     return url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
 
@@ -32,9 +36,14 @@ def read(urls: Sequence[str]) -> Readings:
         try:
             with urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:  # noqa: S310  # page_url checked the scheme
                 text = answer.read(_PAGE_BYTES).decode()
-        except (URLError, TimeoutError, UnicodeDecodeError) as error:
+        except (HTTPException, UnicodeDecodeError) as error:
+            raise OSError(f"--metrics {url}: not a metrics page; use --metrics-port of the server") from error
+        except OSError as error:
             raise OSError(f"--metrics {url}: {getattr(error, 'reason', error)}") from error
-        for key, value in parse(text).items():
+        samples = parse(text)
+        if not any(name.startswith("vitwire_") for name, _ in samples):
+            raise OSError(f"--metrics {url}: not a metrics page of vitwire-server")
+        for key, value in samples.items():
             totals[key] = totals.get(key, 0.0) + value
     return totals
 

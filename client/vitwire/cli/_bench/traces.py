@@ -36,7 +36,7 @@ def read(path: Path) -> Trace:
     requests: list[Sequence[Size]] = []
     times: list[float] = []
     offset = last = 0.0
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -60,7 +60,7 @@ def _request(line: str, where: str) -> tuple[Sequence[Size], float | None]:
         moment = None if request.get("t") is None else float(request["t"])
         if not sizes or (moment is not None and not 0 <= moment < float("inf")):
             raise ValueError("no items, or a time that is not a positive number")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: expected {_LINE}, got {error!r}") from error
     return sizes, moment
 
