@@ -17,7 +17,7 @@ from vitwire_server.towers.tower import Tower
 if TYPE_CHECKING:
     from vitwire_server.runtime.engine import Engine
 
-REPLAY_HOST, EAGER_HOST, TOKEN = 0.3e-3, 8e-3, 8e-6
+REPLAY_HOST, EAGER_HOST, LAG, TOKEN = 0.3e-3, 8e-3, 1.2e-3, 8e-6
 
 
 @dataclass
@@ -36,8 +36,9 @@ class Machine:
         self.launched.append(budget)
         tokens = budget.tokens if budget else sum(item.footprint.tokens for item in items)
         host = REPLAY_HOST if budget else EAGER_HOST
+        lead = REPLAY_HOST if budget else REPLAY_HOST + LAG
         begun = max(self.now + REPLAY_HOST, self.free)
-        self.free = end_of(Work(host, REPLAY_HOST, 1e-3 + TOKEN * tokens), self.now, self.free)
+        self.free = end_of(Work(host, lead, 1e-3 + TOKEN * tokens), self.now, self.free)
         self.now += host
         return Batch(self, begun, self.free)
 
@@ -66,11 +67,12 @@ def tower(checkpoints: Callable[[str], str]) -> Tower:
 def test_the_host_and_the_device_are_told_apart(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     monkeypatch.setattr(calibration, "time", machine)
-    ladder = Ladder(tuple(tower.budget(size, max_items=64, max_frames=64) for size in (16, 256, 1024)))
-    costs = calibration.measure_costs(cast("Engine", machine), tower, ladder, 1024, 64)
+    ladder = Ladder(tuple(tower.budget(size, max_items=64, max_frames=64) for size in (16, 256, 4096)))
+    costs = calibration.measure_costs(cast("Engine", machine), tower, ladder, 4096, 64)
     assert costs.eager_host == pytest.approx(EAGER_HOST)
     assert costs.replay_host == pytest.approx(REPLAY_HOST)
-    assert dict(costs.measured) == pytest.approx({size: 1e-3 + TOKEN * size for size in (16, 256, 1024)})
+    assert costs.eager_lead == pytest.approx(REPLAY_HOST + LAG)
+    assert dict(costs.measured) == pytest.approx({size: 1e-3 + TOKEN * size for size in (16, 256, 4096)})
     assert costs.eager_floor == pytest.approx(1e-3 + TOKEN * 16), "not the time of launching"
     assert costs.eager_token == pytest.approx(TOKEN)
     assert costs.eager(16) == pytest.approx(EAGER_HOST)
@@ -85,7 +87,7 @@ def test_without_graphs_an_eager_forward_is_timed_on_an_idle_engine(
     costs = calibration.measure_costs(cast("Engine", machine), tower, Ladder(), 4096, 64)
     assert set(machine.launched) == {None}
     assert (costs.eager_host, costs.replay_host) == (pytest.approx(EAGER_HOST), 0.0)
-    assert costs.eager_work(4096).device == pytest.approx(1e-3 + TOKEN * 4096)
+    assert costs.eager_work(4096).device == pytest.approx(1e-3 + TOKEN * 4096 + LAG, rel=0.01)
 
 
 def test_where_nothing_overlaps_all_is_the_device(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ class Costs:
     """Seconds that launching an eager forward's kernels from Python keeps the host busy, staging included."""
     replay_host: float = 0.0
     """Seconds of the host for any batch: staging, the launch of a replay, and collecting rows."""
+    eager_lead: float = 0.0
+    """Seconds by which the device lags behind an eager forward's launch if it was idle: at first each kernel waits for
+    the host."""
     measured: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Device seconds of a replay by the budget's tokens, timed right after capture."""
     attention_pair: float = 1e-8
@@ -43,7 +46,8 @@ class Costs:
     def eager_work(self, tokens: int) -> Work:
         """Host and device seconds of one eager forward of `tokens` at the exact shape."""
         device = max(self.eager_floor, self.eager_fixed + self.eager_token * tokens)
-        return Work(max(self.eager_host, self.replay_host), self.replay_host, device)
+        lead = max(self.eager_lead, self.replay_host)
+        return Work(max(self.eager_host, lead), lead, device)
 
     def work(self, budget: Budget | None, tokens: int) -> Work:
         """Host and device seconds of a batch of `tokens`; None runs eagerly."""
@@ -67,17 +71,18 @@ class Costs:
 ASSUMED = Costs(
     replay_fixed=1.5e-3,
     replay_token=8.3e-6,
-    eager_fixed=2.5e-3,
+    eager_fixed=1.5e-3,
     eager_token=8.3e-6,
-    eager_floor=2.5e-3,
-    eager_host=9.0e-3,
+    eager_floor=1.7e-3,
+    eager_host=8.1e-3,
     replay_host=0.5e-3,
+    eager_lead=1.5e-3,
 )
 """Defaults without measurements: fitted to Qwen3-VL-8B's tower on an H200 (docs/performance.md).
 
-A replay took 1.9 ms for 49 tokens and 14.6 ms for 1568 on the device, an eager forward 15.4 ms for 1568. Launching
-the kernels of an eager forward holds the host for 7 to 11 ms; its part of a replay, collecting rows included, is half a
-millisecond.
+A replay took 1.9 ms for 49 tokens and 14.6 ms for 1568 on the device, an eager forward behind others as much, and
+15.4 ms for 1568 on an idle device. Launching the kernels of an eager forward holds the host for 7 to 11 ms; its part of
+a replay, collecting rows included, is at most half a millisecond.
 """
 
 ASSUMED_ON_HOST = replace(
@@ -86,6 +91,7 @@ ASSUMED_ON_HOST = replace(
     eager_fixed=3.0e-3,
     eager_floor=8.1e-3,
     eager_host=0.0,
+    eager_lead=0.0,
     replay_host=0.0,
     attention_pair=5e-6,
 )

@@ -11,7 +11,7 @@ import torch
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.towers.tower import Tower
@@ -70,9 +70,19 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
     eager_host = min(each.launch for each in alone.values())
     behind = _Behind(engine, tower, ladder.largest, eager_host, replays)
     eager = {size: behind.seconds(batch) or alone[size].device for size, batch in sized.items()}
-    replay_host = min((each.wall - each.device for each in replays.values()), default=0.0)
+    replay_host = max(0.0, min((each.wall - each.device for each in replays.values()), default=0.0))
     measured = {budget.tokens: each.device for budget, each in replays.items()}
-    costs = replace(fit(measured, eager), eager_host=eager_host, replay_host=max(0.0, replay_host))
+    lags = [
+        _lag(engine, batch, ladder, alone[size].wall - eager[size])
+        for size, batch in sized.items()
+        if eager[size] > eager_host
+    ]
+    costs = replace(
+        fit(measured, eager),
+        eager_host=eager_host,
+        eager_lead=replay_host + max(0.0, *lags),
+        replay_host=replay_host,
+    )
     return replace(costs, saved=_saved(engine, tower, {each: largest[each.tokens] for each in ladder}))
 
 
@@ -85,6 +95,16 @@ def worthwhile(ladder: Ladder, costs: Costs) -> Ladder:
         if budget is largest[budget.tokens] or costs.saved.get(budget, 0.0) >= _GAIN * costs.measured[budget.tokens]
     ]
     return Ladder(tuple(kept))
+
+
+def _lag(engine: Engine, batch: Sequence[Item], ladder: Ladder, eagerly: float) -> float:
+    """Seconds that an eager forward takes longer on an idle engine than a replay of the same items, both without their
+    time on the device; `eagerly` is that of the eager forward. 0 if no budget holds them."""
+    budget = ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
+    if budget is None:
+        return 0.0
+    replayed = timed(engine, batch, budget)
+    return eagerly - (replayed.wall - replayed.device)
 
 
 def _saved(engine: Engine, tower: Tower, largest: Mapping[Budget, Budget]) -> dict[Budget, float]:
