@@ -178,9 +178,11 @@ def _fuse(tower: Tower, attention: Selection) -> None:
         return
     from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton comes with CUDA builds of torch
     from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
+    from vitwire_server.runtime.positions import hasten_positions  # noqa: PLC0415 - as above
 
     _log.info("%d of %d blocks fused", fuse(tower.blocks, attention), len(tower.blocks))
     hasten_mergers(tower.model, tower.blocks)
+    hasten_positions(tower.model)
 
 
 def _compiles(setting: str, tower: Tower) -> bool:
