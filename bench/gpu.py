@@ -286,9 +286,11 @@ def fused(tower: PackedTower, choice: Selection) -> int:
         return 0
     from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton
     from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
+    from vitwire_server.runtime.positions import hasten_positions  # noqa: PLC0415 - as above
 
     count = fuse(tower.blocks, choice)
     hasten_mergers(tower.model, tower.blocks)
+    hasten_positions(tower.model)
     return count
 
 

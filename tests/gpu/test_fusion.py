@@ -14,9 +14,11 @@ from tests.gpu.test_kernels import distance, interpreted
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
+from vitwire_server.runtime.branches import hasten_mergers
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.fusion import Block, TileCache, fuse
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
+from vitwire_server.runtime.positions import hasten_positions
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import CudaStreams, HostStreams
 from vitwire_server.towers.layouts.packed import PackedTower
@@ -64,6 +66,9 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
 
     stock = rows(captured=False)
     assert fuse(tower.blocks, attention) == DEPTH
+    assert hasten_positions(tower.model) is (tower.family.model_type == "qwen3_vl")
+    if device.type == "cuda":
+        hasten_mergers(tower.model, tower.blocks)
     for captured in (False, True):
         for own, expected in zip(rows(captured=captured), stock, strict=True):
             assert distance(own, expected) <= max(1e-5, 2 * torch.finfo(tower.dtype).eps)

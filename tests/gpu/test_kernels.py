@@ -19,9 +19,10 @@ from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.checks import copy_checked
 from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.positions import interpolated
 from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
 
-LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 0, 0, 0], [64] * 9 + [0] * 300, [512])
+LAYOUTS = ([196] * 4, [100, 64, 0, 4, 300, 1, 33], [17, 129, 0, 0, 0], [64] * 9 + [0] * 300, [512])
 BF16 = torch.bfloat16
 
 
@@ -157,3 +158,11 @@ def test_copies_say_which_rows_are_finite(width: int, device: torch.device, dtyp
         copy_checked(rows, out, finite)
         assert torch.equal(out.nan_to_num(), rows.to(output).nan_to_num())
         assert torch.equal(finite, rows.to(output).isfinite().all(1))
+
+
+@pytest.mark.parametrize("columns", [64, 1152])
+def test_interpolated_positions(columns: int, device: torch.device, dtype: torch.dtype) -> None:
+    table, weights = torch.randn(50, columns, dtype=dtype, device=device), torch.rand(9, 4, device=device)
+    indices = torch.randint(0, 50, (9, 4), device=device)
+    exact = (table.float()[indices] * weights[:, :, None]).sum(1)
+    assert distance(interpolated(table, indices, weights), exact) <= limit(dtype)

@@ -215,10 +215,12 @@ def _fuse(tower: Tower, attention: Selection, *, reduced: bool) -> None:
     from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton comes with CUDA builds of torch
     from vitwire_server.runtime.fused_float8 import fuse_float8  # noqa: PLC0415 - as above
     from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
+    from vitwire_server.runtime.positions import hasten_positions  # noqa: PLC0415 - as above
 
     fused = (fuse_float8 if reduced else fuse)(tower.blocks, attention)
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))
     hasten_mergers(tower.model, tower.blocks)
+    hasten_positions(tower.model)
 
 
 def _compiles(setting: str, tower: Tower) -> bool:

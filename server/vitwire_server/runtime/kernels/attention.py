@@ -18,6 +18,10 @@ from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
 from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
+_FEW_KEYS = 16
+_SHORT = 1024
+"""In segments of so many patches, a last block of few keys is computed as that many: 224 x 224 pixels are 3 * 64 + 4
+patches. In longer ones it does not pay for the registers."""
 _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
 
@@ -74,6 +78,7 @@ def segment_attention(
         WHOLE=tile.whole,
         REST=tile.rest,
         SPARE=tile.spare,
+        FEW=_FEW_KEYS if longest <= _SHORT else 0,
         TURNS=division.programs > 0,
         DEPENDENT=dependent,
         num_warps=tile.warps,
@@ -127,6 +132,7 @@ def _attend(
     WHOLE: tl.constexpr,
     REST: tl.constexpr,
     SPARE: tl.constexpr,
+    FEW: tl.constexpr,
     TURNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -135,12 +141,12 @@ def _attend(
         for unit in range(tl.program_id(0), units, tl.num_programs(0)):
             _tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, unit // HEADS, unit % HEADS, scale, q_row, k_row, v_row,
-                out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE,
+                out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE, FEW,
             )  # fmt: skip
     else:
         _tile(
             q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, tl.program_id(0), tl.program_id(1), scale, q_row, k_row, v_row,
-            out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE,
+            out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE, FEW,
         )  # fmt: skip
     end(DEPENDENT)
 
@@ -165,6 +171,7 @@ def _tile(
     WHOLE: tl.constexpr,
     REST: tl.constexpr,
     SPARE: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """Attention of the rows of one tile, unless it is unused."""
     tile = tiles_ptr + 3 * number
@@ -191,14 +198,20 @@ def _tile(
         out = tl.zeros([ROWS, WHOLE], tl.float32)
         out_rest = tl.zeros([ROWS, SPARE], tl.float32)
         full = start + (last - start) // KEYS * KEYS
+        most = tl.where(last - full > FEW, last, full)
         top, weight, out, out_rest = _keys(
             top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, start, full, last, scale, k_row, v_row,
             HEAD_DIM, KEYS, WHOLE, REST, SPARE, False,
         )  # fmt: skip
         top, weight, out, out_rest = _keys(
-            top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, full, last, last, scale, k_row, v_row,
+            top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, full, most, last, scale, k_row, v_row,
             HEAD_DIM, KEYS, WHOLE, REST, SPARE, True,
         )  # fmt: skip
+        if FEW:
+            top, weight, out, out_rest = _keys(
+                top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, most, last, last, scale, k_row, v_row,
+                HEAD_DIM, FEW, WHOLE, REST, SPARE, True,
+            )  # fmt: skip
         out_ptr += head * HEAD_DIM
         values = out / weight[:, None]
         tl.store(
