@@ -1,0 +1,81 @@
+"""How a tower's blocks are computed: their attention, their precision, fused or compiled."""
+
+import logging
+
+import torch
+
+from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.models import Precision
+from vitwire_server.process.precision import reduce_precision
+from vitwire_server.runtime.attention.selection import Selection, select
+from vitwire_server.runtime.devices import kernel_fault
+from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.streams import Streams
+from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
+from vitwire_server.towers.tower import Tower
+
+_log = logging.getLogger(__name__)
+DENSE = "sdpa"
+"""The only backend for towers without segments."""
+
+
+def chosen_attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> Selection | None:
+    """Choose the attention backend; None for tile towers, which always use SDPA."""
+    if not tower.segmented:
+        if settings.attention_backend not in ("auto", DENSE):
+            raise UsageError(f"--attention-backend {settings.attention_backend}: tile towers support only {DENSE}")
+        return None
+    try:
+        selection = select(
+            settings.attention_backend, tower.device, tower.dtype, *tower.attention_heads, captured=captured
+        )
+    except ValueError as error:
+        raise UsageError(f"--attention-backend: {error}") from error
+    tower.use_attention(selection.implementation)
+    return selection
+
+
+def backends_of(attention: Selection | None, ladder: Ladder) -> dict[Budget, str]:
+    """The attention backend of each budget's longest segments."""
+    return {each: attention.at(each.max_segment_patches).name if attention else DENSE for each in ladder}
+
+
+def fused_blocks(
+    settings: ServeSettings, tower: Tower, attention: Selection | None, stager: Stager, streams: Streams
+) -> Precision | None:
+    """Reduce the precision if that is asked for, and fuse the blocks around their attention."""
+
+    def finish() -> None:
+        if attention and settings.compile == "auto" and tower.device.type == "cuda":
+            _fuse(tower, attention, reduced=settings.precision == "fp8")
+
+    if settings.precision == "fp8":
+        return reduce_precision(tower, stager, streams, floor=settings.precision_floor, finish=finish)
+    finish()
+    return None
+
+
+def _fuse(tower: Tower, attention: Selection, *, reduced: bool) -> None:
+    if fault := kernel_fault(tower.device) or triton_fault():
+        _log.warning("blocks are not fused, which is slower: %s", fault)
+        return
+    from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton comes with CUDA builds of torch
+    from vitwire_server.runtime.fused_float8 import fuse_float8  # noqa: PLC0415 - as above
+    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
+    from vitwire_server.runtime.positions import hasten_positions  # noqa: PLC0415 - as above
+
+    fused = (fuse_float8 if reduced else fuse)(tower.blocks, attention)
+    _log.info("%d of %d blocks fused", fused, len(tower.blocks))
+    hasten_mergers(tower.model, tower.blocks)
+    hasten_positions(tower.model)
+
+
+def compiles(setting: str, tower: Tower) -> bool:
+    """Whether to compile frequent shapes: on CPU only, by default only for bfloat16, where it helps."""
+    wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
+    if not wanted or tower.device.type != "cpu":
+        return False
+    if fault := cxx_fault():
+        _log.warning("frequent shapes are not compiled, which is slower: %s", fault)
+    return not fault
