@@ -2,14 +2,16 @@
 
 import logging
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rigs import Rig
-from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.budgets import Budget, Ladder, with_shorter
 from vitwire_server.core.capacities import PackedCapacities
+from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
 from vitwire_server.fitting.histogram import Demands
@@ -185,3 +187,27 @@ def test_a_bug_in_a_fit_ends_the_learning_only(
     assert made.plan(96, 1024) == 1024
     assert caplog.text.count("no ladder is learned any more") == 1
     assert made.sizes() == list(DEFAULT)
+
+
+@pytest.mark.parametrize("faster", [True, False, None])
+def test_new_budgets_get_others_for_short_segments_where_those_are_faster(
+    faster: bool | None, made: Learning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: nothing is timed, as on the host."""
+
+    def timed(self: LiveCapture, budget: Budget, on: Budget) -> Generator[None, None, float | None]:
+        yield
+        return None if faster is None else 1.8e-3 if faster and on.max_segment_patches == 128 else 2e-3
+
+    if faster is not None:
+        costs = replace(ASSUMED, measured={size: 1e-5 * size for size in DEFAULT})
+        made.planner = made.learner._planner = made.planner.changed(made.planner.ladder, costs)
+    made.capture.completed = lambda ladder: with_shorter(ladder, lambda _: [128], merge=2)
+    monkeypatch.setattr(LiveCapture, "timed", timed)
+    assert made.plan(200, 2048) < 2048
+    assert made.planner.ladder == made.rig.graphs.ladder
+    short = [budget for budget in made.planner.ladder if budget.max_segment_patches == 128]
+    assert [budget.tokens for budget in short] == ([200] if faster else [])
+    window = [Footprint(128, 32, 1, 128)] * 6
+    (batch,) = made.planner.plan(window).batches
+    assert batch.budget == (short[0] if short else made.demands.budget(200))

@@ -92,7 +92,8 @@ def worthwhile(ladder: Ladder, costs: Costs) -> Ladder:
     kept = [
         budget
         for budget in ladder
-        if budget is largest[budget.tokens] or costs.saved.get(budget, 0.0) >= _GAIN * costs.measured[budget.tokens]
+        if budget is largest[budget.tokens]
+        or costs.saved.get(budget, 0.0) >= _GAIN * costs.replay_work(budget.tokens).device
     ]
     return Ladder(tuple(kept))
 

@@ -210,7 +210,7 @@ class Graph:
         return self._rows
 
     def _load_samples(self) -> None:
-        self.load(self._tower.samples(self.budget.tokens, self.budget.max_items), _no_pixels)
+        self.load(self._tower.samples_for(self.budget), _no_pixels)
 
     def _forward(self) -> None:
         self._rows.copy_(self._tower.forward(self._pixels, self.metadata))
