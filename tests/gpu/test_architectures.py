@@ -26,7 +26,9 @@ from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.checks import copy_checked
 from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.positions import interpolated
 from vitwire_server.runtime.kernels.products import TILES, Tile
+from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
 
@@ -145,12 +147,49 @@ def activations() -> None:
         activate(torch.zeros(64, 4304, dtype=torch.bfloat16), kind, gated=kind == "silu")
 
 
+def positions() -> None:
+    table = torch.zeros(2304, 1152, dtype=torch.bfloat16)
+    interpolated(table, torch.zeros(64, 4, dtype=torch.int64), torch.zeros(64, 4))
+
+
 @pytest.mark.parametrize(
-    "launch", [rotation, norms, norms_of_parts, rms_norms, containment, activations, checked_copies]
+    "launch", [rotation, norms, norms_of_parts, rms_norms, containment, activations, checked_copies, positions]
 )
 def test_kernels_between_products(
     launch: Callable[[], None], on: Architecture, compiled: dict[str, Any], tmp_path: Path
 ) -> None:
+    launch()
+    assert compiled
+    for kernel in compiled.values():
+        check(kernel, on, tmp_path)
+
+
+def rows_in_float8() -> None:
+    quantise(torch.zeros(64, 1152, dtype=torch.bfloat16))
+
+
+def norms_in_float8() -> None:
+    rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
+    norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
+    add_norm_quantise(rows, rows, norm, ahead=norm.bias.data)
+
+
+def rms_norms_in_float8() -> None:
+    rows = torch.zeros(1024, 1280, dtype=torch.bfloat16)
+    add_norm_quantise(rows, None, nn.RMSNorm(1280, eps=1e-6, dtype=torch.bfloat16))
+
+
+def activations_in_float8() -> None:
+    for kind in KINDS:
+        activate_quantise(torch.zeros(64, 4304, dtype=torch.bfloat16), kind, gated=kind == "silu")
+
+
+@pytest.mark.parametrize("launch", [rows_in_float8, norms_in_float8, rms_norms_in_float8, activations_in_float8])
+def test_kernels_between_products_in_float8(
+    launch: Callable[[], None], on: Architecture, compiled: dict[str, Any], tmp_path: Path
+) -> None:
+    if on.capability < (8, 9):
+        pytest.skip("has no float8")
     launch()
     assert compiled
     for kernel in compiled.values():
