@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from vitwire_server.runtime.devices import Architecture
-from vitwire_server.runtime.kernels import attention
+from vitwire_server.runtime.kernels import attention, rotary
+from vitwire_server.runtime.kernels import norms as adding
 from vitwire_server.runtime.kernels import products as split
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.checks import copy_checked
@@ -67,6 +68,8 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     if triton.knobs.runtime.interpret:
         pytest.skip("Triton's interpreter does not compile")
     monkeypatch.setattr(attention, "architecture", lambda _: ARCHITECTURES[request.param])
+    for module in (attention, rotary, adding, split):
+        monkeypatch.setattr(module, "is_dependent", lambda _: ARCHITECTURES[request.param].capability >= (9, 0))
     before = driver._active
     driver.set_active(Target(request.param))
     yield ARCHITECTURES[request.param]
@@ -125,7 +128,14 @@ def norms() -> None:
 def norms_of_parts() -> None:
     norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
     bias = norm.bias.data
-    add_norm(torch.zeros(64, 1152, dtype=torch.bfloat16), torch.zeros(3, 64, 1152), norm, ahead=bias, bias=bias)
+    add_norm(
+        torch.zeros(64, 1152, dtype=torch.bfloat16),
+        torch.zeros(3, 64, 1152),
+        norm,
+        ahead=bias,
+        bias=bias,
+        overlapping=True,
+    )
 
 
 def checked_copies() -> None:
@@ -197,13 +207,10 @@ def test_kernels_between_products_in_float8(
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_split_products(
-    tile: Tile, on: Architecture, compiled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_products(tile: Tile, on: Architecture, compiled: dict[str, Any], tmp_path: Path) -> None:
     """Where they are used, which is where kernels may overlap."""
     if on.capability < (9, 0):
         pytest.skip("has no copy engine for tiles")
-    monkeypatch.setattr(split, "is_dependent", lambda _: True)
     weight = torch.zeros(1152, 1152, dtype=torch.bfloat16)
     if not tile.fits(weight, on.block_bytes):
         pytest.skip("the tile is not used here")
