@@ -82,6 +82,7 @@ def test_a_folder_that_cannot_be_used_is_a_log_line(tmp_path: Path, caplog: pyte
     file.write(LEARNED)
     assert file.read() is None
     assert "the learned ladder is not kept over a restart" in caplog.text
+    assert "replaced when" not in caplog.text, "nothing is there to be replaced"
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(

@@ -55,7 +55,7 @@ class StateFile:
             with self.path.open("rb") as file:
                 raw = file.read(_MOST_BYTES + 1)
             learned = self._parsed(raw)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
