@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints import Checkpoints
 from servers import serving
-from vitwire_server.process import loading
+from vitwire_server.process import computing
 from vitwire_server.runtime import toolchain
 
 ROOT = Path(__file__).parents[2]
@@ -112,8 +112,10 @@ def test_blocks_that_cannot_be_fused_are_a_warning_with_a_remedy(
     triton.__spec__ = SimpleNamespace()  # type: ignore[assignment] # there is one
     for module in (triton, runtime):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(computing, "kernel_fault", lambda _: "")
+    tower: Any = SimpleNamespace(device=None)
     unused: Any = None
-    loading._fuse(unused, unused)
+    computing._fuse(tower, unused, reduced=False)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(f"blocks are not fused, which is slower: {error}")
