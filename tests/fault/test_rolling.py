@@ -104,7 +104,7 @@ async def test_a_killed_replica_takes_down_no_more_than_what_it_held(
         tally, own_calls = await loading, await calling
         after = await load.closed(front.target, request(image(8, 8)), workers=WORKERS, calls=100)
     note(kills=rounds, codes=tally.codes, reasons=tally.reasons, calls_of_the_client=own_calls)
-    # A stream that breaks off after its headers is INTERNAL: Envoy resets it with INTERNAL_ERROR (gRPC's mapping of HTTP/2).
+    # A stream that breaks off after its headers is INTERNAL: Envoy resets it with INTERNAL_ERROR.
     broken_off = sum(count for reason, count in tally.reasons.items() if "RST_STREAM" in reason)
     assert set(tally.codes) <= {"OK", "UNAVAILABLE", "INTERNAL"}
     assert tally.codes.get("INTERNAL", 0) <= broken_off
