@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import MODEL_TYPES, Checkpoints
+from checkpoints import MODEL_TYPES, ROWS, Checkpoints
 from reference import TOLERANCE, Array, Reference, error, norm_error
 from rigs import BUDGETS, Rig, draw_grids, takes
 from tile_reference import TileReference
@@ -51,7 +51,7 @@ def rigs(checkpoints: Checkpoints) -> Rigs:
     return rig
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ROWS)
 class TestParity:
     """Images and clips of random grids, alone and with others, against plain transformers."""
 
@@ -106,7 +106,7 @@ def means(grids: list[Grid], losses: Iterable[float]) -> list[float]:
     return [float(np.mean(own)) for own in drawn.values()]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ROWS)
 class TestGraphs:
     """Static buffers: what lies in them from before must never reach a result."""
 
@@ -139,33 +139,35 @@ class TestGraphs:
         rows = np.frombuffer(first.data, np.float32).reshape(first.shape)
         assert error(rows, expected(rig, reference, [small], 3)[0]) <= TOLERANCE
 
-    def test_forward_runs_on_the_meta_device(self, model_type: str, checkpoints: Checkpoints) -> None:
-        """No host synchronisation and no data-dependent shape: either would raise here.
-
-        Whatever metadata is left out would be computed in the forward, which raises.
-        """
-        checkpoint = open_checkpoint(str(checkpoints(model_type)))
-        tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
-        tower.to("meta")
-        choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
-        tower.use_attention(choice.implementation)
-        budget = tower.budget(64, max_items=8, max_frames=16)
-        capacity = tower.capacity(budget)
-        pixels = torch.empty(capacity.patches, tower.geometry.row, dtype=torch.bfloat16, device="meta")
-        metadata = tower.reserve(capacity)
-        if tower.geometry.crop_row:
-            metadata.crops = pixels.new_empty(capacity.crops, tower.geometry.crop_row)
-        assert tower.forward(pixels, metadata).shape == (budget.tokens, tower.geometry.width)
-        # Ends of whole clips are summed up on the device.
-        of_clips = getattr(checkpoint.family, "span", None) is AttentionSpan.CLIP
-        needed = metadata.tensors.keys() - ({"cu_seqlens"} if of_clips else set())
-        for key in needed:
-            incomplete = {k: v for k, v in metadata.tensors.items() if k != key}
-            with pytest.raises((RuntimeError, NotImplementedError, ValueError, KeyError)):
-                tower.forward(pixels, replace(metadata, tensors=incomplete))
-
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_forward_runs_on_the_meta_device(model_type: str, checkpoints: Checkpoints) -> None:
+    """No host synchronisation and no data-dependent shape: either would raise here.
+
+    Whatever metadata is left out would be computed in the forward, which raises.
+    """
+    checkpoint = open_checkpoint(str(checkpoints(model_type)))
+    tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
+    tower.to("meta")
+    choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
+    tower.use_attention(choice.implementation)
+    budget = tower.budget(64, max_items=8, max_frames=16)
+    capacity = tower.capacity(budget)
+    pixels = torch.empty(capacity.patches, tower.geometry.row, dtype=torch.bfloat16, device="meta")
+    metadata = tower.reserve(capacity)
+    if tower.geometry.crop_row:
+        metadata.crops = pixels.new_empty(capacity.crops, tower.geometry.crop_row)
+    assert tower.forward(pixels, metadata).shape == (budget.tokens, tower.geometry.width)
+    # Ends of whole clips are summed up on the device.
+    of_clips = getattr(checkpoint.family, "span", None) is AttentionSpan.CLIP
+    needed = metadata.tensors.keys() - ({"cu_seqlens"} if of_clips else set())
+    for key in needed:
+        incomplete = {k: v for k, v in metadata.tensors.items() if k != key}
+        with pytest.raises((RuntimeError, NotImplementedError, ValueError, KeyError)):
+            tower.forward(pixels, replace(metadata, tensors=incomplete))
+
+
+@pytest.mark.parametrize("model_type", ROWS)
 class TestItems:
     """What an item is said to cost and to give, and the forms that its pixels may have."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import transformers
 from packaging.version import Version
 
@@ -11,5 +12,27 @@ from vitwire_server.towers.registry import FAMILIES
 _INSTALLED = Version(transformers.__version__)
 MODEL_TYPES = [name for name, row in FAMILIES.items() if Version(row.transformers) <= _INSTALLED]
 """Rows of the table that the installed transformers can compute."""
+EVERYDAY = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "glm4v",
+    "kimi_k25",
+    "paddleocr_vl",
+    "minimax_m3_vl",
+    "ernie4_5_vl_moe",
+    "internvl_chat",
+    "llava_onevision",
+    "gemma3",
+    "gemma4",
+    "deepseek_vl_hybrid",
+    "deepseek_ocr2",
+    "llama4",
+    "step3p7",
+    "mistral3",
+    "siglip2",
+)
+"""A row for each mechanism; the others are computed in the matrix tier."""
+ROWS = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix) for name in MODEL_TYPES]
 Checkpoints = Callable[[str], Path]
 """From a model_type to the directory of its tiny checkpoint."""
