@@ -4,7 +4,7 @@ Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +18,8 @@ Resizer = Callable[[Pixels, Size, int], Pixels]
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
 _NARROW = 32
+_FINER = 3
+"""Fewest tiles of the finer of two layouts."""
 _ROUNDED_UP = 0.2
 """Minimum remainder, as a share of a window, that gets its own window."""
 
@@ -27,7 +29,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, closest_ratio, best_fit, canvas or windows."""
+    """stretch, square, closest_ratio, two_ratios, best_fit, canvas or windows."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -145,7 +147,7 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
     size = tiling.crop or tiling.tile
     if tiling.crop and max(picture.size) <= size[0]:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background)]), (1, 1, 1))
-    rows, columns = _layout_of_ratio(picture.size, size, tiling.min_tiles, tiling.max_tiles)
+    rows, columns = _layout_of_ratio(picture.size, size, _layouts(tiling.min_tiles, tiling.max_tiles))
     tiles = _split(picture.at((rows * size[0], columns * size[1])), size)
     if tiling.crop:
         view = _stacked([_squared(picture, tiling.tile[0], tiling.background)])
@@ -153,11 +155,32 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
     return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
-def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
-    """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it."""
+def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
+    """The tiles of a finer layout, those of the nearest one, and the whole image; a layout of one tile adds none."""
+    tile = tiling.tile
+    first = _layout_of_ratio(picture.size, tile, _layouts(tiling.min_tiles, tiling.max_tiles))
+    finer = [
+        (columns, rows)
+        for columns, rows in _layouts(_FINER, tiling.max_tiles)
+        if first[0] % rows and first[1] % columns
+    ]
+    tiles = [
+        part
+        for rows, columns in (_layout_of_ratio(picture.size, tile, finer), first)
+        if rows * columns > 1
+        for part in _split(picture.at((rows * tile[0], columns * tile[1])), tile)
+    ]
+    return Tiles(_stacked([*tiles, picture.at(tile)]), (1 + len(tiles), 1, 1))
+
+
+def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size:
+    """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it.
+
+    `layouts` are columns and rows; if there is none, the image is one tile.
+    """
     ratio, area = picture[1] / picture[0], picture[0] * picture[1]
     best, distance = (1, 1), math.inf
-    for columns, rows in _layouts(fewest, most):
+    for columns, rows in layouts:
         off = abs(ratio - columns / rows)
         if off < distance or (off == distance and 2 * area > tile[0] * tile[1] * rows * columns):
             best, distance = (rows, columns), off
@@ -309,6 +332,7 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "stretch": _stretch,
     "square": _square,
     "closest_ratio": _closest_ratio,
+    "two_ratios": _two_ratios,
     "best_fit": _best_fit,
     "canvas": _canvas,
     "windows": _windows,

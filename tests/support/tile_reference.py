@@ -22,8 +22,8 @@ class TileReference:
         settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
         self._features: Callable[[Tensor, Tensor | None], Tensor]
-        if settings["model_type"] == "internvl_chat":
-            self._features = OriginalInternVL(checkpoint, settings, dtype, device)
+        if settings["model_type"] in _WRITTEN_DOWN:
+            self._features = _WRITTEN_DOWN[settings["model_type"]](checkpoint, settings, dtype, device)
         else:
             model_type = _SAME.get(settings["model_type"], settings["model_type"])
             config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
@@ -95,7 +95,11 @@ _SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
 
 
 class OriginalInternVL:
-    """The vision side of OpenGVLab's model, written down from its description, on its own weight names."""
+    """The vision side of OpenGVLab's model, written down from its description, on its own weight names.
+
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, and of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py).
+    """
 
     def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
         self._config = settings["vision_config"]
@@ -167,3 +171,11 @@ class OriginalInternVL:
 
     def _linear(self, states: Tensor, prefix: str) -> Tensor:
         return functional.linear(states, self._weights[f"{prefix}weight"], self._weights.get(f"{prefix}bias"))
+
+
+_WRITTEN_DOWN: dict[str, Callable[..., Callable[[Tensor, Tensor | None], Tensor]]] = {
+    "internvl_chat": OriginalInternVL,
+    "NVLM_D": OriginalInternVL,
+    "h2ovl_chat": OriginalInternVL,
+}
+"""References for layouts without classes in transformers."""

@@ -131,6 +131,11 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The layout that scales the image least; the image is at the top left."""
     TILING_RULE_WINDOWS: _TilingRule.ValueType  # 6
     """Square windows over large or long images, resized to crops."""
+    TILING_RULE_TWO_RATIOS: _TilingRule.ValueType  # 7
+    """The layout of the nearest aspect ratio, and a finer one of which neither side
+    divides it. The finer layout's tiles come first, then the other's, then the
+    whole image; the grid is (tiles, 1, 1).
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -150,6 +155,11 @@ TILING_RULE_CANVAS: TilingRule.ValueType  # 5
 """The layout that scales the image least; the image is at the top left."""
 TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
 """Square windows over large or long images, resized to crops."""
+TILING_RULE_TWO_RATIOS: TilingRule.ValueType  # 7
+"""The layout of the nearest aspect ratio, and a finer one of which neither side
+divides it. The finer layout's tiles come first, then the other's, then the
+whole image; the grid is (tiles, 1, 1).
+"""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Overview:

@@ -13,6 +13,8 @@ class TilingRule(StrEnum):
     """One tile, into which the image is resized in its own shape; the rest is background."""
     CLOSEST_RATIO = "closest_ratio"
     """The layout whose shape is nearest to the image's, which is stretched over it."""
+    TWO_RATIOS = "two_ratios"
+    """That layout and a finer one: the finer one's tiles, the other's, and the whole image."""
     BEST_FIT = "best_fit"
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
     CANVAS = "canvas"

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -45,28 +46,37 @@ _ORIGINAL_NAMES = (
 )
 
 
-def save_internvl(model: PreTrainedModel, out: Path) -> None:
-    """Names, fused projections and config.json as OpenGVLab writes them."""
-    config: Config = model.config
-    weights = _fused(model.state_dict())
-    ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
-    save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
-    content = {
-        "architectures": ["InternVLChatModel"],
-        "model_type": "internvl_chat",
-        "downsample_ratio": 0.5,
-        "dynamic_image_size": True,
-        "force_image_size": config.vision_config.image_size[0],
-        "max_dynamic_patch": 6,
-        "min_dynamic_patch": 1,
-        "ps_version": "v2",
-        "select_layer": -1,
-        "torch_dtype": "bfloat16",
-        "use_thumbnail": True,
-        "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
-        "vision_config": _intern_vit(config.vision_config),
-    }
-    write_json(out / "config.json", content)
+def save_internvl(
+    model_type: str = "internvl_chat",
+    architecture: str = "InternVLChatModel",
+    **fields: Any,  # noqa: ANN401 - of config.json
+) -> Callable[[PreTrainedModel, Path], None]:
+    """Names, fused projections and config.json as OpenGVLab writes them, with other fields of its kin."""
+
+    def save(model: PreTrainedModel, out: Path) -> None:
+        config: Config = model.config
+        weights = _fused(model.state_dict())
+        ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
+        save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
+        content = {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "downsample_ratio": 0.5,
+            "dynamic_image_size": True,
+            "force_image_size": config.vision_config.image_size[0],
+            "max_dynamic_patch": 6,
+            "min_dynamic_patch": 1,
+            "ps_version": "v2",
+            "select_layer": -1,
+            "torch_dtype": "bfloat16",
+            "use_thumbnail": True,
+            "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
+            "vision_config": _intern_vit(config.vision_config),
+            **fields,
+        }
+        write_json(out / "config.json", content)
+
+    return save
 
 
 def _fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

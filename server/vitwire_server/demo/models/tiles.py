@@ -72,7 +72,7 @@ TILES: Mapping[str, DemoModel] = {
         },
         image={**IMAGENET, "crop_size": 112, "size": 112, "feature_extractor_type": "CLIPFeatureExtractor"},
         base="internvl",
-        save=save_internvl,
+        save=save_internvl(),
     ),
     "llava_onevision": demo_vlm(
         text=_QWEN2,

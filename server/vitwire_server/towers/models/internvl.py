@@ -1,18 +1,19 @@
-"""InternVL (OpenGVLab), in transformers' layout and in the authors' own."""
+"""InternVL (OpenGVLab), in transformers' layout and in the authors' own; NVLM-D (NVIDIA); H2OVL (H2O.ai)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.internvl.configuration_internvl import InternVLConfig
+from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, last_layer
-from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import stretched, tiled
@@ -36,7 +37,13 @@ _PROJECTION = (
     Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
 )
 
-_DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
+_DYNAMIC = {
+    "dynamic_image_size": True,
+    "use_thumbnail": True,
+    "use_msac": False,
+    "min_dynamic_patch": 1,
+    "max_dynamic_patch": 12,
+}
 
 
 def _internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -66,6 +73,21 @@ def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, 
     )
     settings = tiled({**files.image, "resample": BICUBIC}, tiling, IMAGENET)
     return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, tile)}
+
+
+def _still_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """Those of images alone."""
+    return {Modality.IMAGE: _original_settings(files, config)[Modality.IMAGE]}
+
+
+def _h2ovl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """With `use_msac` an image is cut twice, with the whole image behind both cuts, whatever other fields say."""
+    (settings,) = _still_settings(files, config).values()
+    if config.use_msac:
+        tile = (side(config.vision_config.image_size),) * 2
+        tiling = Tiling(TilingRule.TWO_RATIOS, tile, overview=Overview.LAST, max_tiles=config.max_dynamic_patch)
+        settings = tiled({**files.image, "resample": BICUBIC}, tiling, IMAGENET)
+    return {Modality.IMAGE: settings}
 
 
 def _unfused(weights: Weights, config: Config) -> Weights:
@@ -112,6 +134,16 @@ class InternVL(Encoder):
         return tokens.flatten(3).flatten(1, 2)
 
 
+class NvlmProjector(InternVLMultiModalProjector):
+    """InternVL's, with inner columns as many as those of the language model's MLP, and without biases."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers types its fields in part only
+        super().__init__(config)
+        text, columns = config.text_config, self.linear_1.in_features
+        self.linear_1 = nn.Linear(columns, text.intermediate_size, bias=False)
+        self.linear_2 = nn.Linear(text.intermediate_size, text.hidden_size, bias=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OriginalInternVL(TileFamily):
     """Checkpoints whose config.json names the language model `llm_config` and the tower's fields in OpenGVLab's way."""
@@ -119,7 +151,7 @@ class OriginalInternVL(TileFamily):
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Raises ValueError over a generation that computes rows in another way."""
         del folder
-        vision = dict(settings["vision_config"])
+        vision, language = dict(settings["vision_config"]), settings["llm_config"]
         if settings.get("ps_version", "v2") != "v2":
             raise ValueError(f"ps_version {settings['ps_version']!r} is not served, only 'v2' is")
         if settings.get("force_image_size", vision["image_size"]) != vision["image_size"]:
@@ -132,7 +164,11 @@ class OriginalInternVL(TileFamily):
                 "attention_bias": vision.get("qkv_bias", True),
                 "use_qk_norm": vision.get("qk_normalization", False),
             },
-            text_config={"model_type": "qwen2", "hidden_size": settings["llm_config"]["hidden_size"]},
+            text_config={
+                "model_type": "qwen2",
+                "hidden_size": language["hidden_size"],
+                "intermediate_size": language.get("intermediate_size", 0),
+            },
             downsample_ratio=settings.get("downsample_ratio", 0.5),
             vision_feature_layer=settings.get("select_layer", -1),
             dtype=settings.get("torch_dtype") or settings.get("dtype"),
@@ -158,6 +194,13 @@ _INTERNVL = TileFamily(
     special="transformers' own layout (`-hf`)",
 )
 
+_ORIGINAL_PROJECTOR = Module(
+    source="internvl.modeling_internvl:InternVLMultiModalProjector",
+    prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+    config="",
+    served=_PROJECTION,
+)
+
 _INTERNVL_CHAT = OriginalInternVL(
     model_type="internvl_chat",
     title="InternVL 2, 2.5, 3 and 3.5",
@@ -178,17 +221,31 @@ _INTERNVL_CHAT = OriginalInternVL(
         ),
         convert=_unfused,
     ),
-    beside={
-        "projector": Module(
-            source="internvl.modeling_internvl:InternVLMultiModalProjector",
-            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
-            config="",
-            served=_PROJECTION,
-        )
-    },
+    beside={"projector": _ORIGINAL_PROJECTOR},
     encoder=InternVL,
     processor=_original_settings,
     special="OpenGVLab's layout",
 )
 
-ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT)
+_NVLM = replace(
+    _INTERNVL_CHAT,
+    model_type="NVLM_D",
+    title="NVLM-D",
+    architecture="45 x 3200, patch 14",
+    beside={"projector": replace(_ORIGINAL_PROJECTOR, source=f"{__name__}:NvlmProjector")},
+    processor=_still_settings,
+    videos=Accepts.NOTHING,
+    special="NVIDIA's layout; tags of tiles stay with the LLM",
+)
+
+_H2OVL = replace(
+    _INTERNVL_CHAT,
+    model_type="h2ovl_chat",
+    title="H2OVL Mississippi",
+    architecture="24 x 1024, patch 14",
+    processor=_h2ovl_settings,
+    videos=Accepts.NOTHING,
+    special="H2O.ai's layout; with `use_msac`, tiles of two layouts as for a prompt with one image",
+)
+
+ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL)
