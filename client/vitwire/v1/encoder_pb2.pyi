@@ -131,6 +131,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The layout that scales the image least; the image is at the top left."""
     TILING_RULE_WINDOWS: _TilingRule.ValueType  # 6
     """Square windows over large or long images, resized to crops."""
+    TILING_RULE_CENTER_CROP: _TilingRule.ValueType  # 7
+    """One tile: the middle of the image, whose shorter side is first resized to
+    min_side, and the longer one in proportion, rounded down.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -150,6 +154,10 @@ TILING_RULE_CANVAS: TilingRule.ValueType  # 5
 """The layout that scales the image least; the image is at the top left."""
 TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
 """Square windows over large or long images, resized to crops."""
+TILING_RULE_CENTER_CROP: TilingRule.ValueType  # 7
+"""One tile: the middle of the image, whose shorter side is first resized to
+min_side, and the longer one in proportion, rounded down.
+"""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Overview:
@@ -1192,7 +1200,9 @@ class Tiling(google.protobuf.message.Message):
     min_tiles: builtins.int
     max_tiles: builtins.int
     min_side: builtins.int
-    """Minimum length of both sides of a resized image."""
+    """Minimum length of both sides of a resized image; for
+    TILING_RULE_CENTER_CROP, the length of its shorter side.
+    """
     max_side: builtins.int
     """Larger images are first resized to this longer side; 0 disables this."""
     crop_resample: builtins.int
