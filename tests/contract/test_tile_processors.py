@@ -19,6 +19,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -110,6 +111,7 @@ STOCK: dict[str, Stock] = {
     "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "NVLM_D": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "h2ovl_chat": msac,
+    "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),

@@ -124,6 +124,13 @@ def _frames(config: Any) -> Pictures:
     return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
 
 
+def _always_cut_images(config: Any) -> Pictures:
+    """The same, of a model that cuts every image."""
+    arguments = _cut_images(config).arguments
+    del arguments["batch_num_images"]
+    return Pictures(arguments)
+
+
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava": _padded_images,
     "mistral3": _padded_images,
@@ -135,6 +142,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),
     "step3p7": lambda _: _views(168, 112),
+    "llava_next": _always_cut_images,
     "llava_onevision": _cut_images,
 }
 _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {

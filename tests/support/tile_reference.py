@@ -73,6 +73,19 @@ def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.cat(given)
 
 
+def _next(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """As `_onevision`; an image has two tiles at least, so each tile stands for an image of two."""
+    del crops
+    inner, given = model.model, []
+    inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
+    try:
+        size = model.config.vision_config.image_size
+        inner.get_image_features(pixels.repeat_interleave(2, dim=0), torch.tensor([[size, size]] * len(pixels)))
+    finally:
+        del inner.pack_image_features
+    return torch.stack(given)[:, 0]
+
+
 def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     del crops
     # 5.17 asks for a strategy, which this tower has only one of.
@@ -82,6 +95,7 @@ def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 
 
 _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
+    "llava_next": _next,
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,

@@ -11,6 +11,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
@@ -93,6 +94,14 @@ class TestAgainstStock:
         assert_near(mine.pixels, theirs)
         assert mine.grid[0] == 1 + mine.grid[1] * mine.grid[2]
 
+    @pytest.mark.parametrize("shorter", [56, 63])
+    def test_llava(self, size: tuple[int, int], shorter: int) -> None:
+        image = picture(*size)
+        stock = LlavaImageProcessorPil(size={"shortest_edge": shorter}, crop_size={"height": 56, "width": 56})
+        mine = ours(image, Tiling("center_crop", (56, 56), min_side=shorter))
+        assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
+        assert mine.grid == (1, 1, 1)
+
     def test_gemma3(self, size: tuple[int, int]) -> None:
         image = picture(*size)
         theirs = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})(image, **PLAIN)
@@ -143,6 +152,11 @@ class TestAgainstStock:
             assert mine.grid[1] * mine.grid[2] == count
         else:
             assert mine.crops is None
+
+
+def test_an_image_that_is_too_elongated_to_be_cut_out_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="2x200000 is too elongated"):
+        ours(np.zeros((2, 200_000, 3), np.uint8), Tiling("center_crop", (336, 336), min_side=336))
 
 
 # The stock processors of these two need torchvision; what they plan was worked out by hand from their rules.

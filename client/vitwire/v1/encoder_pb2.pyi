@@ -136,6 +136,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     divides it. The finer layout's tiles come first, then the other's, then the
     whole image; the grid is (tiles, 1, 1).
     """
+    TILING_RULE_CENTER_CROP: _TilingRule.ValueType  # 8
+    """One tile: the middle of the image, whose shorter side is first resized to
+    min_side, and the longer one in proportion, rounded down.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -159,6 +163,10 @@ TILING_RULE_TWO_RATIOS: TilingRule.ValueType  # 7
 """The layout of the nearest aspect ratio, and a finer one of which neither side
 divides it. The finer layout's tiles come first, then the other's, then the
 whole image; the grid is (tiles, 1, 1).
+"""
+TILING_RULE_CENTER_CROP: TilingRule.ValueType  # 8
+"""One tile: the middle of the image, whose shorter side is first resized to
+min_side, and the longer one in proportion, rounded down.
 """
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
@@ -1202,7 +1210,9 @@ class Tiling(google.protobuf.message.Message):
     min_tiles: builtins.int
     max_tiles: builtins.int
     min_side: builtins.int
-    """Minimum length of both sides of a resized image."""
+    """Minimum length of both sides of a resized image; for
+    TILING_RULE_CENTER_CROP, the length of its shorter side.
+    """
     max_side: builtins.int
     """Larger images are first resized to this longer side; 0 disables this."""
     crop_resample: builtins.int

@@ -75,7 +75,7 @@ def _one_each(call: Call) -> list[int]:
     return [1] * len(call.pixels)
 
 
-# -- LLaVA-OneVision -------------------------------------------------------------------------------
+# -- LLaVA-NeXT and LLaVA-OneVision ----------------------------------------------------------------
 
 
 def _cut_images(call: Call) -> list[int] | None:
@@ -96,9 +96,7 @@ def _cut_images(call: Call) -> list[int] | None:
 
 def _packed(call: Call, rows: list[Tensor]) -> Features:
     """As the model itself packs rows of tiles: without padding, with line breaks; frames pooled."""
-    model, vision = call.model, call.model.config.vision_config
-    tokens = (vision.image_size // vision.patch_size) ** 2
-    tiles = [own.unflatten(0, (-1, tokens)) for own in rows]
+    model, tiles = call.model, _tiles_of(call, rows)
     if call.modality == "video":
         line_break = model.image_newline[None].to(rows[0].device)
         return torch.stack([torch.cat([model.apply_pooling(clip).flatten(0, 1), line_break]) for clip in tiles])
@@ -109,6 +107,25 @@ def _packed(call: Call, rows: list[Tensor]) -> Features:
         vision_aspect_ratio=call.arguments.get("vision_aspect_ratio") or model.config.vision_aspect_ratio,
     )
     return features  # type: ignore[no-any-return]
+
+
+def _packed_next(call: Call, rows: list[Tensor]) -> Features:
+    """As the model itself packs rows of tiles: without padding, with line breaks."""
+    model = call.model
+    features, _ = model.pack_image_features(
+        _tiles_of(call, rows),
+        call.arguments["image_sizes"],
+        vision_feature_select_strategy=model.config.vision_feature_select_strategy,
+        image_newline=model.image_newline,
+    )
+    return features  # type: ignore[no-any-return]
+
+
+def _tiles_of(call: Call, rows: list[Tensor]) -> list[Tensor]:
+    """Rows of each item by tile, `(tiles, rows, width)`."""
+    vision = call.model.config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    return [own.unflatten(0, (-1, tokens)) for own in rows]
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -135,6 +152,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "minimax_m3_vl": _LISTED,
     "ernie4_5_vl_moe": _LISTED,
     "internvl": _TILES,
+    "llava_next": Layout(_cut_images, _packed_next),
     "llava_onevision": Layout(_cut_images, _packed),
     "gemma4": _LISTED,
     "gemma3": _TILES,
