@@ -120,6 +120,11 @@ def _cut_images(config: Any) -> Pictures:
     )
 
 
+def _tiles_of_prompts(config: Any) -> Pictures:
+    """As many tiles of each of three prompts: zeros would be padding."""
+    return Pictures({"pixel_values": _random(3, 2, 3, _side(config), _side(config))})
+
+
 def _frames(config: Any) -> Pictures:
     return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
 
@@ -136,6 +141,8 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "deepseek_ocr2": lambda _: _views(128, 96),
     "step3p7": lambda _: _views(168, 112),
     "llava_onevision": _cut_images,
+    "idefics3": _tiles_of_prompts,
+    "smolvlm": _tiles_of_prompts,
 }
 _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),

@@ -131,6 +131,8 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The layout that scales the image least; the image is at the top left."""
     TILING_RULE_WINDOWS: _TilingRule.ValueType  # 6
     """Square windows over large or long images, resized to crops."""
+    TILING_RULE_WHOLE_TILES: _TilingRule.ValueType  # 7
+    """The longer side is resized to max_side, then both sides up to whole tiles."""
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -150,6 +152,8 @@ TILING_RULE_CANVAS: TilingRule.ValueType  # 5
 """The layout that scales the image least; the image is at the top left."""
 TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
 """Square windows over large or long images, resized to crops."""
+TILING_RULE_WHOLE_TILES: TilingRule.ValueType  # 7
+"""The longer side is resized to max_side, then both sides up to whole tiles."""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Overview:

@@ -10,6 +10,7 @@ from vitwire_server.towers.models import (
     ernie,
     gemma,
     glm,
+    idefics,
     internvl,
     kimi,
     llama,
@@ -38,6 +39,7 @@ _MAKERS = (
     step,
     mistral,
     siglip,
+    idefics,
 )
 """In the order of the tables of models."""
 
