@@ -66,8 +66,8 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("idefics3", edit(PROCESSOR, size={"height": 56, "width": 56}), "size.longest_edge is None, but must be"),
         ("smolvlm", edit(PROCESSOR, size={"longest_edge": 5000}), "size.longest_edge is 5000, but must be"),
-        ("idefics3", edit(CONFIG, scale_factor=3), "4 patches a side cannot be merged by scale_factor 3"),
         ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("lfm2_vl", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
     ],
 )
 def test_what_is_not_served_is_named(

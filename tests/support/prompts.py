@@ -80,6 +80,17 @@ def _positioned(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     return Pictures(arguments, "video")
 
 
+def _naflex(config: Any) -> Pictures:
+    """Rows of patches `(images, patches, C*p*p)`, padded, with the shapes of the images."""
+    sizes = [(h, w) for _, h, w in _IMAGES]
+    pixels = torch.zeros(len(sizes), max(h * w for h, w in sizes) + 5, 3 * config.vision_config.patch_size**2)
+    mask = torch.zeros(pixels.shape[:2], dtype=torch.int32)
+    for number, (h, w) in enumerate(sizes):
+        pixels[number, : h * w] = _random(h * w, pixels.shape[-1])
+        mask[number, : h * w] = 1
+    return Pictures({"pixel_values": pixels, "spatial_shapes": torch.tensor(sizes), "pixel_attention_mask": mask})
+
+
 def _side(config: Any) -> int:
     size = config.vision_config.image_size
     return int(size if isinstance(size, int) else size[0])
@@ -141,6 +152,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "deepseek_ocr2": lambda _: _views(128, 96),
     "step3p7": lambda _: _views(168, 112),
     "llava_onevision": _cut_images,
+    "lfm2_vl": _naflex,
     "idefics3": _tiles_of_prompts,
     "smolvlm": _tiles_of_prompts,
 }

@@ -13,6 +13,7 @@ from vitwire_server.towers.models import (
     idefics,
     internvl,
     kimi,
+    liquid,
     llama,
     llava,
     minimax,
@@ -40,6 +41,7 @@ _MAKERS = (
     mistral,
     siglip,
     idefics,
+    liquid,
 )
 """In the order of the tables of models."""
 

@@ -181,6 +181,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "mistral3": _LISTED,
     "idefics3": _PADDED_TILES,
     "smolvlm": _PADDED_TILES,
+    "lfm2_vl": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 
