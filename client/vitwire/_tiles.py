@@ -267,6 +267,41 @@ def _layouts_by_ratio(most: int) -> tuple[Size, ...]:
     return tuple(layout for alike in by_ratio.values() for layout in alike)
 
 
+def _whole_tiles(picture: Picture, tiling: Tiling) -> Tiles:
+    """Each step resizes the result of the one before. With at most one tile, the image is stretched to it."""
+    first = _resized(picture, _at_longest(picture.size, tiling.max_side))
+    if tiling.max_tiles == 1:
+        return _stretch(first, tiling)
+    rows, columns = _layout_around(first.size, tiling.tile[0])
+    whole = _resized(first, (rows * tiling.tile[0], columns * tiling.tile[1]))
+    return _with_overview(whole, _split(whole.pixels, tiling.tile), (rows, columns), tiling)
+
+
+def _resized(picture: Picture, size: Size) -> Picture:
+    return Picture(size, picture.at(size), picture.resizer, picture.resample)
+
+
+def _at_longest(size: Size, longest: int) -> Size:
+    """The size with a longer side of `longest`, enlarged if need be; the shorter side is rounded up to an even number.
+
+    A ratio of floats decides, as in the processor: `longest * height / width` rounds to other numbers.
+    """
+    ratio = size[1] / size[0]
+    shorter = int(longest / ratio) if ratio >= 1 else int(longest * ratio)
+    even = max(shorter + shorter % 2, 1)
+    return (even, longest) if ratio >= 1 else (longest, even)
+
+
+def _layout_around(size: Size, side: int) -> Size:
+    """Rows and columns of the tiles that the picture is enlarged to."""
+    ratio = size[1] / size[0]
+    if ratio >= 1:
+        columns = math.ceil(size[1] / side)
+        return math.ceil(int(columns * side / ratio) / side), columns
+    rows = math.ceil(size[0] / side)
+    return rows, math.ceil(int(rows * side * ratio) / side)
+
+
 def _with_overview(
     picture: Picture, tiles: list[Pixels], layout: Size, tiling: Tiling, *, always: bool = False
 ) -> Tiles:
@@ -348,5 +383,6 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "two_ratios": _two_ratios,
     "best_fit": _best_fit,
     "canvas": _canvas,
+    "whole_tiles": _whole_tiles,
     "windows": _windows,
 }

@@ -29,6 +29,8 @@ PROCESSORS = {
     "deepseek_vl": "deepseek_vl.DeepseekVL",
     "deepseek_vl_hybrid": "deepseek_vl_hybrid.DeepseekVLHybrid",
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",
+    "idefics3": "idefics3.Idefics3",
+    "smolvlm": "smolvlm.SmolVLM",
 }
 """Package and name of the processor; those of other models need torchvision."""
 SIZES = [(300, 420), (90, 60), (200, 200)]
@@ -44,8 +46,9 @@ def processed(model_type: str, folder: Any) -> dict[str, Any]:
         module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
         factor = {"patch_size": {"height": 28, "width": 28}} if model_type == "mistral3" else {}
         processor = getattr(module, f"{name}ImageProcessorPil").from_pretrained(folder, **factor)
-    # Only LLaVA-OneVision cuts images in another way where a prompt has several.
-    prompts = [[first], others] if model_type == "llava_onevision" else [first, *others]
+    # LLaVA-OneVision cuts images in another way where a prompt has several; Idefics pads the tiles of prompts.
+    by_prompt = model_type in {"llava_onevision", "idefics3", "smolvlm"}
+    prompts = [[first], others] if by_prompt else [first, *others]
     return dict(processor(images=prompts, return_tensors="pt"))
 
 

@@ -59,7 +59,15 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llava", edit(CONFIG, vision_config={"model_type": "clip_vision_model"}), "only Pixtral's is served"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
+        (
+            "idefics3",
+            edit(PROCESSOR, max_image_size={"longest_edge": 70}),
+            "max_image_size is 70, but must be the tower's",
+        ),
+        ("idefics3", edit(PROCESSOR, size={"height": 56, "width": 56}), "size.longest_edge is None, but must be"),
+        ("smolvlm", edit(PROCESSOR, size={"longest_edge": 5000}), "size.longest_edge is 5000, but must be"),
         ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("lfm2_vl", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
     ],
 )
 def test_what_is_not_served_is_named(

@@ -80,6 +80,17 @@ def _positioned(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     return Pictures(arguments, "video")
 
 
+def _naflex(config: Any) -> Pictures:
+    """Rows of patches `(images, patches, C*p*p)`, padded, with the shapes of the images."""
+    sizes = [(h, w) for _, h, w in _IMAGES]
+    pixels = torch.zeros(len(sizes), max(h * w for h, w in sizes) + 5, 3 * config.vision_config.patch_size**2)
+    mask = torch.zeros(pixels.shape[:2], dtype=torch.int32)
+    for number, (h, w) in enumerate(sizes):
+        pixels[number, : h * w] = _random(h * w, pixels.shape[-1])
+        mask[number, : h * w] = 1
+    return Pictures({"pixel_values": pixels, "spatial_shapes": torch.tensor(sizes), "pixel_attention_mask": mask})
+
+
 def _side(config: Any) -> int:
     size = config.vision_config.image_size
     return int(size if isinstance(size, int) else size[0])
@@ -120,6 +131,11 @@ def _cut_images(config: Any) -> Pictures:
     )
 
 
+def _tiles_of_prompts(config: Any) -> Pictures:
+    """As many tiles of each of three prompts: zeros would be padding."""
+    return Pictures({"pixel_values": _random(3, 2, 3, _side(config), _side(config))})
+
+
 def _frames(config: Any) -> Pictures:
     return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
 
@@ -144,6 +160,9 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "step3p7": lambda _: _views(168, 112),
     "llava_next": _always_cut_images,
     "llava_onevision": _cut_images,
+    "lfm2_vl": _naflex,
+    "idefics3": _tiles_of_prompts,
+    "smolvlm": _tiles_of_prompts,
 }
 _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),

@@ -74,4 +74,14 @@ class Siglip2(RasterReference):
         return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
 
 
-RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}
+class Lfm2Vl(RasterReference):
+    """Asked for rows of patches with their shape; what it hands its LLM."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        mask = torch.ones(frames.shape[:2], dtype=torch.int32, device=frames.device)
+        shapes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.model.get_image_features(frames, spatial_shapes=shapes, pixel_attention_mask=mask)
+        return torch.cat(list(features.pooler_output))
+
+
+RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2, "lfm2_vl": Lfm2Vl}

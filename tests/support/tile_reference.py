@@ -86,6 +86,12 @@ def _next(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.stack(given)[:, 0]
 
 
+def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt. 5.17 gives rows of each tile, 5.23 those of each prompt."""
+    assert crops is None
+    return torch.cat(list(model.model.get_image_features(pixel_values=pixels[None]).pooler_output))
+
+
 def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     del crops
     # 5.17 asks for a strategy, which this tower has only one of.
@@ -99,6 +105,8 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,
+    "idefics3": _nested,
+    "smolvlm": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
 }

@@ -11,6 +11,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
@@ -101,6 +102,19 @@ class TestAgainstStock:
         mine = ours(image, Tiling("center_crop", (56, 56), min_side=shorter))
         assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
         assert mine.grid == (1, 1, 1)
+
+    @pytest.mark.parametrize(("longest", "cut"), [(224, True), (200, True), (50, True), (224, False)])
+    def test_idefics3(self, size: tuple[int, int], longest: int, cut: bool) -> None:
+        image = picture(*size)
+        edges: Any = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": 56}}
+        theirs = Idefics3ImageProcessorPil(do_image_splitting=cut, **edges)(image, return_row_col_info=True, **PLAIN)
+        most = 16 if cut else 1
+        tiling = Tiling("whole_tiles", (56, 56), "last" if cut else "none", max_tiles=most, max_side=longest)
+        mine = ours(image, tiling, resample=1)
+        assert_near(mine.pixels, theirs["pixel_values"][0])
+        assert bool(theirs["pixel_attention_mask"].all()), "tiles are full"
+        layout = (theirs["rows"][0][0], theirs["cols"][0][0])
+        assert mine.grid[1:] == (layout if any(layout) else (1, 1))
 
     def test_gemma3(self, size: tuple[int, int]) -> None:
         image = picture(*size)

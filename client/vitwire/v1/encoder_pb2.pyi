@@ -140,6 +140,8 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """One tile: the middle of the image, whose shorter side is first resized to
     min_side, and the longer one in proportion, rounded down.
     """
+    TILING_RULE_WHOLE_TILES: _TilingRule.ValueType  # 9
+    """The longer side is resized to max_side, then both sides up to whole tiles."""
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -168,6 +170,8 @@ TILING_RULE_CENTER_CROP: TilingRule.ValueType  # 8
 """One tile: the middle of the image, whose shorter side is first resized to
 min_side, and the longer one in proportion, rounded down.
 """
+TILING_RULE_WHOLE_TILES: TilingRule.ValueType  # 9
+"""The longer side is resized to max_side, then both sides up to whole tiles."""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Overview:

@@ -21,6 +21,8 @@ class TilingRule(StrEnum):
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
+    WHOLE_TILES = "whole_tiles"
+    """The longer side becomes `max_side`, then the image is stretched to whole tiles, from which all tiles are made."""
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 

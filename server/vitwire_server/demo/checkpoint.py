@@ -6,13 +6,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vitwire_server.demo.demo_model import DemoModel, write
+from vitwire_server.demo.models.idefics import IDEFICS
+from vitwire_server.demo.models.liquid import LIQUID
 from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.published import PUBLISHED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.tiles import TILES
 
-DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **LLAVA, **RASTER, **PUBLISHED})
+DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
+    {**LLAVA, **IDEFICS, **LIQUID, **PACKED, **PUBLISHED, **RASTER, **TILES}
+)
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:

@@ -10,8 +10,10 @@ from vitwire_server.towers.models import (
     ernie,
     gemma,
     glm,
+    idefics,
     internvl,
     kimi,
+    liquid,
     llama,
     llava,
     minimax,
@@ -38,6 +40,8 @@ _MAKERS = (
     step,
     mistral,
     siglip,
+    idefics,
+    liquid,
 )
 """In the order of the tables of models."""
 

@@ -38,10 +38,16 @@ def _each(call: Call, rows: list[Tensor]) -> Features:
     return rows
 
 
+def _given(call: Call) -> Mapping[str, Any]:
+    return call.arguments
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One way of taking pixels."""
 
+    arguments: Callable[[Call], Mapping[str, Any]] = _given
+    """What the items are made of, in the form of a processor's output."""
     tiles: Callable[[Call], list[int] | None] = lambda _: None
     """Numbers of tiles of each item, where the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Features] = _each
@@ -52,7 +58,7 @@ class Layout:
     def items(self, call: Call, described: Model) -> list[Item]:
         """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""
         dtype: torch.dtype = getattr(torch, described.dtype, torch.float32)
-        outputs = {name: _sent(name, value, dtype) for name, value in call.arguments.items()}
+        outputs = {name: _sent(name, value, dtype) for name, value in self.arguments(call).items()}
         return Item.from_processor(outputs, described, grid_thw=self.tiles(call))
 
 
@@ -128,11 +134,39 @@ def _tiles_of(call: Call, rows: list[Tensor]) -> list[Tensor]:
     return [own.unflatten(0, (-1, tokens)) for own in rows]
 
 
+# -- Idefics 3 -------------------------------------------------------------------------------------
+
+
+def _real_tiles(call: Call) -> Tensor:
+    """Which tiles `(prompts, tiles)` are not padding, which is zeros; all of them if all are zeros."""
+    real = (call.pixels != 0).flatten(2).any(-1)
+    return real if real.any() else torch.ones_like(real)
+
+
+def _without_padding(call: Call) -> Mapping[str, Any]:
+    """The tiles of all prompts. Raises ValueError where a mask covers a part of one."""
+    real, mask = _real_tiles(call), call.arguments.get("pixel_attention_mask")
+    if mask is not None and not mask[real].all():
+        raise ValueError("pixel_attention_mask covers a part of a tile, which is not served: resize to whole tiles")
+    return {"pixel_values": call.pixels[real]}
+
+
+def _real_each(call: Call) -> list[int]:
+    return [1] * int(_real_tiles(call).sum())
+
+
+def _of_prompts(call: Call, rows: list[Tensor]) -> Features:
+    """The rows of each prompt, which may have none."""
+    tiles = torch.stack(rows)
+    return [own.flatten(0, 1) for own in tiles.split(_real_tiles(call).sum(1).tolist())]
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
 """The arguments say the size of each item."""
-_TILES = Layout(_one_each, _stacked)
+_TILES = Layout(tiles=_one_each, features=_stacked)
+_PADDED_TILES = Layout(_without_padding, _real_each, _of_prompts)
 
 LAYOUTS: Mapping[str, Layout] = {
     "qwen2_vl": _LISTED,
@@ -152,17 +186,20 @@ LAYOUTS: Mapping[str, Layout] = {
     "minimax_m3_vl": _LISTED,
     "ernie4_5_vl_moe": _LISTED,
     "internvl": _TILES,
-    "llava_next": Layout(_cut_images, _packed_next),
-    "llava_onevision": Layout(_cut_images, _packed),
+    "llava_next": Layout(tiles=_cut_images, features=_packed_next),
+    "llava_onevision": Layout(tiles=_cut_images, features=_packed),
     "gemma4": _LISTED,
     "gemma3": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
-    "llama4": Layout(_one_each, _stacked, before_projector=True),
+    "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
     "step3p7": _LISTED,
     "llava": _LISTED,
     "mistral3": _LISTED,
+    "idefics3": _PADDED_TILES,
+    "smolvlm": _PADDED_TILES,
+    "lfm2_vl": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 

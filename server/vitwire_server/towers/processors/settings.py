@@ -12,7 +12,7 @@ from vitwire_server.core.tilings import Tiling
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.files import CheckpointError, optional_json, read_json
 
-BILINEAR, BICUBIC = 2, 3
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 _FILTERS = range(6)
 """Pillow's numbers of its filters."""
 
