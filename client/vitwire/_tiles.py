@@ -3,6 +3,7 @@
 Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ Resizer = Callable[[Pixels, Size, int], Pixels]
 """Resizes a picture to a size, with a resampling filter."""
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
+_COVERED = 0.9
+"""Share of an image's pixels that its tiles keep, under the rule `covering`."""
 _NARROW = 32
 _ROUNDED_UP = 0.2
 """Minimum remainder, as a share of a window, that gets its own window."""
@@ -27,7 +30,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, closest_ratio, best_fit, canvas or windows."""
+    """stretch, square, closest_ratio, best_fit, canvas, covering or windows."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -232,6 +235,42 @@ def _layouts_by_ratio(most: int) -> tuple[Size, ...]:
     return tuple(layout for alike in by_ratio.values() for layout in alike)
 
 
+def _covering(picture: Picture, tiling: Tiling) -> Tiles:
+    rows, columns = covering_layout(picture.size, tiling.tile[0], tiling.max_tiles)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
+
+
+@cache
+def covering_layout(picture: Size, side: int, most: int) -> Size:
+    """The fewest tiles that keep enough of the image's pixels; in a tie, those that keep most.
+
+    As in the processor, the image is cut the other way round for this: a row of the layout is a column of the cut.
+    """
+    height, width = picture
+    shares: list[tuple[Size, float]] = []
+    for columns, rows in _layouts(1, most):
+        down, across = _parts(height, columns), _parts(width, rows)
+        kept = sum(_kept_of_part(part, side) for part in itertools.product(down, across))
+        shares.append(((rows, columns), kept / (width * height)))
+    enough = [each for each in shares if each[1] > _COVERED]
+    if enough:
+        return min(enough, key=lambda each: (math.prod(each[0]), -each[1]))[0]
+    return min(shares, key=lambda each: (-each[1], math.prod(each[0])))[0]
+
+
+def _parts(length: int, count: int) -> list[int]:
+    """Equal lengths, but for the last one, which has what is left over."""
+    part = length // count
+    return [*[part] * (count - 1), length - part * (count - 1)]
+
+
+def _kept_of_part(part: Size, side: int) -> float:
+    """Pixels that are left of a part once its longer side is shrunk to a tile's."""
+    short, long = sorted(part)
+    return short / long * side * side if long > side else short * long
+
+
 def _with_overview(
     picture: Picture, tiles: list[Pixels], layout: Size, tiling: Tiling, *, always: bool = False
 ) -> Tiles:
@@ -311,5 +350,6 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "closest_ratio": _closest_ratio,
     "best_fit": _best_fit,
     "canvas": _canvas,
+    "covering": _covering,
     "windows": _windows,
 }

@@ -131,6 +131,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The layout that scales the image least; the image is at the top left."""
     TILING_RULE_WINDOWS: _TilingRule.ValueType  # 6
     """Square windows over large or long images, resized to crops."""
+    TILING_RULE_COVERING: _TilingRule.ValueType  # 20
+    """The fewest tiles that keep 90 % of the pixels, if each part of the image
+    were shrunk to one tile; the image is stretched to them.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -150,6 +154,10 @@ TILING_RULE_CANVAS: TilingRule.ValueType  # 5
 """The layout that scales the image least; the image is at the top left."""
 TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
 """Square windows over large or long images, resized to crops."""
+TILING_RULE_COVERING: TilingRule.ValueType  # 20
+"""The fewest tiles that keep 90 % of the pixels, if each part of the image
+were shrunk to one tile; the image is stretched to them.
+"""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Overview:

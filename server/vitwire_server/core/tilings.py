@@ -17,6 +17,8 @@ class TilingRule(StrEnum):
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
+    COVERING = "covering"
+    """The fewest tiles that show most of the image when each shows a part of it in its own shape, as Ovis 2 has it."""
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 
