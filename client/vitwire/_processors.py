@@ -21,6 +21,8 @@ Outputs = Mapping[str, object]
 _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
 _IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
+_LAYOUTS = ("aspect_ratios", "grids")
+"""Keys with the rows and columns of tiles that images were cut in."""
 
 
 def processor_items(
@@ -113,8 +115,8 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids.of(key, outputs[key])
     if _has(outputs, "image_position_ids"):
         return _positions("image_position_ids", outputs["image_position_ids"])
-    if _has(outputs, "aspect_ratios"):
-        return _with_overviews(Grids.of("aspect_ratios", outputs["aspect_ratios"]))
+    if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
+        return _with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):

@@ -3,6 +3,7 @@
 Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ Resizer = Callable[[Pixels, Size, int], Pixels]
 """Resizes a picture to a size, with a resampling filter."""
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
+_COVERED = 0.9
+"""Share of an image's pixels that its tiles keep, under the rule `covering`."""
 _NARROW = 32
 _FINER = 3
 """Fewest tiles of the finer of two layouts."""
@@ -302,6 +305,42 @@ def _layout_around(size: Size, side: int) -> Size:
     return rows, math.ceil(int(rows * side * ratio) / side)
 
 
+def _covering(picture: Picture, tiling: Tiling) -> Tiles:
+    rows, columns = covering_layout(picture.size, tiling.tile[0], tiling.max_tiles)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
+
+
+@cache
+def covering_layout(picture: Size, side: int, most: int) -> Size:
+    """The fewest tiles that keep enough of the image's pixels; in a tie, those that keep most.
+
+    As in the processor, the image is cut the other way round for this: a row of the layout is a column of the cut.
+    """
+    height, width = picture
+    shares: list[tuple[Size, float]] = []
+    for columns, rows in _layouts(1, most):
+        down, across = _parts(height, columns), _parts(width, rows)
+        kept = sum(_kept_of_part(part, side) for part in itertools.product(down, across))
+        shares.append(((rows, columns), kept / (width * height)))
+    enough = [each for each in shares if each[1] > _COVERED]
+    if enough:
+        return min(enough, key=lambda each: (math.prod(each[0]), -each[1]))[0]
+    return min(shares, key=lambda each: (-each[1], math.prod(each[0])))[0]
+
+
+def _parts(length: int, count: int) -> list[int]:
+    """Equal lengths, but for the last one, which has what is left over."""
+    part = length // count
+    return [*[part] * (count - 1), length - part * (count - 1)]
+
+
+def _kept_of_part(part: Size, side: int) -> float:
+    """Pixels that are left of a part once its longer side is shrunk to a tile's."""
+    short, long = sorted(part)
+    return short / long * side * side if long > side else short * long
+
+
 def _with_overview(
     picture: Picture, tiles: list[Pixels], layout: Size, tiling: Tiling, *, always: bool = False
 ) -> Tiles:
@@ -384,5 +423,6 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "best_fit": _best_fit,
     "canvas": _canvas,
     "whole_tiles": _whole_tiles,
+    "covering": _covering,
     "windows": _windows,
 }

@@ -24,6 +24,7 @@ PROCESSORS = {
     "llava_onevision": "llava_onevision.LlavaOnevision",
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
+    "ovis2": "ovis2.Ovis2",
     "llava": "pixtral.Pixtral",
     "mistral3": "pixtral.Pixtral",
     "deepseek_vl": "deepseek_vl.DeepseekVL",

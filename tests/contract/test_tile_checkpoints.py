@@ -47,6 +47,12 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("internvl", edit(CONFIG, downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
         ("internvl", edit(CONFIG, vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
         ("llava", edit(CONFIG, vision_feature_select_strategy="default"), "strategy is 'default', but must be 'full'"),
+        (
+            "ovis2",
+            edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
+            "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
+        ),
+        ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
         (

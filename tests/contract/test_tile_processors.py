@@ -22,6 +22,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -121,6 +122,7 @@ STOCK: dict[str, Stock] = {
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
+    "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava": pixtral(14),
     "mistral3": pixtral(28),
     "siglip2": siglip2,

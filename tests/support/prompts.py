@@ -154,6 +154,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "internvl": _tiles,
     "gemma3": _tiles,
     "llama4": _tiles,
+    "ovis2": _tiles,
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),

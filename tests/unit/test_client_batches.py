@@ -240,6 +240,8 @@ def test_tiles() -> None:
     assert [item.grid for item in layouts] == [(4, 3, 1), (1, 1, 1)]
     ratios = {"pixel_values": torch.cat([TILES, TILES]), "aspect_ratios": torch.tensor([[2, 4], [1, 1]])}
     assert [item.grid for item in Item.from_processor(ratios)] == [(9, 2, 4), (1, 1, 1)]
+    cut = {"pixel_values": ratios["pixel_values"], "grids": ratios["aspect_ratios"]}
+    assert [item.grid for item in Item.from_processor(cut)] == [(9, 2, 4), (1, 1, 1)]
 
 
 def test_crops() -> None:

@@ -14,9 +14,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
-from vitwire._tiles import Tiles, Tiling
+from vitwire._tiles import Tiles, Tiling, covering_layout
 
 SIZES = [
     (30, 30),
@@ -84,6 +85,15 @@ class TestAgainstStock:
         assert_near(mine.pixels, theirs["pixel_values"])
         assert mine.grid[0] == len(mine.pixels)
         assert mine.grid[1] * mine.grid[2] in (len(mine.pixels), len(mine.pixels) - 1)
+
+    @pytest.mark.parametrize("covering", [True, False])
+    def test_ovis2(self, size: tuple[int, int], covering: bool) -> None:
+        image = picture(*size)
+        stock = Ovis2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True)
+        theirs = stock([image], max_patches=9, use_covering_area_grid=covering, **PLAIN)
+        mine = ours(image, Tiling("covering" if covering else "closest_ratio", (56, 56), "first", 1, 9))
+        assert_near(mine.pixels, theirs["pixel_values"])
+        assert mine.grid[1:] == tuple(theirs["grids"][0])
 
     def test_llava_onevision(self, size: tuple[int, int]) -> None:
         layouts = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3)]
@@ -171,6 +181,13 @@ class TestAgainstStock:
 def test_an_image_that_is_too_elongated_to_be_cut_out_of_is_refused() -> None:
     with pytest.raises(ValueError, match="2x200000 is too elongated"):
         ours(np.zeros((2, 200_000, 3), np.uint8), Tiling("center_crop", (336, 336), min_side=336))
+
+
+def test_ovis2_layouts_of_random_sizes() -> None:
+    rng = np.random.default_rng(3)
+    for height, width in rng.integers(1, 3000, (60, 2)).tolist():
+        columns, rows = get_min_tile_covering_grid((height, width), 448, 9)
+        assert covering_layout((height, width), 448, 9) == (rows, columns), (height, width)
 
 
 # The stock processors of these two need torchvision; what they plan was worked out by hand from their rules.

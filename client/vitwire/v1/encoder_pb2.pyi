@@ -142,6 +142,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """
     TILING_RULE_WHOLE_TILES: _TilingRule.ValueType  # 9
     """The longer side is resized to max_side, then both sides up to whole tiles."""
+    TILING_RULE_COVERING: _TilingRule.ValueType  # 10
+    """The fewest tiles that keep 90 % of the pixels, if each part of the image
+    were shrunk to one tile; the image is stretched to them.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -172,6 +176,10 @@ min_side, and the longer one in proportion, rounded down.
 """
 TILING_RULE_WHOLE_TILES: TilingRule.ValueType  # 9
 """The longer side is resized to max_side, then both sides up to whole tiles."""
+TILING_RULE_COVERING: TilingRule.ValueType  # 10
+"""The fewest tiles that keep 90 % of the pixels, if each part of the image
+were shrunk to one tile; the image is stretched to them.
+"""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Overview:

@@ -23,6 +23,8 @@ class TilingRule(StrEnum):
     """Of all layouts the one that scales the image least; it lies top left on background."""
     WHOLE_TILES = "whole_tiles"
     """The longer side becomes `max_side`, then the image is stretched to whole tiles, from which all tiles are made."""
+    COVERING = "covering"
+    """The fewest tiles that show most of the image when each shows a part of it in its own shape, as Ovis 2 has it."""
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 

@@ -55,6 +55,8 @@ class RemoteFeatures:
         parts = 1 + self._described.deepstack_levels
         levels = list(zip(*(each.chunk(parts, dim=-1) for each in rows), strict=True))
         output = self._output(self._layout.features(call, list(levels[0])), levels[1:])
+        for name, value in self._layout.beside(call).items():
+            setattr(output, name, value)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def _placed(self, rows: Tensor, call: Call) -> Tensor:

@@ -54,6 +54,8 @@ class Layout:
     """From the rows of each item to what the model's own method returns as `pooler_output`."""
     before_projector: bool = False
     """The model projects what the method returns as `last_hidden_state`."""
+    beside: Callable[[Call], Mapping[str, Tensor]] = lambda _: {}
+    """Other fields of the method's output, which do not depend on the pixels."""
 
     def items(self, call: Call, described: Model) -> list[Item]:
         """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""
@@ -161,6 +163,15 @@ def _of_prompts(call: Call, rows: list[Tensor]) -> Features:
     return [own.flatten(0, 1) for own in tiles.split(_real_tiles(call).sum(1).tolist())]
 
 
+# -- Ovis 2 ----------------------------------------------------------------------------------------
+
+
+def _indicators(call: Call) -> Mapping[str, Tensor]:
+    """Embeddings of the tokens between tiles: the last ones of the visual vocabulary."""
+    count = call.model.config.vision_config.num_visual_indicator_tokens
+    return {"visual_indicator_features": call.model.visual_embeddings_table.weight[-count:]}
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
@@ -194,6 +205,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
     "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
+    "llama4": Layout(_one_each, _stacked, before_projector=True),
+    "ovis2": Layout(_one_each, _stacked, beside=_indicators),
     "step3p7": _LISTED,
     "llava": _LISTED,
     "mistral3": _LISTED,
