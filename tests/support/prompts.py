@@ -13,7 +13,7 @@ Grid = tuple[int, int, int]
 Inputs = dict[str, Any]
 _IMAGES: list[Grid] = [(1, 8, 12), (1, 4, 4), (1, 6, 4)]
 _CLIP: Grid = (2, 8, 8)
-_PER_FRAME = ("qwen3_vl", "qwen3_5", "glm")
+_PER_FRAME = ("qwen3_vl", "qwen3_5", "qwen4", "cosmos3", "cohere_compass", "glm")
 """Beginnings of the types of models whose prompts mark each frame of a clip."""
 _SQUARE = ("kimi_k25", "paddleocr_vl")
 """Their processors emit patches as `(C, p, p)`."""

@@ -5,11 +5,14 @@ from types import MappingProxyType
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    cohere_compass,
+    cosmos,
     deepseek,
     deepseek_ocr,
     ernie,
     gemma,
     glm,
+    hyperclova,
     internvl,
     kimi,
     llama,
@@ -38,6 +41,9 @@ _MAKERS = (
     step,
     mistral,
     siglip,
+    cosmos,
+    cohere_compass,
+    hyperclova,
 )
 """In the order of the tables of models."""
 
