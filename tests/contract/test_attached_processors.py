@@ -25,11 +25,15 @@ PROCESSORS = {
     "gemma4": "gemma4.Gemma4",
     "llava": "pixtral.Pixtral",
     "mistral3": "pixtral.Pixtral",
+    "mistral_large4": "pixtral.Pixtral",
+    "lighton_ocr": "pixtral.Pixtral",
     "deepseek_vl": "deepseek_vl.DeepseekVL",
     "deepseek_vl_hybrid": "deepseek_vl_hybrid.DeepseekVLHybrid",
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",
 }
 """Package and name of the processor; those of other models need torchvision."""
+MERGED = ("mistral3", "mistral_large4", "lighton_ocr")
+"""Models whose tokens are of several of Pixtral's patches."""
 SIZES = [(300, 420), (90, 60), (200, 200)]
 
 
@@ -41,7 +45,7 @@ def processed(model_type: str, folder: Any) -> dict[str, Any]:
     else:
         package, name = PROCESSORS[model_type].split(".")
         module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
-        factor = {"patch_size": {"height": 28, "width": 28}} if model_type == "mistral3" else {}
+        factor = {"patch_size": {"height": 28, "width": 28}} if model_type in MERGED else {}
         processor = getattr(module, f"{name}ImageProcessorPil").from_pretrained(folder, **factor)
     # Only LLaVA-OneVision cuts images in another way where a prompt has several.
     prompts = [[first], others] if model_type == "llava_onevision" else [first, *others]

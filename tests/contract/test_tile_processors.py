@@ -85,6 +85,8 @@ STOCK: dict[str, Stock] = {
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     "llava": pixtral(14),
     "mistral3": pixtral(28),
+    "mistral_large4": pixtral(28),
+    "lighton_ocr": pixtral(28),
     "siglip2": siglip2,
     "gemma4": gemma4,
 }

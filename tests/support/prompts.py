@@ -127,6 +127,8 @@ def _frames(config: Any) -> Pictures:
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava": _padded_images,
     "mistral3": _padded_images,
+    "mistral_large4": _padded_images,
+    "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
     "gemma3": _tiles,

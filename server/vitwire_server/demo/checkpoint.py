@@ -9,9 +9,10 @@ from vitwire_server.demo.demo_model import DemoModel, write
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.packed_newer import PACKED_NEWER
 from vitwire_server.demo.models.raster import RASTER
+from vitwire_server.demo.models.raster_newer import RASTER_NEWER
 from vitwire_server.demo.models.tiles import TILES
 
-DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **PACKED_NEWER, **TILES, **RASTER})
+DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **PACKED_NEWER, **TILES, **RASTER, **RASTER_NEWER})
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:

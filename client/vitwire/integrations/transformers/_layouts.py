@@ -149,6 +149,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "step3p7": _LISTED,
     "llava": _LISTED,
     "mistral3": _LISTED,
+    "mistral_large4": _LISTED,
+    "lighton_ocr": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 

@@ -8,8 +8,8 @@ from transformers import AutoModel, PreTrainedModel
 
 from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm, save_plain
 
-_PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
-_LONGEST = {
+PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
+LONGEST = {
     "image_processor_type": "PixtralImageProcessor",
     "patch_size": 14,
     "resample": 3,
@@ -31,8 +31,8 @@ RASTER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "llava": demo_vlm(
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
-            vision=_PIXTRAL,
-            image={**CLIP, **_LONGEST},
+            vision=PIXTRAL,
+            image={**CLIP, **LONGEST},
             fields={
                 "image_token_index": 500,
                 "vision_feature_layer": -1,
@@ -41,8 +41,8 @@ RASTER: Mapping[str, DemoModel] = MappingProxyType(
         ),
         "mistral3": demo_vlm(
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
-            vision=_PIXTRAL,
-            image={**CLIP, **_LONGEST},
+            vision=PIXTRAL,
+            image={**CLIP, **LONGEST},
             fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
         ),
         "gemma4": demo_vlm(
