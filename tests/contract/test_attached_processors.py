@@ -20,6 +20,7 @@ AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe")
 PROCESSORS = {
     **dict.fromkeys(AUTO, ""),
     "internvl": "got_ocr2.GotOcr2",
+    "qianfan_ocr": "got_ocr2.GotOcr2",
     "llava_onevision": "llava_onevision.LlavaOnevision",
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",

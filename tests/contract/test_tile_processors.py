@@ -77,6 +77,7 @@ def gemma4(folder: Path, image: Image.Image) -> tuple[Array, None]:
 ORIGINAL = {"size": {"height": 112, "width": 112}, "crop_to_patches": True, "max_patches": 6}
 STOCK: dict[str, Stock] = {
     "internvl": tiles(GotOcr2ImageProcessorPil),
+    "qianfan_ocr": tiles(GotOcr2ImageProcessorPil),
     "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "gemma3": tiles(Gemma3ImageProcessorPil),

@@ -131,6 +131,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
+    "qianfan_ocr": _tiles,
     "gemma3": _tiles,
     "llama4": _tiles,
     "deepseek_vl": _tiles,

@@ -11,8 +11,11 @@ from vitwire_server.demo.models.packed_newer import PACKED_NEWER
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.raster_newer import RASTER_NEWER
 from vitwire_server.demo.models.tiles import TILES
+from vitwire_server.demo.models.tiles_newer import TILES_NEWER
 
-DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **PACKED_NEWER, **TILES, **RASTER, **RASTER_NEWER})
+DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
+    {**PACKED, **PACKED_NEWER, **TILES, **TILES_NEWER, **RASTER, **RASTER_NEWER}
+)
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:

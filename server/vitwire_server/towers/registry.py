@@ -20,6 +20,7 @@ from vitwire_server.towers.models import (
     minimax,
     mistral,
     paddleocr,
+    qianfan,
     qwen,
     siglip,
     step,
@@ -44,6 +45,7 @@ _MAKERS = (
     cosmos,
     cohere_compass,
     hyperclova,
+    qianfan,
 )
 """In the order of the tables of models."""
 

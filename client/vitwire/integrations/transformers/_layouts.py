@@ -139,6 +139,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "minimax_m3_vl": _LISTED,
     "ernie4_5_vl_moe": _LISTED,
     "internvl": _TILES,
+    "qianfan_ocr": _TILES,
     "llava_onevision": Layout(_cut_images, _packed),
     "gemma4": _LISTED,
     "gemma3": _TILES,
