@@ -24,6 +24,7 @@ PROCESSORS = {
     "llava_onevision": "llava_onevision.LlavaOnevision",
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
+    "diffusion_gemma": "gemma4.Gemma4",
     "llava": "pixtral.Pixtral",
     "mistral3": "pixtral.Pixtral",
     "mistral_large4": "pixtral.Pixtral",

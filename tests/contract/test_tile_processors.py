@@ -90,6 +90,7 @@ STOCK: dict[str, Stock] = {
     "lighton_ocr": pixtral(28),
     "siglip2": siglip2,
     "gemma4": gemma4,
+    "diffusion_gemma": gemma4,
 }
 """Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
 

@@ -130,6 +130,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "mistral_large4": _padded_images,
     "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
+    "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
     "qianfan_ocr": _tiles,
     "gemma3": _tiles,
@@ -171,7 +172,8 @@ def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> 
     video = pictures.modality == "video"
     placeholder = config.video_token_id if video and not config.model_type.startswith("glm") else config.image_token_id
     frames = _CLIP[0] if video and config.model_type.startswith(_PER_FRAME) else 1
-    rows = [_ids(placeholder, [count // frames for count in own for _ in range(frames)]) for own in counts]
+    marks = (504, 505) if video and config.model_type == "glm5_next" else (502, 503)
+    rows = [_ids(placeholder, marks, [count // frames for count in own for _ in range(frames)]) for own in counts]
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(own)) + own for own in rows])
     return {
@@ -182,5 +184,6 @@ def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> 
     }
 
 
-def _ids(placeholder: int, counts: Sequence[int]) -> list[int]:
-    return [5, 6, *(token for count in counts for token in (502, *[placeholder] * count, 503)), 7, 8]
+def _ids(placeholder: int, marks: tuple[int, int], counts: Sequence[int]) -> list[int]:
+    start, end = marks
+    return [5, 6, *(token for count in counts for token in (start, *[placeholder] * count, end)), 7, 8]

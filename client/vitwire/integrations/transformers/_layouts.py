@@ -70,6 +70,11 @@ def _stacked(call: Call, rows: list[Tensor]) -> Features:
     return torch.stack(rows)
 
 
+def _joined(call: Call, rows: list[Tensor]) -> Features:
+    del call
+    return torch.cat(rows)
+
+
 def _one_each(call: Call) -> list[int]:
     """Each tile by itself: which tiles are of one image is not known here, and no row depends on it."""
     return [1] * len(call.pixels)
@@ -134,6 +139,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "glm46v": _LISTED,
     "glm4v_moe": _LISTED,
     "glm_ocr": _LISTED,
+    "glm5_next": _LISTED,
     "kimi_k25": _LISTED,
     "paddleocr_vl": _LISTED,
     "minimax_m3_vl": _LISTED,
@@ -142,6 +148,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "qianfan_ocr": _TILES,
     "llava_onevision": Layout(_cut_images, _packed),
     "gemma4": _LISTED,
+    "diffusion_gemma": Layout(features=_joined),
     "gemma3": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),

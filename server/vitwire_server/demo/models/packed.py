@@ -30,8 +30,8 @@ HYBRID = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 64,
 }
-_GLM_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
-_ROUTED = {
+GLM_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+ROUTED = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -42,7 +42,7 @@ _ROUTED = {
 }
 _DEEPSEEK_TEXT = {
     **_TEXT,
-    **_ROUTED,
+    **ROUTED,
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -73,16 +73,16 @@ _ERNIE_TEXT = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
 
-_TOWER = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
-QWEN2_5_TOWER = {**_TOWER, "fullatt_block_indexes": [1, 3]}
-QWEN3_TOWER = {**_TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2]}
-QWEN3_5_TOWER = {**_TOWER, "num_position_embeddings": 256}
-_GLM_TOWER = {**_TOWER, "image_size": 112}
+TOWER = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+QWEN2_5_TOWER = {**TOWER, "fullatt_block_indexes": [1, 3]}
+QWEN3_TOWER = {**TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2]}
+QWEN3_5_TOWER = {**TOWER, "num_position_embeddings": 256}
+_GLM_TOWER = {**TOWER, "image_size": 112}
 _LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 _KIMI_TOWER = {**_LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
 
 _TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
-_MARKED = {
+MARKED = {
     "image_token_id": 500,
     "video_token_id": 501,
     "image_start_token_id": 502,
@@ -123,15 +123,15 @@ _CONFIGS: Mapping[str, Json] = {
     "qwen2_5_omni_thinker": _THINKER_2_5,
     "qwen3_omni_moe": {"thinker_config": _THINKER_3, "enable_audio_output": False},
     "qwen3_omni_moe_thinker": _THINKER_3,
-    "glm4v": whole(_GLM_TEXT, _GLM_TOWER, _MARKED),
-    "glm46v": whole(_GLM_TEXT, {"model_type": "glm4v_vision", **_GLM_TOWER}, _MARKED),
-    "glm4v_moe": whole({**_GLM_TEXT, **_ROUTED}, _GLM_TOWER, _MARKED),
-    "glm_ocr": whole(_GLM_TEXT, _GLM_TOWER, _MARKED),
+    "glm4v": whole(GLM_TEXT, _GLM_TOWER, MARKED),
+    "glm46v": whole(GLM_TEXT, {"model_type": "glm4v_vision", **_GLM_TOWER}, MARKED),
+    "glm4v_moe": whole({**GLM_TEXT, **ROUTED}, _GLM_TOWER, MARKED),
+    "glm_ocr": whole(GLM_TEXT, _GLM_TOWER, MARKED),
     "kimi_k25": whole(_DEEPSEEK_TEXT, _KIMI_TOWER, {**_TOKENS, "projection_hidden_size": 64}),
     "kimi_vl": whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**_TOKENS, "projection_hidden_size": 64}),
     "paddleocr_vl": whole(QWEN3_TEXT, {**_LAYERS, "image_size": 112}),
     "minimax_m3_vl": whole(_MINIMAX_TEXT, _LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
-    "ernie4_5_vl_moe": whole(_ERNIE_TEXT, {**_TOWER, "rms_norm_eps": 1e-6}, _MARKED),
+    "ernie4_5_vl_moe": whole(_ERNIE_TEXT, {**TOWER, "rms_norm_eps": 1e-6}, MARKED),
 }
 _QWEN = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
 _GLM = ("Glm4vImageProcessor", "Glm4vVideoProcessor")

@@ -3,14 +3,21 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from transformers import AutoModelForPreTraining
+
 from vitwire_server.demo.demo_model import DemoModel, Json
 from vitwire_server.demo.models.packed import (
     EXPERTS,
+    GLM_TEXT,
     HYBRID,
+    MARKED,
+    PACKED,
     QWEN2_5_TOWER,
     QWEN3_5_TOWER,
     QWEN3_TEXT,
     QWEN3_TOWER,
+    ROUTED,
+    TOWER,
     packed_demo,
     whole,
 )
@@ -37,6 +44,26 @@ _COMPASS_TEXT: Json = {
     "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), QWEN3_TEXT["rope_parameters"]),
 }
 
+_GLM5_TEXT: Json = {
+    **GLM_TEXT,
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "hc_mult": 2,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 64,
+    "index_kpool": 4,
+    "kv_lora_rank": 32,
+    "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_GLM5_TOWER: Json = {**TOWER, "projection_intermediate_size": 96}
+
 PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "qwen4_exp": packed_demo("qwen4_exp", whole(_QWEN4_TEXT, QWEN3_5_TOWER), _QWEN3_VL),
@@ -45,6 +72,17 @@ PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             "cohere_compass",
             whole(_COMPASS_TEXT, QWEN3_TOWER),
             ("CohereCompassImageProcessor", "CohereCompassVideoProcessor"),
+        ),
+        "glm5_next": packed_demo(
+            "glm5_next",
+            whole(_GLM5_TEXT, _GLM5_TOWER, MARKED),
+            ("Glm5NextImageProcessor", "Glm5NextVideoProcessor"),
+        ),
+        "colqwen2": packed_demo(
+            "colqwen2",
+            {"vlm_config": {"model_type": "qwen2_vl", **PACKED["qwen2_vl"].config}, "embedding_dim": 16},
+            ("Qwen2VLImageProcessor", None),
+            auto=AutoModelForPreTraining,
         ),
         "hyperclovax_vision_v2": packed_demo(
             "hyperclovax_vision_v2", whole({**QWEN3_TEXT, "model_type": "hyperclovax"}, QWEN2_5_TOWER)

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from transformers import AutoModelForMultimodalLM
+
 from vitwire_server.demo.demo_model import CLIP, TEXT, DemoModel, demo_vlm
-from vitwire_server.demo.models.raster import LONGEST, PIXTRAL
+from vitwire_server.demo.models.raster import GEMMA4_IMAGE, GEMMA4_TEXT, GEMMA4_VISION, LONGEST, PIXTRAL, save_gemma4
 
 _MERGED = {**LONGEST, **CLIP, "patch_size": 28}
 _LATENT = {
@@ -22,6 +24,8 @@ _LATENT = {
     "v_head_dim": 16,
 }
 
+_ROUTED = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+
 RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "mistral_large4": demo_vlm(
@@ -29,6 +33,14 @@ RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             vision=PIXTRAL,
             image=_MERGED,
             fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        ),
+        "diffusion_gemma": demo_vlm(
+            text={**GEMMA4_TEXT, **_ROUTED},
+            vision=GEMMA4_VISION,
+            image=GEMMA4_IMAGE,
+            fields={"image_token_id": 500, "boi_token_id": 498, "canvas_length": 8},
+            auto=AutoModelForMultimodalLM,
+            save=save_gemma4,
         ),
         "lighton_ocr": demo_vlm(
             text={"model_type": "qwen3", **TEXT, "head_dim": 16},

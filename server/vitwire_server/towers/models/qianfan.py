@@ -1,6 +1,5 @@
 """Qianfan-OCR (Baidu): InternVL's tower and projector, in transformers' layout and in the authors' own."""
 
-
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config

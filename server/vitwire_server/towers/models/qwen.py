@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vitwire_server.towers.family import Family, Module, in_model, stripped
+from vitwire_server.towers.family import Accepts, Family, Module, in_model, stripped
 from vitwire_server.towers.layouts.heads import Deepstack, Head
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
@@ -140,6 +140,20 @@ _QWEN3_OMNI_THINKER = replace(
 )
 
 
+_COLQWEN2 = replace(
+    _QWEN2_VL,
+    model_type="colqwen2",
+    title="ColQwen2",
+    tower=replace(
+        _QWEN2_VL.tower, prefixes=stripped("vlm.visual.", "vlm.model.visual."), config="vlm_config.vision_config"
+    ),
+    width="vlm_config.vision_config.hidden_size",
+    videos=Accepts.NOTHING,
+    transformers="5.23.0",
+    special="rows of the tower, which the retrieval model reads",
+)
+
+
 ROWS: tuple[Family, ...] = (
     _QWEN2_VL,
     QWEN2_5_VL,
@@ -152,4 +166,5 @@ ROWS: tuple[Family, ...] = (
     _QWEN2_5_OMNI_THINKER,
     _QWEN3_OMNI,
     _QWEN3_OMNI_THINKER,
+    _COLQWEN2,
 )
