@@ -25,8 +25,15 @@ PROCESSORS = {
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
     "ovis2": "ovis2.Ovis2",
+    "qianfan_ocr": "got_ocr2.GotOcr2",
+    "llava_onevision": "llava_onevision.LlavaOnevision",
+    "gemma3": "gemma3.Gemma3",
+    "gemma4": "gemma4.Gemma4",
+    "diffusion_gemma": "gemma4.Gemma4",
     "llava": "pixtral.Pixtral",
     "mistral3": "pixtral.Pixtral",
+    "mistral_large4": "pixtral.Pixtral",
+    "lighton_ocr": "pixtral.Pixtral",
     "deepseek_vl": "deepseek_vl.DeepseekVL",
     "deepseek_vl_hybrid": "deepseek_vl_hybrid.DeepseekVLHybrid",
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",
@@ -34,6 +41,8 @@ PROCESSORS = {
     "smolvlm": "smolvlm.SmolVLM",
 }
 """Package and name of the processor; those of other models need torchvision."""
+MERGED = ("mistral3", "mistral_large4", "lighton_ocr")
+"""Models whose tokens are of several of Pixtral's patches."""
 SIZES = [(300, 420), (90, 60), (200, 200)]
 
 
@@ -45,7 +54,7 @@ def processed(model_type: str, folder: Any) -> dict[str, Any]:
     else:
         package, name = PROCESSORS[model_type].split(".")
         module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
-        factor = {"patch_size": {"height": 28, "width": 28}} if model_type == "mistral3" else {}
+        factor = {"patch_size": {"height": 28, "width": 28}} if model_type in MERGED else {}
         processor = getattr(module, f"{name}ImageProcessorPil").from_pretrained(folder, **factor)
     # LLaVA-OneVision cuts images in another way where a prompt has several; Idefics pads the tiles of prompts.
     by_prompt = model_type in {"llava_onevision", "idefics3", "smolvlm"}

@@ -111,6 +111,7 @@ def gemma4(folder: Path, image: Image.Image) -> tuple[Array, None]:
 ORIGINAL = {"size": {"height": 112, "width": 112}, "crop_to_patches": True, "max_patches": 6}
 STOCK: dict[str, Stock] = {
     "internvl": tiles(GotOcr2ImageProcessorPil),
+    "qianfan_ocr": tiles(GotOcr2ImageProcessorPil),
     "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "NVLM_D": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "h2ovl_chat": msac,
@@ -125,8 +126,11 @@ STOCK: dict[str, Stock] = {
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava": pixtral(14),
     "mistral3": pixtral(28),
+    "mistral_large4": pixtral(28),
+    "lighton_ocr": pixtral(28),
     "siglip2": siglip2,
     "gemma4": gemma4,
+    "diffusion_gemma": gemma4,
 }
 """Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
 

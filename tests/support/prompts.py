@@ -13,7 +13,7 @@ Grid = tuple[int, int, int]
 Inputs = dict[str, Any]
 _IMAGES: list[Grid] = [(1, 8, 12), (1, 4, 4), (1, 6, 4)]
 _CLIP: Grid = (2, 8, 8)
-_PER_FRAME = ("qwen3_vl", "qwen3_5", "glm")
+_PER_FRAME = ("qwen3_vl", "qwen3_5", "qwen4", "cosmos3", "cohere_compass", "glm")
 """Beginnings of the types of models whose prompts mark each frame of a clip."""
 _SQUARE = ("kimi_k25", "paddleocr_vl")
 """Their processors emit patches as `(C, p, p)`."""
@@ -150,8 +150,12 @@ def _always_cut_images(config: Any) -> Pictures:
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava": _padded_images,
     "mistral3": _padded_images,
+    "mistral_large4": _padded_images,
+    "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
+    "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
+    "qianfan_ocr": _tiles,
     "gemma3": _tiles,
     "llama4": _tiles,
     "ovis2": _tiles,
@@ -196,7 +200,8 @@ def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> 
     video = pictures.modality == "video"
     placeholder = config.video_token_id if video and not config.model_type.startswith("glm") else config.image_token_id
     frames = _CLIP[0] if video and config.model_type.startswith(_PER_FRAME) else 1
-    rows = [_ids(placeholder, [count // frames for count in own for _ in range(frames)]) for own in counts]
+    marks = (504, 505) if video and config.model_type == "glm5_next" else (502, 503)
+    rows = [_ids(placeholder, marks, [count // frames for count in own for _ in range(frames)]) for own in counts]
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(own)) + own for own in rows])
     return {
@@ -207,5 +212,6 @@ def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> 
     }
 
 
-def _ids(placeholder: int, counts: Sequence[int]) -> list[int]:
-    return [5, 6, *(token for count in counts for token in (502, *[placeholder] * count, 503)), 7, 8]
+def _ids(placeholder: int, marks: tuple[int, int], counts: Sequence[int]) -> list[int]:
+    start, end = marks
+    return [5, 6, *(token for count in counts for token in (start, *[placeholder] * count, end)), 7, 8]

@@ -60,8 +60,10 @@ class Gemma4(RasterReference):
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
         down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         positions = torch.stack([across.flatten(), down.flatten()], dim=-1).expand(len(frames), -1, -1)
-        features = self.model.model.get_image_features(frames, positions.to(frames.device))
-        return torch.cat(list(features.pooler_output))
+        inner = getattr(self.model.model, "encoder", self.model.model)
+        features = inner.get_image_features(frames, positions.to(frames.device))
+        rows = features.pooler_output
+        return rows if isinstance(rows, Tensor) else torch.cat(tuple(rows))
 
 
 class Siglip2(RasterReference):
@@ -85,3 +87,12 @@ class Lfm2Vl(RasterReference):
 
 
 RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2, "lfm2_vl": Lfm2Vl}
+RASTER = {
+    "llava": Pixtral,
+    "mistral3": Pixtral,
+    "mistral_large4": Pixtral,
+    "lighton_ocr": Pixtral,
+    "gemma4": Gemma4,
+    "diffusion_gemma": Gemma4,
+    "siglip2": Siglip2,
+}

@@ -5,11 +5,14 @@ from types import MappingProxyType
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    cohere_compass,
+    cosmos,
     deepseek,
     deepseek_ocr,
     ernie,
     gemma,
     glm,
+    hyperclova,
     idefics,
     internvl,
     kimi,
@@ -20,6 +23,7 @@ from vitwire_server.towers.models import (
     mistral,
     ovis,
     paddleocr,
+    qianfan,
     qwen,
     siglip,
     step,
@@ -44,6 +48,10 @@ _MAKERS = (
     siglip,
     idefics,
     liquid,
+    cosmos,
+    cohere_compass,
+    hyperclova,
+    qianfan,
 )
 """In the order of the tables of models."""
 

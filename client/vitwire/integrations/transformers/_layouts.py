@@ -78,6 +78,11 @@ def _stacked(call: Call, rows: list[Tensor]) -> Features:
     return torch.stack(rows)
 
 
+def _joined(call: Call, rows: list[Tensor]) -> Features:
+    del call
+    return torch.cat(rows)
+
+
 def _one_each(call: Call) -> list[int]:
     """Each tile by itself: which tiles are of one image is not known here, and no row depends on it."""
     return [1] * len(call.pixels)
@@ -186,12 +191,17 @@ LAYOUTS: Mapping[str, Layout] = {
     "qwen3_vl_moe": _LISTED,
     "qwen3_5": _LISTED,
     "qwen3_5_moe": _LISTED,
+    "qwen4_exp": _LISTED,
+    "cosmos3_omni": _LISTED,
+    "cohere_compass": _LISTED,
+    "hyperclovax_vision_v2": _LISTED,
     "qwen2_5_omni_thinker": _LISTED,
     "qwen3_omni_moe_thinker": _LISTED,
     "glm4v": _LISTED,
     "glm46v": _LISTED,
     "glm4v_moe": _LISTED,
     "glm_ocr": _LISTED,
+    "glm5_next": _LISTED,
     "kimi_k25": _LISTED,
     "paddleocr_vl": _LISTED,
     "minimax_m3_vl": _LISTED,
@@ -199,7 +209,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "internvl": _TILES,
     "llava_next": Layout(tiles=_cut_images, features=_packed_next),
     "llava_onevision": Layout(tiles=_cut_images, features=_packed),
+    "qianfan_ocr": _TILES,
+    "llava_onevision": Layout(_cut_images, _packed),
     "gemma4": _LISTED,
+    "diffusion_gemma": Layout(features=_joined),
     "gemma3": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
@@ -213,6 +226,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "idefics3": _PADDED_TILES,
     "smolvlm": _PADDED_TILES,
     "lfm2_vl": _LISTED,
+    "mistral_large4": _LISTED,
+    "lighton_ocr": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 

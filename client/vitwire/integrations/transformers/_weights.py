@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_TOWERS = ("visual", "vision_tower", "vision_model", "high_res_vision_model")
+_TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder", "high_res_vision_model")
 _PROJECTORS = (
     "projector",
     "multi_modal_projector",
     "mm_projector",
+    "vision_projection",
     "aligner",
     "resampler_model",
     "embed_vision",

@@ -26,8 +26,8 @@ _SAM = {
 }
 
 
-_INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
-_INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
+INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
+INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
 _STEP3 = demo_vlm(
     text={
@@ -49,23 +49,23 @@ _STEP3 = demo_vlm(
 TILES: Mapping[str, DemoModel] = {
     "internvl": demo_vlm(
         text=_QWEN2,
-        vision={"model_type": "internvl_vision", **_INTERNVL_VISION},
+        vision={"model_type": "internvl_vision", **INTERNVL_VISION},
         image={
             **IMAGENET,
-            **_INTERNVL_SIZE,
+            **INTERNVL_SIZE,
             "image_processor_type": "GotOcr2ImageProcessor",
             "crop_to_patches": True,
             "min_patches": 1,
             "max_patches": 6,
         },
-        video={**IMAGENET, **_INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
+        video={**IMAGENET, **INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
         fields={"image_token_id": 500, "image_seq_length": 16},
     ),
     "internvl_chat": demo_vlm(
         text=_QWEN2,
         vision={
             "model_type": "internvl_vision",
-            **_INTERNVL_VISION,
+            **INTERNVL_VISION,
             "attention_bias": False,
             "norm_type": "rms_norm",
             "use_qk_norm": True,

@@ -81,6 +81,15 @@ class Projected(Head):
         return rows
 
 
+class ProjectedTokens(Head):
+    """A projector that takes the tokens that the tower merged."""
+
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
+        del tensors
+        rows: Tensor = self.projector(output.pooler_output)
+        return rows
+
+
 def of_clips(geometry: Geometry, *, most_frames: int | None = None, pooled: int = 1) -> ClipGeometry:
     """The same sizes, of a tower that restricts the frames of a clip."""
     return ClipGeometry(**asdict(geometry), most_frames=most_frames, pooled=pooled)

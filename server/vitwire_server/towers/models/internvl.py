@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.models.internvl.configuration_internvl import InternVLConfig
@@ -32,7 +32,7 @@ _SAME = (
     "patch_size",
 )
 
-_PROJECTION = (
+PROJECTION = (
     Served("downsample_ratio", shuffles, SHUFFLED),
     Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
 )
@@ -44,9 +44,22 @@ _DYNAMIC = {
     "min_dynamic_patch": 1,
     "max_dynamic_patch": 12,
 }
+ORIGINAL_NAMES = (
+    (r"\.ls([12])$", r".lambda_\1"),
+    (r"\.attn\.proj\.", ".attention.projection_layer."),
+    (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
+    (r"\.norm1\.", ".layernorm_before."),
+    (r"\.norm2\.", ".layernorm_after."),
+    (r"^embeddings\.class_embedding$", "embeddings.cls_token"),
+    (r"^embeddings\.position_embedding$", "embeddings.position_embeddings"),
+    (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
+)
+"""Names of OpenGVLab's tower, and transformers'."""
+
+_DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
 
 
-def _internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     image = files.image
     tile = (side(config.vision_config.image_size),) * 2
     tiling = Tiling(
@@ -91,6 +104,7 @@ def _h2ovl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
 
 
 def _unfused(weights: Weights, config: Config) -> Weights:
+def unfused(weights: Weights, config: Config) -> Weights:
     """Query, key and value apart, as transformers holds them."""
     del config
     apart: Weights = {}
@@ -105,6 +119,9 @@ def _unfused(weights: Weights, config: Config) -> Weights:
 
 class InternVL(Encoder):
     """A ViT with a class token, pixel shuffle, then the projector."""
+
+    layers: ClassVar[str] = "encoder.layer"
+    """Path of the tower's layers."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
         last_layer(config)
@@ -121,7 +138,7 @@ class InternVL(Encoder):
         self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
-        self.blocks = list(self._tower.encoder.layer)
+        self.blocks = list(self._tower.get_submodule(self.layers))
 
     def encode(self, tiles: Tensor) -> Tensor:
         patches: Tensor = self._tower(pixel_values=tiles).last_hidden_state[:, 1:]
@@ -186,11 +203,11 @@ _INTERNVL = TileFamily(
             source="internvl.modeling_internvl:InternVLMultiModalProjector",
             prefixes=in_model("multi_modal_projector."),
             config="",
-            served=_PROJECTION,
+            served=PROJECTION,
         )
     },
     encoder=InternVL,
-    processor=_internvl_settings,
+    processor=internvl_settings,
     special="transformers' own layout (`-hf`)",
 )
 
@@ -208,20 +225,18 @@ _INTERNVL_CHAT = OriginalInternVL(
     tower=Module(
         source="internvl.modeling_internvl:InternVLVisionModel",
         prefixes=stripped("vision_model."),
-        renames=(
-            (r"^encoder\.layers\.", "encoder.layer."),
-            (r"\.ls([12])$", r".lambda_\1"),
-            (r"\.attn\.proj\.", ".attention.projection_layer."),
-            (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
-            (r"\.norm1\.", ".layernorm_before."),
-            (r"\.norm2\.", ".layernorm_after."),
-            (r"^embeddings\.class_embedding$", "embeddings.cls_token"),
-            (r"^embeddings\.position_embedding$", "embeddings.position_embeddings"),
-            (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
-        ),
-        convert=_unfused,
+        renames=((r"^encoder\.layers\.", "encoder.layer."), *ORIGINAL_NAMES),
+        convert=unfused,
     ),
     beside={"projector": _ORIGINAL_PROJECTOR},
+    beside={
+        "projector": Module(
+            source="internvl.modeling_internvl:InternVLMultiModalProjector",
+            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+            config="",
+            served=PROJECTION,
+        )
+    },
     encoder=InternVL,
     processor=_original_settings,
     special="OpenGVLab's layout",
