@@ -10,16 +10,26 @@ from vitwire_server.demo.models.idefics import IDEFICS
 from vitwire_server.demo.models.liquid import LIQUID
 from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.packed import PACKED
-from vitwire_server.demo.models.published import PUBLISHED
 from vitwire_server.demo.models.packed_newer import PACKED_NEWER
+from vitwire_server.demo.models.published import PUBLISHED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.raster_newer import RASTER_NEWER
 from vitwire_server.demo.models.tiles import TILES
 from vitwire_server.demo.models.tiles_newer import TILES_NEWER
 
 DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
-    {**LLAVA, **IDEFICS, **LIQUID, **PACKED, **PUBLISHED, **RASTER, **TILES}
-    {**PACKED, **PACKED_NEWER, **TILES, **TILES_NEWER, **RASTER, **RASTER_NEWER}
+    {
+        **IDEFICS,
+        **LIQUID,
+        **LLAVA,
+        **PACKED,
+        **PUBLISHED,
+        **PACKED_NEWER,
+        **RASTER,
+        **RASTER_NEWER,
+        **TILES,
+        **TILES_NEWER,
+    }
 )
 
 

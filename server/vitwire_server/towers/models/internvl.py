@@ -44,6 +44,7 @@ _DYNAMIC = {
     "min_dynamic_patch": 1,
     "max_dynamic_patch": 12,
 }
+"""Fields that say how images are cut, and their defaults."""
 ORIGINAL_NAMES = (
     (r"\.ls([12])$", r".lambda_\1"),
     (r"\.attn\.proj\.", ".attention.projection_layer."),
@@ -55,8 +56,6 @@ ORIGINAL_NAMES = (
     (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
 )
 """Names of OpenGVLab's tower, and transformers'."""
-
-_DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
 
 
 def internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -103,7 +102,6 @@ def _h2ovl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
     return {Modality.IMAGE: settings}
 
 
-def _unfused(weights: Weights, config: Config) -> Weights:
 def unfused(weights: Weights, config: Config) -> Weights:
     """Query, key and value apart, as transformers holds them."""
     del config
@@ -215,7 +213,7 @@ _ORIGINAL_PROJECTOR = Module(
     source="internvl.modeling_internvl:InternVLMultiModalProjector",
     prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
     config="",
-    served=_PROJECTION,
+    served=PROJECTION,
 )
 
 _INTERNVL_CHAT = OriginalInternVL(
@@ -229,14 +227,6 @@ _INTERNVL_CHAT = OriginalInternVL(
         convert=unfused,
     ),
     beside={"projector": _ORIGINAL_PROJECTOR},
-    beside={
-        "projector": Module(
-            source="internvl.modeling_internvl:InternVLMultiModalProjector",
-            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
-            config="",
-            served=PROJECTION,
-        )
-    },
     encoder=InternVL,
     processor=_original_settings,
     special="OpenGVLab's layout",
