@@ -60,6 +60,12 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
         ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("minicpmv", edit(CONFIG, version=2.5), r"version is 2\.5, but must be one of 2\.6, 4\.0, 4\.5"),
+        ("minicpmv", edit(CONFIG, version=None), "version is None, but must be one of"),
+        ("minicpmv", edit(CONFIG, query_num=0), "query_num is 0, but must be positive"),
+        ("minicpmv", edit(CONFIG, query_num=64), "do not fit the vision resampler"),
+        ("minicpmv", edit(CONFIG, drop_vision_last_layer=True), "unexpected keys"),
+        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )
 def test_what_is_not_served_is_named(

@@ -14,6 +14,7 @@ from vitwire_server.towers.models import (
     kimi,
     llama,
     llava,
+    minicpm,
     minimax,
     mistral,
     paddleocr,
@@ -37,6 +38,7 @@ _MAKERS = (
     llama,
     step,
     mistral,
+    minicpm,
     siglip,
 )
 """In the order of the tables of models."""
