@@ -65,6 +65,13 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("minicpmv", edit(CONFIG, query_num=0), "query_num is 0, but must be positive"),
         ("minicpmv", edit(CONFIG, query_num=64), "do not fit the vision resampler"),
         ("minicpmv", edit(CONFIG, drop_vision_last_layer=True), "unexpected keys"),
+        ("deepseek_vl_v2", edit(CONFIG, vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
+        ("deepseek_vl_v2", edit(CONFIG, projector_config__projector_type="linear"), "projector_type is 'linear'"),
+        (
+            "deepseek_vl_v2",
+            edit("processor_config.json", candidate_resolutions=[[76, 80]]),
+            r"candidate_resolutions \[76, 80\] are not multiples of 76",
+        ),
         ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )

@@ -104,6 +104,42 @@ class MiniCPMV(Published):
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
+class DeepseekVL2(Published):
+    """github.com/deepseek-ai/DeepSeek-VL2, deepseek_vl2/models: siglip_vit.py and modeling_deepseek_vl_v2.py.
+
+    The rows of each tile, before `prepare_inputs_embeds` puts line breaks and a separator between them.
+    """
+
+    @torch.inference_mode()
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The rows of one image's tiles `(tiles, C, H, W)`."""
+        del grid
+        assert crops is None
+        tiles = [self._projected(self._tower(tile)) for tile in pixels.to(self.device, self.dtype)]
+        return torch.cat(tiles).float().cpu().numpy()
+
+    def _tower(self, tile: Tensor) -> Tensor:
+        vision = self.settings["vision_config"]
+        kernel, bias = (self.weight(f"vision.patch_embed.proj.{name}") for name in ("weight", "bias"))
+        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
+        states = patches[0].flatten(1).T + self.weight("vision.pos_embed")[0]
+        for block in range(vision["layers"]):
+            own = f"vision.blocks.{block}"
+            q, k, v = self.linear(self.norm(states, f"{own}.norm1"), f"{own}.attn.qkv").chunk(3, dim=-1)
+            states = states + self.linear(attention(q, k, v, vision["heads"]), f"{own}.attn.proj")
+            hidden = self.linear(self.norm(states, f"{own}.norm2"), f"{own}.mlp.fc1")
+            states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
+        return self.norm(states, "vision.norm")
+
+    def _projected(self, states: Tensor) -> Tensor:
+        """Zeros beyond odd sides, then `unfold`, whose columns are by channel first."""
+        ratio, side = self.settings["projector_config"]["downsample_ratio"], round(len(states) ** 0.5)
+        spare = (ratio - side % ratio) % ratio
+        grid = functional.pad(states.T.view(1, -1, side, side), (0, spare, 0, spare))
+        squares = functional.unfold(grid, kernel_size=ratio, stride=ratio)[0].T
+        return self.linear(functional.gelu(self.linear(squares, "projector.layers.0")), "projector.layers.2")
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Full attention of rows `(rows, columns)`, its softmax in float32."""
     query, key, value = (x.unflatten(-1, (heads, -1)).transpose(0, 1) for x in (q, k, v))
@@ -112,4 +148,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return rows
 
 
-PUBLISHED = {"minicpmv": MiniCPMV, "minicpmo": MiniCPMV}
+PUBLISHED: dict[str, type[MiniCPMV | DeepseekVL2]] = {
+    "minicpmv": MiniCPMV,
+    "minicpmo": MiniCPMV,
+    "deepseek_vl_v2": DeepseekVL2,
+}
+"""By `model_type`."""

@@ -136,6 +136,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     divides it. The finer layout's tiles come first, then the other's, then the
     whole image; the grid is (tiles, 1, 1).
     """
+    TILING_RULE_PADDED_FIT: _TilingRule.ValueType  # 8
+    """The listed layout that keeps most pixels, and always the whole image first;
+    both are padded with the background, the image in their middle.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -159,6 +163,10 @@ TILING_RULE_TWO_RATIOS: TilingRule.ValueType  # 7
 """The layout of the nearest aspect ratio, and a finer one of which neither side
 divides it. The finer layout's tiles come first, then the other's, then the
 whole image; the grid is (tiles, 1, 1).
+"""
+TILING_RULE_PADDED_FIT: TilingRule.ValueType  # 8
+"""The listed layout that keeps most pixels, and always the whole image first;
+both are padded with the background, the image in their middle.
 """
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
@@ -1213,7 +1221,7 @@ class Tiling(google.protobuf.message.Message):
 
     @property
     def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
-        """Allowed layouts, for TILING_RULE_BEST_FIT."""
+        """Allowed layouts, for TILING_RULE_BEST_FIT and TILING_RULE_PADDED_FIT."""
 
     @property
     def background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -7,6 +7,7 @@ from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
     deepseek,
     deepseek_ocr,
+    deepseek_vl2,
     ernie,
     gemma,
     glm,
@@ -34,6 +35,7 @@ _MAKERS = (
     llava,
     gemma,
     deepseek,
+    deepseek_vl2,
     deepseek_ocr,
     llama,
     step,
