@@ -1,5 +1,6 @@
 """Image processors of authors' own, written down up to the conversion to tensors: tiles `(tiles, H, W, 3)`, uint8."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,33 @@ def deepseek_vl2_tiles(image: Image.Image, sides: Sequence[tuple[int, int]], sha
             best, most, least = (width, height), kept, wasted
     overview, whole = (ImageOps.pad(image, tuple(size), color=(shade,) * 3) for size in ((tile, tile), best))
     return _stacked([overview, *_split(whole, tile)])
+
+
+def minicpm_slices(image: Image.Image, *, most: int = 9, scale: int = 448, patch: int = 14) -> list[Image.Image]:
+    """The whole image and its slices. huggingface.co/openbmb/MiniCPM-V-2_6, image_processing_minicpmv.py."""
+
+    def whole(length: float, unit: int) -> int:
+        return max(round(length / unit) * unit, unit)
+
+    def fitted(width: float, height: float, *, enlarge: bool) -> tuple[int, int]:
+        if width * height > scale * scale or enlarge:
+            ratio = width / height
+            height = int(scale / math.sqrt(ratio))
+            width = int(height * ratio)
+        return whole(width, patch), whole(height, patch)
+
+    wanted = min(math.ceil(image.width * image.height / scale**2), most)
+    if wanted <= 1:
+        return [image.resize(fitted(*image.size, enlarge=True), Image.Resampling.BICUBIC)]
+    counts = [n for n in (wanted - 1, wanted, wanted + 1) if 1 < n <= most]
+    grids = [(m, n // m) for n in counts for m in range(1, n + 1) if n % m == 0]
+    shape = math.log(image.width / image.height)
+    across, down = min(grids, key=lambda grid: abs(shape - math.log(grid[0] / grid[1])))
+    overview = image.resize(fitted(*image.size, enlarge=False), Image.Resampling.BICUBIC)
+    width, height = fitted(whole(image.width, across) / across, whole(image.height, down) / down, enlarge=True)
+    refined = image.resize((width * across, height * down), Image.Resampling.BICUBIC)
+    boxes = [(x * width, y * height, (x + 1) * width, (y + 1) * height) for y in range(down) for x in range(across)]
+    return [overview, *(refined.crop(box) for box in boxes)]
 
 
 def _split(image: Image.Image, tile: int) -> list[Image.Image]:

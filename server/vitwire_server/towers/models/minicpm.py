@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,10 @@ class MiniCPMTower(RasterTower):
         return [tokens for tokens in super().sizes(most) if tokens >= self._resampler.queries]
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
-        """See RasterTower; images of fewer patches than queries are left out."""
-        return [grid for grid in super().samples(tokens, items) if grid.patches >= self._resampler.queries]
+        """See RasterTower. None has fewer patches than queries, so one of few tokens is larger than asked for."""
+        queries = self._resampler.queries
+        least = isqrt(queries - 1) + 1
+        return [grid for grid in super().samples(tokens, items) if grid.patches >= queries] or [Grid(1, least, least)]
 
     def _inputs(self) -> dict[str, Kind]:
         return {"positions": Rows((), torch.int64), **self._resampler.inputs()}
