@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from vitwire._batches import Cut, Grids, cut, cut_with_crops, without_padding
+from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -93,6 +93,8 @@ def _grids_of_batch(grid_thw: object, batch: Batch, model: "Model | None", modal
 
 def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
     batch = on_host(outputs[_PIXELS], _PIXELS)
+    if _has(outputs, "tgt_sizes"):
+        return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")
     if _has(outputs, "high_res_pixel_values"):
         high = on_host(outputs["high_res_pixel_values"], "high_res_pixel_values")
         return cut_with_crops(batch, _PIXELS, Grids(_PIXELS, [(1, 1, 1)] * len(batch)), high, "high_res_pixel_values")

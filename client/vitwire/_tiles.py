@@ -40,7 +40,7 @@ class Tiling:
     min_tiles: int = 1
     max_tiles: int = 1
     layouts: tuple[tuple[int, int], ...] = ()
-    """Allowed rows and columns, for best_fit."""
+    """Allowed rows and columns, for best_fit and padded_fit."""
     background: tuple[int, ...] = ()
     min_side: int = 0
     max_side: int = 0
@@ -220,6 +220,28 @@ def _best_fit(picture: Picture, tiling: Tiling) -> Tiles:
         size = (whole[0], min(math.ceil(width * scale_down), whole[1]))
     tiles = _split(_centred(picture.at(size), whole, tiling.background), tiling.tile)
     return _with_overview(picture, tiles, (rows, columns), tiling, always=True)
+
+
+def _padded_fit(picture: Picture, tiling: Tiling) -> Tiles:
+    """One layout at least; the overview is always there, and padded too."""
+    rows, columns = _layout_of_most(picture.size, tiling)
+    whole = (rows * tiling.tile[0], columns * tiling.tile[1])
+    tiles = _split(_padded(picture, whole, tiling.background), tiling.tile)
+    overview = _padded(picture, tiling.tile, tiling.background)
+    return Tiles(_stacked([overview, *tiles]), (1 + len(tiles), rows, columns))
+
+
+def _padded(picture: Picture, size: Size, background: tuple[int, ...]) -> Pixels:
+    """The picture enlarged or shrunk to a size in its own shape, centred; as `PIL.ImageOps.pad` rounds."""
+    (height, width), (down, across) = picture.size, size
+    if width / height > across / down:
+        down = round(height / width * across)
+    elif width / height < across / down:
+        across = round(width / height * down)
+    if not down or not across:
+        raise ValueError(f"{height}x{width} is too elongated for this model")
+    corner = (round((size[0] - down) * 0.5), round((size[1] - across) * 0.5))
+    return _placed(picture.at((down, across)), size, corner, background)
 
 
 def _layout_of_most(picture: Size, tiling: Tiling) -> Size:
@@ -421,6 +443,7 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "closest_ratio": _closest_ratio,
     "two_ratios": _two_ratios,
     "best_fit": _best_fit,
+    "padded_fit": _padded_fit,
     "canvas": _canvas,
     "whole_tiles": _whole_tiles,
     "covering": _covering,

@@ -74,6 +74,19 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("smolvlm", edit(PROCESSOR, size={"longest_edge": 5000}), "size.longest_edge is 5000, but must be"),
         ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
         ("lfm2_vl", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("minicpmv", edit(CONFIG, version=2.5), r"version is 2\.5, but must be one of 2\.6, 4\.0, 4\.5"),
+        ("minicpmv", edit(CONFIG, version=None), "version is None, but must be one of"),
+        ("minicpmv", edit(CONFIG, query_num=0), "query_num is 0, but must be positive"),
+        ("minicpmv", edit(CONFIG, query_num=64), "do not fit the vision resampler"),
+        ("minicpmv", edit(CONFIG, drop_vision_last_layer=True), "unexpected keys"),
+        ("deepseek_vl_v2", edit(CONFIG, vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
+        ("deepseek_vl_v2", edit(CONFIG, projector_config__projector_type="linear"), "projector_type is 'linear'"),
+        (
+            "deepseek_vl_v2",
+            edit("processor_config.json", candidate_resolutions=[[76, 80]]),
+            r"candidate_resolutions \[76, 80\] are not multiples of 76",
+        ),
+        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )
 def test_what_is_not_served_is_named(

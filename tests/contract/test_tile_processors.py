@@ -29,6 +29,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from checkpoints import Checkpoints
 from client_models import client_model
+from published_processors import deepseek_vl2_tiles, h2ovl_tiles
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
 
@@ -56,33 +57,15 @@ def tiles(processor: Any, crops: str | None = None, first: bool = False, **optio
 
 
 def msac(folder: Path, image: Image.Image) -> tuple[Array, None]:
-    """H2OVL's multi-scale adaptive cropping of one image, as written in its authors' image_process.py.
-
-    huggingface.co/h2oai/h2ovl-mississippi-2b, as adapted in vllm/model_executor/models/h2ovl.py.
-    """
     settings = json.loads((folder / "config.json").read_text())
-    tile, most = settings["force_image_size"], settings["max_dynamic_patch"]
-
-    def passed(fewest: int, prior: tuple[int, int] | None) -> tuple[tuple[int, int], list[Image.Image]]:
-        sides = range(1, most + 1)
-        ratios = sorted(((w, h) for w in sides for h in sides if fewest <= w * h <= most), key=lambda r: r[0] * r[1])
-        if prior:
-            ratios = [(w, h) for w, h in ratios if prior[0] % w != 0 and prior[1] % h != 0]
-        best, distance = (1, 1), float("inf")
-        for w, h in ratios:
-            off = abs(image.width / image.height - w / h)
-            if off < distance or (off == distance and image.width * image.height > 0.5 * tile**2 * w * h):
-                best, distance = (w, h), off
-        whole = image.resize((best[0] * tile, best[1] * tile))
-        corners = [(x * tile, y * tile) for y in range(best[1]) for x in range(best[0])]
-        parts = [whole.crop((x, y, x + tile, y + tile)) for x, y in corners]
-        return best, [*parts, image.resize((tile, tile))] if len(parts) > 1 else parts
-
-    ratio, coarse = passed(1, None)
-    _, fine = passed(3, ratio)
-    tiles = np.stack([np.asarray(each) for each in (*fine[:-1], *coarse[:-1], fine[-1])]) / 255
+    tiles = h2ovl_tiles(image, settings["force_image_size"], settings["max_dynamic_patch"]) / 255
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     return ((tiles - mean) / std).transpose(0, 3, 1, 2), None
+
+
+def deepseek_vl2(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    sides = json.loads((folder / "processor_config.json").read_text())["candidate_resolutions"]
+    return (deepseek_vl2_tiles(image, sides, 127).transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
 
 
 def pixtral(factor: int) -> Stock:
@@ -116,6 +99,7 @@ STOCK: dict[str, Stock] = {
     "NVLM_D": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "h2ovl_chat": msac,
     "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
+    "deepseek_vl_v2": deepseek_vl2,
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),

@@ -30,6 +30,7 @@ EVERYDAY = (
     "llama4",
     "step3p7",
     "mistral3",
+    "minicpmv",
     "siglip2",
 )
 """A row for each mechanism; the others are computed in the matrix tier."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -16,6 +17,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
+from published_processors import deepseek_vl2_tiles, h2ovl_tiles
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
 from vitwire._tiles import Tiles, Tiling, covering_layout
 
@@ -75,6 +77,24 @@ def assert_near(mine: np.ndarray, theirs: Any) -> None:
 @pytest.mark.parametrize("size", SIZES)
 class TestAgainstStock:
     """Pixels, layout and order of the tiles of images of all shapes."""
+
+    @pytest.mark.parametrize("most", [6, 12, 2])
+    def test_h2ovl(self, size: tuple[int, int], most: int) -> None:
+        image = picture(*size)
+        mine = ours(image, Tiling("two_ratios", (56, 56), "last", max_tiles=most))
+        theirs = h2ovl_tiles(Image.fromarray(image), 56, most)
+        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+        assert mine.grid == (len(theirs), 1, 1)
+
+    @pytest.mark.parametrize("longest", [3, 2])
+    def test_deepseek_vl2(self, size: tuple[int, int], longest: int) -> None:
+        image = picture(*size)
+        layouts = [(rows, columns) for rows in range(1, longest + 1) for columns in range(1, longest + 1)]
+        tiling = Tiling("padded_fit", (56, 56), "first", layouts=tuple(layouts), background=(127,) * 3)
+        theirs = deepseek_vl2_tiles(Image.fromarray(image), [(56 * w, 56 * h) for h, w in layouts], 127)
+        mine = ours(image, tiling)
+        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+        assert mine.grid[0] == len(theirs) == 1 + mine.grid[1] * mine.grid[2]
 
     @pytest.mark.parametrize(("fewest", "most"), [(1, 12), (1, 6), (2, 5), (1, 1)])
     def test_internvl(self, size: tuple[int, int], fewest: int, most: int) -> None:

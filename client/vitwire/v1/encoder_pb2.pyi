@@ -146,6 +146,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The fewest tiles that keep 90 % of the pixels, if each part of the image
     were shrunk to one tile; the image is stretched to them.
     """
+    TILING_RULE_PADDED_FIT: _TilingRule.ValueType  # 11
+    """The listed layout that keeps most pixels, and always the whole image first;
+    both are padded with the background, the image in their middle.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -179,6 +183,10 @@ TILING_RULE_WHOLE_TILES: TilingRule.ValueType  # 9
 TILING_RULE_COVERING: TilingRule.ValueType  # 10
 """The fewest tiles that keep 90 % of the pixels, if each part of the image
 were shrunk to one tile; the image is stretched to them.
+"""
+TILING_RULE_PADDED_FIT: TilingRule.ValueType  # 11
+"""The listed layout that keeps most pixels, and always the whole image first;
+both are padded with the background, the image in their middle.
 """
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
@@ -1235,7 +1243,7 @@ class Tiling(google.protobuf.message.Message):
 
     @property
     def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
-        """Allowed layouts, for TILING_RULE_BEST_FIT."""
+        """Allowed layouts, for TILING_RULE_BEST_FIT and TILING_RULE_PADDED_FIT."""
 
     @property
     def background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

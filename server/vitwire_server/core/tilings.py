@@ -19,6 +19,8 @@ class TilingRule(StrEnum):
     """That layout and a finer one: the finer one's tiles, the other's, and the whole image."""
     BEST_FIT = "best_fit"
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
+    PADDED_FIT = "padded_fit"
+    """The same, beside which the overview is always there; both keep the image's shape, in the middle of background."""
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
     WHOLE_TILES = "whole_tiles"

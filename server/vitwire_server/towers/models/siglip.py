@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
@@ -19,6 +17,7 @@ from vitwire_server.towers.family import Accepts, Family, Module, Parts, strippe
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above
+from vitwire_server.towers.shared.siglip import packed_layers
 
 _SIGLIP2_PATCHES = 256
 
@@ -51,23 +50,9 @@ class Siglip2Tower(RasterTower):
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model = self.model
         states = (model.embeddings.patch_embedding(pixels) + tensors["positions"]).unsqueeze(0)
-        for layer in model.encoder.layers:
-            states = states + self._attention(layer.self_attn, layer.layer_norm1(states), attended)
-            states = states + layer.mlp(layer.layer_norm2(states))
+        states = packed_layers(model.encoder.layers, states, model.config._attn_implementation, attended)  # noqa: SLF001 - set by use_attention
         rows: Tensor = model.post_layernorm(states[0])
         return rows
-
-    def _attention(self, module: Siglip2Attention, states: Tensor, attended: Mapping[str, Any]) -> Tensor:
-        """The stock module keeps the boundaries from attention, so its projections are called one by one."""
-        attend = ALL_ATTENTION_FUNCTIONS[self.model.config._attn_implementation]  # noqa: SLF001 - set by use_attention
-        query, key, value = (
-            projection(states).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-            for projection in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        rows, _ = attend(
-            module, query, key, value, None, scaling=module.scale, dropout=0.0, is_causal=False, **attended
-        )
-        return module.out_proj(rows.flatten(2))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
