@@ -79,10 +79,13 @@ class Sources:
     columns: int
     patches: int = 1
     """Patches of one numbered row."""
+    per_patch: bool = False
+    """Of each patch, rather than of each token."""
     on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
-        return torch.zeros((capacity.tokens, self.columns), dtype=torch.int64, device=device)
+        rows = capacity.patches if self.per_patch else capacity.tokens
+        return torch.zeros((rows, self.columns), dtype=torch.int64, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         firsts = [used // self.patches for used in accumulate(patches[:-1], initial=0)]

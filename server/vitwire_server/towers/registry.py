@@ -15,6 +15,7 @@ from vitwire_server.towers.models import (
     hyperclova,
     internvl,
     kimi,
+    lfm3,
     llama,
     llava,
     minimax,
@@ -46,6 +47,7 @@ _MAKERS = (
     cohere_compass,
     hyperclova,
     qianfan,
+    lfm3,
 )
 """In the order of the tables of models."""
 

@@ -132,6 +132,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "qwen4_exp": _LISTED,
     "cosmos3_omni": _LISTED,
     "cohere_compass": _LISTED,
+    "lfm3_vl": _LISTED,
     "hyperclovax_vision_v2": _LISTED,
     "qwen2_5_omni_thinker": _LISTED,
     "qwen3_omni_moe_thinker": _LISTED,

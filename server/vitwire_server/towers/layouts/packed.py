@@ -6,7 +6,7 @@ from enum import Enum, auto
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,6 +47,20 @@ def unshaped(rows: Tensor, side: int) -> Tensor:
     return rows
 
 
+class ListedGrids:
+    """An empty `grid_thw` for a forward that lists it on the host; computing with it raises RuntimeError."""
+
+    def tolist(self) -> list[list[int]]:
+        """No grids."""
+        return []
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise RuntimeError(f"the forward reads grid_thw[{index}], which is not given")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"the forward reads grid_thw.{name}, which is not given")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What a tower's forward takes beside the ends of its segments, and in which form."""
@@ -57,6 +71,8 @@ class Inputs:
     """Position ids are `(frame, row, column)`, rather than `(row, column)`."""
     grids: bool = False
     """The forward reads a row of `grid_thw` for each frame."""
+    listed_grids: bool = False
+    """The forward lists `grid_thw` on the host; the list is empty."""
     raster: bool = False
     """Patches of a frame lie line by line, rather than token by token."""
     shape: Callable[[Tensor, int], Tensor] = unshaped
@@ -165,7 +181,10 @@ class PackedTower(PatchTower):
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, C*T*p*p)` to rows `(tokens, width)`: `[main | deepstack 0 | ...]`."""
         tensors, inputs = metadata.tensors, self.family.inputs
-        grids = tensors["grid_thw"] if inputs.grids else pixels.new_empty((0, 3), dtype=torch.int64)
+        none: Tensor | ListedGrids = (
+            ListedGrids() if inputs.listed_grids else pixels.new_empty((0, 3), dtype=torch.int64)
+        )
+        grids = tensors["grid_thw"] if inputs.grids else none
         given = {key: tensor for key, tensor in tensors.items() if key not in self._no_keywords}
         output = self.model(
             inputs.shape(pixels, self.geometry.patch),

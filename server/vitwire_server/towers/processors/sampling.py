@@ -32,6 +32,7 @@ _OF_MODELS = {
     "qwen4_exp": "Qwen3VLVideoProcessor",
     "cosmos3_omni": "Qwen3VLVideoProcessor",
     "cohere_compass": "Qwen3VLVideoProcessor",
+    "lfm3_vl": "Qwen3VLVideoProcessor",
     "hyperclovax_vision_v2": "Qwen2VLVideoProcessor",
     "glm4v": "Glm4vVideoProcessor",
     "glm4v_moe": "Glm4vVideoProcessor",
