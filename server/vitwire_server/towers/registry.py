@@ -20,6 +20,7 @@ from vitwire_server.towers.models import (
     llava,
     minimax,
     mistral,
+    muse,
     paddleocr,
     qianfan,
     qwen,
@@ -48,6 +49,7 @@ _MAKERS = (
     hyperclova,
     qianfan,
     lfm3,
+    muse,
 )
 """In the order of the tables of models."""
 

@@ -160,6 +160,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "mistral3": _LISTED,
     "mistral_large4": _LISTED,
     "lighton_ocr": _LISTED,
+    "muse_glimmer": _LISTED,
+    "muse_spark": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 

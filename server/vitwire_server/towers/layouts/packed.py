@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +19,7 @@ from vitwire_server.core.models import ClipGeometry, Geometry, Preprocessing, Re
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.heads import Head
-from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
+from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower, most_windows
 from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
 from vitwire_server.towers.processors.areas import AreaRule, read_preprocessing
 from vitwire_server.towers.tower import Metadata
@@ -254,14 +253,8 @@ class PackedTower(PatchTower):
         return indices, weights
 
     def _most_windows(self, tokens: int, segments: int) -> int:
-        """Bound of the windows that any items of so many tokens and frames need, padding included.
-
-        A frame of h x w tokens has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
-        """
-        if not self._window_side:
-            return 0
-        side = self._window_side // self.geometry.merge
-        return ceil(tokens / side + segments * (side - 1) / side) + 1
+        """Bound of the windows that any items of so many tokens and frames need, padding included."""
+        return most_windows(tokens, segments, self._window_side // self.geometry.merge) if self._window_side else 0
 
 
 def frame_of(grid: Grid) -> Tensor:

@@ -140,6 +140,14 @@ def neighbours(grid: Grid, merge: int) -> Tensor:
     return patches.permute(0, 1, 3, 2, 4).reshape(-1, merge**2)
 
 
+def most_windows(cells: int, segments: int, side: int) -> int:
+    """Bound of the windows of this side that any frames of so many cells need, padding included.
+
+    A frame of h x w cells has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
+    """
+    return ceil(cells / side + segments * (side - 1) / side) + 1
+
+
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, made without waiting for it."""
     if device.type != "cuda":
