@@ -57,7 +57,7 @@ def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
 
 
 def _frames_of_a_patch(vision: Any) -> int:
-    return int(getattr(vision, "patch_temporal", None) or vision.temporal_patch_size)
+    return int(getattr(vision, "patch_temporal", None) or getattr(vision, "temporal_patch_size", 1))
 
 
 def _padded_images(config: Any) -> Pictures:

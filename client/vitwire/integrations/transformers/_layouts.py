@@ -131,6 +131,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "qwen3_5_moe": _LISTED,
     "qwen4_exp": _LISTED,
     "cosmos3_omni": _LISTED,
+    "cosmos3_edge": _LISTED,
     "cohere_compass": _LISTED,
     "lfm3_vl": _LISTED,
     "hyperclovax_vision_v2": _LISTED,

@@ -78,8 +78,8 @@ QWEN2_5_TOWER = {**TOWER, "fullatt_block_indexes": [1, 3]}
 QWEN3_TOWER = {**TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2]}
 QWEN3_5_TOWER = {**TOWER, "num_position_embeddings": 256}
 _GLM_TOWER = {**TOWER, "image_size": 112}
-_LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-_KIMI_TOWER = {**_LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
+LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_KIMI_TOWER = {**LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
 
 TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
 MARKED = {
@@ -129,8 +129,8 @@ _CONFIGS: Mapping[str, Json] = {
     "glm_ocr": whole(GLM_TEXT, _GLM_TOWER, MARKED),
     "kimi_k25": whole(_DEEPSEEK_TEXT, _KIMI_TOWER, {**TOKENS, "projection_hidden_size": 64}),
     "kimi_vl": whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**TOKENS, "projection_hidden_size": 64}),
-    "paddleocr_vl": whole(QWEN3_TEXT, {**_LAYERS, "image_size": 112}),
-    "minimax_m3_vl": whole(_MINIMAX_TEXT, _LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
+    "paddleocr_vl": whole(QWEN3_TEXT, {**LAYERS, "image_size": 112}),
+    "minimax_m3_vl": whole(_MINIMAX_TEXT, LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
     "ernie4_5_vl_moe": whole(_ERNIE_TEXT, {**TOWER, "rms_norm_eps": 1e-6}, MARKED),
 }
 _QWEN = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")

@@ -10,6 +10,7 @@ from vitwire_server.demo.models.packed import (
     EXPERTS,
     GLM_TEXT,
     HYBRID,
+    LAYERS,
     MARKED,
     PACKED,
     QWEN2_5_TOWER,
@@ -82,10 +83,17 @@ _LFM3_TOWER: Json = {
 }
 _LFM3: Json = {**TOKENS, "projector_hidden_size": 96}
 
+_EDGE_TOWER: Json = {**LAYERS, "num_patches": 64}
+
 PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "qwen4_exp": packed_demo("qwen4_exp", whole(_QWEN4_TEXT, QWEN3_5_TOWER), _QWEN3_VL),
         "cosmos3_omni": packed_demo("cosmos3_omni", whole(QWEN3_TEXT, QWEN3_TOWER), _QWEN3_VL),
+        "cosmos3_edge": packed_demo(
+            "cosmos3_edge",
+            whole(QWEN3_TEXT, _EDGE_TOWER, {**TOKENS, "projector_hidden_size": 96}),
+            ("Cosmos3EdgeImageProcessor", "Cosmos3EdgeVideoProcessor"),
+        ),
         "cohere_compass": packed_demo(
             "cohere_compass",
             whole(_COMPASS_TEXT, QWEN3_TOWER),

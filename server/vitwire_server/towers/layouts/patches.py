@@ -114,6 +114,11 @@ class PatchTower(Tower):
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """The metadata of an item that is alone, on the host."""
+        return self._ends(grid)
+
+    @staticmethod
+    def _ends(grid: Grid) -> dict[str, Tensor]:
+        """The ends of an item's frames."""
         return {"cu_seqlens": torch.arange(1, grid.t + 1, dtype=torch.int32) * grid.frame_patches}
 
     def _measure(self, grid: Grid) -> dict[str, Tensor]:
