@@ -37,6 +37,13 @@ class Layout:
 
 LAYOUTS = {
     "cosmos3_omni": Layout({r"^(blocks|merger|patch_embed|pos_embed|deepstack_merger_list)\.": r"model.visual.\1."}),
+    "cosmos3_edge": Layout(
+        {
+            r"^model\.visual\.(.*)\.mlp\.up_proj\.": r"model.visual.\1.mlp.fc1.",
+            r"^model\.visual\.(.*)\.mlp\.down_proj\.": r"model.visual.\1.mlp.fc2.",
+            r"^model\.visual\.(.*)\.to_([qkv])\.": r"model.visual.\1.\2_proj.",
+        }
+    ),
     "hyperclovax_vision_v2": Layout({r"^model\.vision_projector\.": "model.projector."}),
     "mistral3": Layout(
         {r"^vision_tower\.": "model.vision_encoder.", r"^multi_modal_projector\.": "model.vision_projection."}

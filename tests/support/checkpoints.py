@@ -20,6 +20,7 @@ EVERYDAY = (
     "kimi_k25",
     "paddleocr_vl",
     "minimax_m3_vl",
+    "lfm3_vl",
     "ernie4_5_vl_moe",
     "internvl_chat",
     "llava_onevision",

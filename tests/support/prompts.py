@@ -45,7 +45,7 @@ class Pictures:
 
 def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     vision = config.vision_config
-    temporal = 1 if config.model_type in _SINGLE else vision.temporal_patch_size
+    temporal = 1 if config.model_type in _SINGLE else _frames_of_a_patch(vision)
     rows = _random(sum(prod(grid) for grid in grids), 3 * temporal * vision.patch_size**2)
     if config.model_type in _SQUARE:
         rows = rows.view(len(rows), 3, vision.patch_size, vision.patch_size)
@@ -54,6 +54,10 @@ def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     if modality == "video":
         arguments["video_second_per_grid"] = torch.tensor([1.0])  # of omni models
     return Pictures(arguments, modality)
+
+
+def _frames_of_a_patch(vision: Any) -> int:
+    return int(getattr(vision, "patch_temporal", None) or getattr(vision, "temporal_patch_size", 1))
 
 
 def _padded_images(config: Any) -> Pictures:

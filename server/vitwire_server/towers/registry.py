@@ -17,12 +17,14 @@ from vitwire_server.towers.models import (
     idefics,
     internvl,
     kimi,
+    lfm3,
     liquid,
     llama,
     llava,
     minicpm,
     minimax,
     mistral,
+    muse,
     ovis,
     paddleocr,
     qianfan,
@@ -56,6 +58,8 @@ _MAKERS = (
     cohere_compass,
     hyperclova,
     qianfan,
+    lfm3,
+    muse,
 )
 """In the order of the tables of models."""
 

@@ -193,7 +193,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "qwen3_5_moe": _LISTED,
     "qwen4_exp": _LISTED,
     "cosmos3_omni": _LISTED,
+    "cosmos3_edge": _LISTED,
     "cohere_compass": _LISTED,
+    "lfm3_vl": _LISTED,
     "hyperclovax_vision_v2": _LISTED,
     "qwen2_5_omni_thinker": _LISTED,
     "qwen3_omni_moe_thinker": _LISTED,
@@ -226,6 +228,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "lfm2_vl": _LISTED,
     "mistral_large4": _LISTED,
     "lighton_ocr": _LISTED,
+    "muse_glimmer": _LISTED,
+    "muse_spark": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 

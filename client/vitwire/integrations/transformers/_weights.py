@@ -13,6 +13,7 @@ _PROJECTORS = (
     "projector",
     "multi_modal_projector",
     "mm_projector",
+    "vision_adapter",
     "vision_projection",
     "aligner",
     "resampler_model",

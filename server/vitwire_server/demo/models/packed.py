@@ -78,10 +78,10 @@ QWEN2_5_TOWER = {**TOWER, "fullatt_block_indexes": [1, 3]}
 QWEN3_TOWER = {**TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2]}
 QWEN3_5_TOWER = {**TOWER, "num_position_embeddings": 256}
 _GLM_TOWER = {**TOWER, "image_size": 112}
-_LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-_KIMI_TOWER = {**_LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
+LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_KIMI_TOWER = {**LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
 
-_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
 MARKED = {
     "image_token_id": 500,
     "video_token_id": 501,
@@ -104,13 +104,13 @@ _AUDIO = {
 }
 
 
-def whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str, Any] = _TOKENS) -> Json:
+def whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str, Any] = TOKENS) -> Json:
     """The configuration of a whole model; `more` are its own fields."""
     return {"text_config": dict(text), "vision_config": dict(vision), **more}
 
 
 _THINKER_2_5 = whole(_TEXT, QWEN2_5_TOWER, {**_INDEXED, **_STARTS, "audio_config": _AUDIO})
-_THINKER_3 = whole({**QWEN3_TEXT, **EXPERTS}, QWEN3_TOWER, {**_TOKENS, "audio_config": _AUDIO})
+_THINKER_3 = whole({**QWEN3_TEXT, **EXPERTS}, QWEN3_TOWER, {**TOKENS, "audio_config": _AUDIO})
 
 _CONFIGS: Mapping[str, Json] = {
     "qwen2_vl": whole(_TEXT, {"depth": 4, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}),
@@ -127,10 +127,10 @@ _CONFIGS: Mapping[str, Json] = {
     "glm46v": whole(GLM_TEXT, {"model_type": "glm4v_vision", **_GLM_TOWER}, MARKED),
     "glm4v_moe": whole({**GLM_TEXT, **ROUTED}, _GLM_TOWER, MARKED),
     "glm_ocr": whole(GLM_TEXT, _GLM_TOWER, MARKED),
-    "kimi_k25": whole(_DEEPSEEK_TEXT, _KIMI_TOWER, {**_TOKENS, "projection_hidden_size": 64}),
-    "kimi_vl": whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**_TOKENS, "projection_hidden_size": 64}),
-    "paddleocr_vl": whole(QWEN3_TEXT, {**_LAYERS, "image_size": 112}),
-    "minimax_m3_vl": whole(_MINIMAX_TEXT, _LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
+    "kimi_k25": whole(_DEEPSEEK_TEXT, _KIMI_TOWER, {**TOKENS, "projection_hidden_size": 64}),
+    "kimi_vl": whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**TOKENS, "projection_hidden_size": 64}),
+    "paddleocr_vl": whole(QWEN3_TEXT, {**LAYERS, "image_size": 112}),
+    "minimax_m3_vl": whole(_MINIMAX_TEXT, LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
     "ernie4_5_vl_moe": whole(_ERNIE_TEXT, {**TOWER, "rms_norm_eps": 1e-6}, MARKED),
 }
 _QWEN = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")

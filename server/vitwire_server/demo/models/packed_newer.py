@@ -5,11 +5,12 @@ from types import MappingProxyType
 
 from transformers import AutoModelForPreTraining
 
-from vitwire_server.demo.demo_model import DemoModel, Json
+from vitwire_server.demo.demo_model import TEXT, DemoModel, Json
 from vitwire_server.demo.models.packed import (
     EXPERTS,
     GLM_TEXT,
     HYBRID,
+    LAYERS,
     MARKED,
     PACKED,
     QWEN2_5_TOWER,
@@ -17,6 +18,7 @@ from vitwire_server.demo.models.packed import (
     QWEN3_TEXT,
     QWEN3_TOWER,
     ROUTED,
+    TOKENS,
     TOWER,
     packed_demo,
     whole,
@@ -64,10 +66,34 @@ _GLM5_TEXT: Json = {
 }
 _GLM5_TOWER: Json = {**TOWER, "projection_intermediate_size": 96}
 
+_LFM3_TEXT: Json = {
+    "model_type": "lfm3",
+    **TEXT,
+    "pad_token_id": 0,
+    "head_dim": 16,
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+}
+_LFM3_TOWER: Json = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+}
+_LFM3: Json = {**TOKENS, "projector_hidden_size": 96}
+
+_EDGE_TOWER: Json = {**LAYERS, "num_patches": 64}
+
 PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "qwen4_exp": packed_demo("qwen4_exp", whole(_QWEN4_TEXT, QWEN3_5_TOWER), _QWEN3_VL),
         "cosmos3_omni": packed_demo("cosmos3_omni", whole(QWEN3_TEXT, QWEN3_TOWER), _QWEN3_VL),
+        "cosmos3_edge": packed_demo(
+            "cosmos3_edge",
+            whole(QWEN3_TEXT, _EDGE_TOWER, {**TOKENS, "projector_hidden_size": 96}),
+            ("Cosmos3EdgeImageProcessor", "Cosmos3EdgeVideoProcessor"),
+        ),
         "cohere_compass": packed_demo(
             "cohere_compass",
             whole(_COMPASS_TEXT, QWEN3_TOWER),
@@ -84,6 +110,7 @@ PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             ("Qwen2VLImageProcessor", None),
             auto=AutoModelForPreTraining,
         ),
+        "lfm3_vl": packed_demo("lfm3_vl", whole(_LFM3_TEXT, _LFM3_TOWER, _LFM3), _QWEN3_VL),
         "hyperclovax_vision_v2": packed_demo(
             "hyperclovax_vision_v2", whole({**QWEN3_TEXT, "model_type": "hyperclovax"}, QWEN2_5_TOWER)
         ),

@@ -10,6 +10,7 @@ from vitwire_server.core.sampling import Sampling, SamplingRule
 _PROCESSORS = {
     "Qwen2VLVideoProcessor": Sampling(SamplingRule.RATE, fps=2.0, min_frames=4, max_frames=768),
     "Qwen3VLVideoProcessor": Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768),
+    "Cosmos3EdgeVideoProcessor": Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768),
     "CohereCompassVideoProcessor": Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768),
     "Glm4vVideoProcessor": Sampling(SamplingRule.SECONDS, fps=2.0, max_seconds=300.0),
     "Glm46VVideoProcessor": Sampling(SamplingRule.RATE_BY_DURATION),
@@ -31,7 +32,9 @@ _OF_MODELS = {
     "qwen3_5_moe": "Qwen3VLVideoProcessor",
     "qwen4_exp": "Qwen3VLVideoProcessor",
     "cosmos3_omni": "Qwen3VLVideoProcessor",
+    "cosmos3_edge": "Cosmos3EdgeVideoProcessor",
     "cohere_compass": "Qwen3VLVideoProcessor",
+    "lfm3_vl": "Qwen3VLVideoProcessor",
     "hyperclovax_vision_v2": "Qwen2VLVideoProcessor",
     "glm4v": "Glm4vVideoProcessor",
     "glm4v_moe": "Glm4vVideoProcessor",
