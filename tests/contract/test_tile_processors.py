@@ -19,9 +19,11 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from checkpoints import Checkpoints
@@ -79,13 +81,16 @@ ORIGINAL = {"size": {"height": 112, "width": 112}, "crop_to_patches": True, "max
 STOCK: dict[str, Stock] = {
     "internvl": tiles(GotOcr2ImageProcessorPil),
     "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
+    "llava": tiles(LlavaImageProcessorPil),
+    "llava-siglip": tiles(SiglipImageProcessorPil),
+    "llava_next-siglip": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
-    "llava": pixtral(14),
+    "llava-pixtral": pixtral(14),
     "mistral3": pixtral(28),
     "siglip2": siglip2,
     "gemma4": gemma4,

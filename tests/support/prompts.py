@@ -132,7 +132,7 @@ def _always_cut_images(config: Any) -> Pictures:
 
 
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
-    "llava": _padded_images,
+    "llava": lambda config: (_padded_images if config.vision_config.model_type == "pixtral" else _tiles)(config),
     "mistral3": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,

@@ -74,4 +74,4 @@ class Siglip2(RasterReference):
         return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
 
 
-RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}
+RASTER = {"llava-pixtral": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}

@@ -75,6 +75,11 @@ def _one_each(call: Call) -> list[int]:
     return [1] * len(call.pixels)
 
 
+def _one_each_unless_listed(call: Call) -> list[int] | None:
+    """Pixtral's processor gives the sizes of images, which are not tiles."""
+    return None if call.arguments.get("image_sizes") is not None else _one_each(call)
+
+
 # -- LLaVA-NeXT and LLaVA-OneVision ----------------------------------------------------------------
 
 
@@ -161,7 +166,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_ocr2": _LISTED,
     "llama4": Layout(_one_each, _stacked, before_projector=True),
     "step3p7": _LISTED,
-    "llava": _LISTED,
+    "llava": Layout(_one_each_unless_listed),
     "mistral3": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""

@@ -1,19 +1,29 @@
-"""LLaVA-NeXT and LLaVA-OneVision."""
+"""LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
-from vitwire_server.towers.processors.tiles import stretched, tiled
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, square
+from vitwire_server.towers.processors.tiles import one_tile, stretched, tiled
 from vitwire_server.towers.shared.clip import LayerRows, clip
 from vitwire_server.towers.shared.siglip import siglip
+
+
+def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """CLIP's processor cuts out the middle unless its file says otherwise, SigLIP's has no such setting."""
+    stretches = "Siglip" in files.image.get("image_processor_type", "")
+    side, normalisation = config.vision_config.image_size, HALF if stretches else CLIP
+    settings = one_tile(files.image, side, normalisation, crops=not stretches)
+    # Pads images to squares before it resizes them, which no rule does.
+    return {Modality.IMAGE: replace(settings, resizing=Resizing.OTHER) if files.image.get("do_pad") else settings}
 
 
 def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
@@ -33,6 +43,9 @@ def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
 
 
 def _next_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    side = config.vision_config.image_size
+    if (cut := square(files.image, "crop_size", side)) != side:
+        raise ValueError(f"crop_size must be image_size, {side}, but is {cut}")
     return {Modality.IMAGE: tiled(files.image, _best_fit(files, config), CLIP)}
 
 
@@ -70,6 +83,25 @@ def _projector(source: str) -> dict[str, Module]:
     return {"projector": Module(source=source, prefixes=in_model("multi_modal_projector."), config="")}
 
 
+_LLAVA = TileFamily(
+    model_type="llava",
+    title="LLaVA 1.5",
+    architecture="24 x 1024, patch 14",
+    tower=clip("vision_tower."),
+    beside=_projector("llava.modeling_llava:LlavaMultiModalProjector"),
+    encoder=Llava,
+    processor=_settings,
+    videos=Accepts.NOTHING,
+)
+
+_LLAVA_SIGLIP = replace(
+    _LLAVA,
+    tower_type="siglip_vision_model",
+    title="LLaVA with SigLIP",
+    architecture="26 x 1152, patch 14",
+    tower=siglip("vision_tower."),
+)
+
 _LLAVA_NEXT = TileFamily(
     model_type="llava_next",
     title="LLaVA-NeXT",
@@ -80,6 +112,15 @@ _LLAVA_NEXT = TileFamily(
     processor=_next_settings,
     videos=Accepts.NOTHING,
     special="rows of every tile, whole image first; unpadding and line breaks stay with the LLM",
+)
+
+_LLAVA_NEXT_SIGLIP = replace(
+    _LLAVA_NEXT,
+    tower_type="siglip_vision_model",
+    title="LLaVA-NeXT with SigLIP, Granite Vision",
+    architecture="27 x 1152, patch 14",
+    tower=siglip("vision_tower."),
+    special="rows of every tile, of several layers where the configuration lists them",
 )
 
 _LLAVA_ONEVISION = TileFamily(
@@ -93,4 +134,4 @@ _LLAVA_ONEVISION = TileFamily(
     special="rows of every tile, whole image first; unpadding, line breaks and pooling of frames stay with the LLM",
 )
 
-ROWS: tuple[Family, ...] = (_LLAVA_NEXT, _LLAVA_ONEVISION)
+ROWS: tuple[Family, ...] = (_LLAVA, _LLAVA_SIGLIP, _LLAVA_NEXT, _LLAVA_NEXT_SIGLIP, _LLAVA_ONEVISION)
