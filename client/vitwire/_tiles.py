@@ -27,7 +27,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, center_crop, closest_ratio, best_fit, canvas or windows."""
+    """stretch, square, center_crop, closest_ratio, best_fit, canvas, least_scaling or windows."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -224,6 +224,13 @@ def _canvas(picture: Picture, tiling: Tiling) -> Tiles:
     return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
+def _least_scaling(picture: Picture, tiling: Tiling) -> Tiles:
+    """Enlarges an image to whole tiles, and shrinks it only to fit the largest layout."""
+    rows, columns = _layout_of_scale(picture.size, tiling.tile[0], tiling.max_tiles)
+    whole = picture.at((rows * tiling.tile[0], columns * tiling.tile[1]))
+    return _with_overview(picture, _split(whole, tiling.tile), (rows, columns), tiling)
+
+
 def _layout_of_scale(picture: Size, side: int, most: int) -> Size:
     """The layout that enlarges the image least, or else shrinks it least; in a tie, the smallest."""
     layouts = _layouts_by_ratio(most)
@@ -324,5 +331,6 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "closest_ratio": _closest_ratio,
     "best_fit": _best_fit,
     "canvas": _canvas,
+    "least_scaling": _least_scaling,
     "windows": _windows,
 }

@@ -86,6 +86,7 @@ STOCK: dict[str, Stock] = {
     "llava_next-siglip": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
+    "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
@@ -95,7 +96,7 @@ STOCK: dict[str, Stock] = {
     "siglip2": siglip2,
     "gemma4": gemma4,
 }
-"""Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
+"""Those of llama4, cohere2_vision and step3p7 need torchvision: see tests/unit/test_tiles.py."""
 
 
 @pytest.mark.parametrize("model_type", STOCK)

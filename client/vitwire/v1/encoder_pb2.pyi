@@ -135,6 +135,8 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """One tile: the middle of the image, whose shorter side is first resized to
     min_side, and the longer one in proportion, rounded down.
     """
+    TILING_RULE_LEAST_SCALING: _TilingRule.ValueType  # 30
+    """The layout that scales the image least; the image is stretched to it."""
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -158,6 +160,8 @@ TILING_RULE_CENTER_CROP: TilingRule.ValueType  # 7
 """One tile: the middle of the image, whose shorter side is first resized to
 min_side, and the longer one in proportion, rounded down.
 """
+TILING_RULE_LEAST_SCALING: TilingRule.ValueType  # 30
+"""The layout that scales the image least; the image is stretched to it."""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Overview:

@@ -19,6 +19,8 @@ class TilingRule(StrEnum):
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
+    LEAST_SCALING = "least_scaling"
+    """The same layout; the image is stretched over it."""
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 

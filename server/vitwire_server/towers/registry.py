@@ -6,6 +6,7 @@ from typing import Any
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    cohere,
     deepseek,
     deepseek_ocr,
     ernie,
@@ -32,6 +33,7 @@ _MAKERS = (
     ernie,
     internvl,
     llava,
+    cohere,
     gemma,
     deepseek,
     deepseek_ocr,

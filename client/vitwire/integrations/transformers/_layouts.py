@@ -159,6 +159,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "internvl": _TILES,
     "llava_next": Layout(_cut_images, _packed_next),
     "llava_onevision": Layout(_cut_images, _packed),
+    "aya_vision": _TILES,
+    "cohere2_vision": _TILES,
     "gemma4": _LISTED,
     "gemma3": _TILES,
     "deepseek_vl": _TILES,

@@ -6,6 +6,7 @@ from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, 
 
 _LLAMA = {"model_type": "llama", **TEXT}
 _QWEN2 = {"model_type": "qwen2", **TEXT}
+_COHERE2 = {"model_type": "cohere2", **TEXT, "pad_token_id": 0}
 _CLIP = {"model_type": "clip_vision_model", **VISION, "image_size": 56, "patch_size": 14}
 _SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -23,7 +24,8 @@ _CROPPED = {
     "size": {"shortest_edge": 56},
 }
 
-_STRETCHED = {**HALF, "crop_size": {"height": 56, "width": 56}, "resample": 3, "size": {"height": 56, "width": 56}}
+_SQUARE = {"resample": 3, "size": {"height": 56, "width": 56}}
+_STRETCHED = {**HALF, "crop_size": {"height": 56, "width": 56}, **_SQUARE}
 _IMAGE_TOKEN = {"image_token_index": 500}
 
 LLAVA: Mapping[str, DemoModel] = {
@@ -57,5 +59,17 @@ LLAVA: Mapping[str, DemoModel] = {
             "vision_feature_layer": [-3, -2, 0, -1],
             "vision_feature_select_strategy": "full",
         },
+    ),
+    "aya_vision": demo_vlm(
+        text=_COHERE2,
+        vision=_SIGLIP,
+        image={**HALF, "image_processor_type": "GotOcr2ImageProcessor", "max_patches": 6, **_SQUARE},
+        fields={**_IMAGE_TOKEN, "alignment_intermediate_size": 96},
+    ),
+    "cohere2_vision": demo_vlm(
+        text=_COHERE2,
+        vision=_SIGLIP,
+        image={**HALF, "image_processor_type": "Cohere2VisionImageProcessor", "max_patches": 6, **_SQUARE},
+        fields={"image_token_id": 500, "alignment_intermediate_size": 96},
     ),
 }

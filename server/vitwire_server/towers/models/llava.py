@@ -1,19 +1,17 @@
 """LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
 
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import one_tile, stretched, tiled
-from vitwire_server.towers.shared.clip import LayerRows, clip
+from vitwire_server.towers.shared.clip import clip
+from vitwire_server.towers.shared.projected import ProjectedLayers
 from vitwire_server.towers.shared.siglip import siglip
 
 
@@ -55,30 +53,6 @@ def _onevision_settings(files: ProcessorFiles, config: Config) -> dict[Modality,
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
-class Llava(Encoder):
-    """Rows of CLIP's or SigLIP's chosen layers, and a projector of every row.
-
-    The strategy `default` leaves out the first row of a tile, which is CLIP's class token, and on SigLIP a patch.
-    """
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        vision = config.vision_config
-        self._tower: Any = parts["tower"]
-        self._rows = LayerRows(self._tower, config.vision_feature_layer)
-        self._left_out = int(getattr(config, "vision_feature_select_strategy", "default") == "default")
-        self._projector = parts["projector"]
-        self.blocks = self._rows.blocks
-        self.patch, self.merge = vision.patch_size, 1
-        rows = self._tower.embeddings.position_embedding.num_embeddings
-        self.tile = TileShape(vision.image_size, vision.image_size, rows - self._left_out)
-        self.channels = vision.num_channels
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        return self._projector(self._rows(tiles)[:, self._left_out :])  # type: ignore[no-any-return]
-
-
 def _projector(source: str) -> dict[str, Module]:
     return {"projector": Module(source=source, prefixes=in_model("multi_modal_projector."), config="")}
 
@@ -89,7 +63,7 @@ _LLAVA = TileFamily(
     architecture="24 x 1024, patch 14",
     tower=clip("vision_tower."),
     beside=_projector("llava.modeling_llava:LlavaMultiModalProjector"),
-    encoder=Llava,
+    encoder=ProjectedLayers,
     processor=_settings,
     videos=Accepts.NOTHING,
 )
@@ -108,7 +82,7 @@ _LLAVA_NEXT = TileFamily(
     architecture="24 x 1024, patch 14",
     tower=clip("vision_tower."),
     beside=_projector("llava_next.modeling_llava_next:LlavaNextMultiModalProjector"),
-    encoder=Llava,
+    encoder=ProjectedLayers,
     processor=_next_settings,
     videos=Accepts.NOTHING,
     special="rows of every tile, whole image first; unpadding and line breaks stay with the LLM",
@@ -129,7 +103,7 @@ _LLAVA_ONEVISION = TileFamily(
     architecture="26 x 1152, patch 14",
     tower=siglip("vision_tower."),
     beside=_projector("llava_onevision.modeling_llava_onevision:LlavaOnevisionMultiModalProjector"),
-    encoder=Llava,
+    encoder=ProjectedLayers,
     processor=_onevision_settings,
     special="rows of every tile, whole image first; unpadding, line breaks and pooling of frames stay with the LLM",
 )
