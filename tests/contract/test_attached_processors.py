@@ -26,6 +26,8 @@ PROCESSORS = {
     "llava_next": "llava_next.LlavaNext",
     "llava_onevision": "llava_onevision.LlavaOnevision",
     "aya_vision": "got_ocr2.GotOcr2",
+    "got_ocr2": "got_ocr2.GotOcr2",
+    "janus": "janus.Janus",
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
     "llava-pixtral": "pixtral.Pixtral",

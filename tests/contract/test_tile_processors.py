@@ -19,6 +19,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -87,6 +88,8 @@ STOCK: dict[str, Stock] = {
     "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
+    "got_ocr2": tiles(GotOcr2ImageProcessorPil),
+    "janus": tiles(JanusImageProcessorPil),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
@@ -122,7 +125,7 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
                 assert np.abs(normalised(own, settings, mean, std) - theirs).max() < 2 / 255 / min(std), size
 
 
-UNCONVERTED = ("siglip2", "deepseek_vl", "deepseek_vl_hybrid")
+UNCONVERTED = ("siglip2", "janus", "deepseek_vl", "deepseek_vl_hybrid")
 """Their processors convert nothing to RGB unless their files say so."""
 
 

@@ -9,9 +9,10 @@ from vitwire_server.demo.demo_model import DemoModel, write
 from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.raster import RASTER
+from vitwire_server.demo.models.single_tiles import SINGLE_TILES
 from vitwire_server.demo.models.tiles import TILES
 
-DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **LLAVA, **RASTER})
+DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **LLAVA, **SINGLE_TILES, **RASTER})
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:

@@ -161,6 +161,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "llava_onevision": Layout(_cut_images, _packed),
     "aya_vision": _TILES,
     "cohere2_vision": _TILES,
+    "got_ocr2": _TILES,
+    "janus": _TILES,
     "gemma4": _LISTED,
     "gemma3": _TILES,
     "deepseek_vl": _TILES,

@@ -6,7 +6,7 @@ from typing import Any
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.processors.settings import BICUBIC, Normalisation, bounded, square
+from vitwire_server.towers.processors.settings import BICUBIC, Normalisation, bounded, per_channel, square
 
 
 def tiled(
@@ -44,6 +44,17 @@ def one_tile(
     if not stretches or resized != side:
         raise ValueError(f"size {size} does not make tiles of {side} x {side}")
     return tiled(config, Tiling(TilingRule.STRETCH, (side, side)), normalisation, resample)
+
+
+def squared(config: Mapping[str, Any], side: int, normalisation: Normalisation) -> Preprocessing:
+    """Settings of a processor that fits an image into one tile in its own shape, on its mean colour."""
+    tiling = Tiling(
+        TilingRule.SQUARE,
+        (side, side),
+        background=shade(per_channel(config, "image_mean", normalisation[0])),
+        min_side=int(config.get("min_size", 14)),
+    )
+    return tiled(config, tiling, normalisation)
 
 
 def nearest_ratio(config: Mapping[str, Any], side: int, *, cuts: bool) -> Tiling:
