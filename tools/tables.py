@@ -35,7 +35,7 @@ def short_table() -> Iterator[str]:
         own = list(families)
         layout, attention, videos = taken
         titles = ", ".join(dict.fromkeys(row.title.partition(" (")[0] for row in own))
-        types = ", ".join(f"`{row.model_type}`" for row in own)
+        types = ", ".join(dict.fromkeys(f"`{row.model_type}`" for row in own))
         rows.append((titles, types, layout, attention, videos))
     return _table(("models", "model_type", "pixels", "attention", "videos"), rows)
 

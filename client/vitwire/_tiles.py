@@ -272,6 +272,13 @@ def _canvas(picture: Picture, tiling: Tiling) -> Tiles:
     return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
+def _least_scaling(picture: Picture, tiling: Tiling) -> Tiles:
+    """Enlarges an image to whole tiles, and shrinks it only to fit the largest layout."""
+    rows, columns = _layout_of_scale(picture.size, tiling.tile[0], tiling.max_tiles)
+    whole = picture.at((rows * tiling.tile[0], columns * tiling.tile[1]))
+    return _with_overview(picture, _split(whole, tiling.tile), (rows, columns), tiling)
+
+
 def _layout_of_scale(picture: Size, side: int, most: int) -> Size:
     """The layout that enlarges the image least, or else shrinks it least; in a tie, the smallest."""
     layouts = _layouts_by_ratio(most)
@@ -447,5 +454,6 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "canvas": _canvas,
     "whole_tiles": _whole_tiles,
     "covering": _covering,
+    "least_scaling": _least_scaling,
     "windows": _windows,
 }

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
 from checkpoints import Checkpoints
+from client_models import client_model
 from reference import TOLERANCE, error
 from rigs import Rig
 from tile_reference import TileReference
@@ -53,6 +54,11 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
         ),
         ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
+        (
+            "llava-pixtral",
+            edit(CONFIG, vision_feature_select_strategy="default"),
+            "strategy is 'default', but must be 'full'",
+        ),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
         (
@@ -62,7 +68,16 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("deepseek_ocr2", edit(PROCESSOR, tile_size=80), "does not become 144 tokens"),
         ("deepseek_ocr2", edit(PROCESSOR, crop_to_patches=False), "crop_to_patches"),
-        ("llava", edit(CONFIG, vision_config={"model_type": "clip_vision_model"}), "only Pixtral's is served"),
+        (
+            "llava",
+            edit(CONFIG, vision_config={"model_type": "dinov2"}),
+            "model_type is 'dinov2', but must be 'clip_vis",
+        ),
+        ("mistral3", edit(CONFIG, vision_config=CLIP), "'clip_vision_model', but must be 'pixtral'"),
+        ("llava", edit(CONFIG, vision_feature_layer=-5), "vision_feature_layer -5 is not served, as the tower has 3"),
+        ("llava_next", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size must be image_size, 56"),
+        ("llava", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size 28 .* does not make tiles of 56"),
+        ("llava", edit(PROCESSOR, do_center_crop=False), "does not make tiles of 56 x 56"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
         (
@@ -122,3 +137,12 @@ def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpo
     assert len(expected) == len(whole) - grid.t
     (rows,) = rig.run(rig.items([grid]))
     assert error(rows, expected) <= TOLERANCE
+
+
+def test_clients_get_no_settings_of_a_processor_that_pads_images_before_it_resizes_them(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("llava"), tmp_path / "copy"))
+    assert client_model(folder).image_preprocessor
+    edit(PROCESSOR, do_pad=True)(folder)
+    assert client_model(folder).image_preprocessor is None

@@ -20,10 +20,13 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -98,9 +101,15 @@ STOCK: dict[str, Stock] = {
     "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "NVLM_D": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "h2ovl_chat": msac,
+    "llava": tiles(LlavaImageProcessorPil),
+    "llava-siglip": tiles(SiglipImageProcessorPil),
+    "llava_next-siglip": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
     "deepseek_vl_v2": deepseek_vl2,
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
+    "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
+    "got_ocr2": tiles(GotOcr2ImageProcessorPil),
+    "janus": tiles(JanusImageProcessorPil),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
@@ -108,7 +117,7 @@ STOCK: dict[str, Stock] = {
     "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
     "ovis2": tiles(Ovis2ImageProcessorPil),
-    "llava": pixtral(14),
+    "llava-pixtral": pixtral(14),
     "mistral3": pixtral(28),
     "mistral_large4": pixtral(28),
     "lighton_ocr": pixtral(28),
@@ -116,7 +125,7 @@ STOCK: dict[str, Stock] = {
     "gemma4": gemma4,
     "diffusion_gemma": gemma4,
 }
-"""Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
+"""Those of llama4, cohere2_vision and step3p7 need torchvision: see tests/unit/test_tiles.py."""
 
 
 @pytest.mark.parametrize("model_type", STOCK)
@@ -142,7 +151,7 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
                 assert np.abs(normalised(own, settings, mean, std) - theirs).max() < 2 / 255 / min(std), size
 
 
-UNCONVERTED = ("siglip2", "deepseek_vl", "deepseek_vl_hybrid")
+UNCONVERTED = ("siglip2", "janus", "deepseek_vl", "deepseek_vl_hybrid")
 """Their processors convert nothing to RGB unless their files say so."""
 
 

@@ -152,7 +152,7 @@ def _always_cut_images(config: Any) -> Pictures:
 
 
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
-    "llava": _padded_images,
+    "llava": lambda config: (_padded_images if config.vision_config.model_type == "pixtral" else _tiles)(config),
     "mistral3": _padded_images,
     "mistral_large4": _padded_images,
     "lighton_ocr": _padded_images,
@@ -160,6 +160,10 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
     "qianfan_ocr": _tiles,
+    "got_ocr2": _tiles,
+    "janus": _tiles,
+    "aya_vision": _tiles,
+    "cohere2_vision": _tiles,
     "gemma3": _tiles,
     "llama4": _tiles,
     "ovis2": _tiles,

@@ -86,13 +86,13 @@ class Lfm2Vl(RasterReference):
         return torch.cat(list(features.pooler_output))
 
 
-RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2, "lfm2_vl": Lfm2Vl}
 RASTER = {
-    "llava": Pixtral,
+    "llava-pixtral": Pixtral,
     "mistral3": Pixtral,
     "mistral_large4": Pixtral,
     "lighton_ocr": Pixtral,
     "gemma4": Gemma4,
     "diffusion_gemma": Gemma4,
     "siglip2": Siglip2,
+    "lfm2_vl": Lfm2Vl,
 }

@@ -56,6 +56,11 @@ def _cropped(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return rows  # type: ignore[no-any-return]
 
 
+def _listed(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    assert crops is None
+    return torch.cat(model.model.get_image_features(pixel_values=pixels).pooler_output)
+
+
 def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
     del crops
@@ -101,6 +106,7 @@ def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 
 
 _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
+    "llava": _listed,
     "llava_next": _next,
     "llava_onevision": _onevision,
     "llama4": _llama4,

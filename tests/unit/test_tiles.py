@@ -233,6 +233,36 @@ def test_llama4_takes_the_layout_that_scales_least(size: tuple[int, int], grid: 
     assert tiles.pixels.shape == (grid[0], 3, 56, 56)
 
 
+# What the stock processor, which needs torchvision, gave as num_patches and layout:
+# Cohere2VisionImageProcessor(size={"height": 56, "width": 56}, max_patches=6)([picture(*size)]), transformers 5.23
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((30, 30), (1, 1, 1)),
+        ((64, 40), (3, 2, 1)),
+        ((40, 100), (3, 1, 2)),
+        ((57, 55), (3, 2, 1)),
+        ((200, 90), (7, 3, 2)),
+        ((90, 301), (5, 1, 4)),
+        ((113, 224), (7, 2, 3)),
+        ((12, 300), (7, 1, 6)),
+        ((400, 7), (7, 6, 1)),
+        ((2, 2), (1, 1, 1)),
+        ((300, 300), (5, 2, 2)),
+        ((480, 640), (7, 2, 3)),
+    ],
+)
+def test_command_vision_stretches_an_image_over_the_layout_that_scales_least(
+    size: tuple[int, int], grid: tuple[int, int, int]
+) -> None:
+    image = picture(*size)
+    tiles = ours(image, Tiling("least_scaling", (56, 56), "last", max_tiles=6))
+    assert tiles.grid == grid
+    (whole,) = ours(image, Tiling("stretch", (56 * grid[1], 56 * grid[2]))).pixels
+    assert (tiles.pixels[0] == whole[:, :56, :56]).all()
+    assert (tiles.pixels[-1] == ours(image, Tiling("stretch", (56, 56))).pixels[0]).all()
+
+
 def test_llama4_enlarges_to_one_tile_and_pads_at_the_end() -> None:
     image = np.full((28, 112, 3), 200, np.uint8)
     tiles = ours(image, Tiling("canvas", (56, 56), "last", max_tiles=6), resample=2)

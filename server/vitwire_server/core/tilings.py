@@ -27,6 +27,8 @@ class TilingRule(StrEnum):
     """The longer side becomes `max_side`, then the image is stretched to whole tiles, from which all tiles are made."""
     COVERING = "covering"
     """The fewest tiles that show most of the image when each shows a part of it in its own shape, as Ovis 2 has it."""
+    LEAST_SCALING = "least_scaling"
+    """The same layout; the image is stretched over it."""
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 

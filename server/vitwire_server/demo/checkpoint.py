@@ -14,6 +14,7 @@ from vitwire_server.demo.models.packed_newer import PACKED_NEWER
 from vitwire_server.demo.models.published import PUBLISHED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.raster_newer import RASTER_NEWER
+from vitwire_server.demo.models.single_tiles import SINGLE_TILES
 from vitwire_server.demo.models.tiles import TILES
 from vitwire_server.demo.models.tiles_newer import TILES_NEWER
 
@@ -23,10 +24,11 @@ DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
         **LIQUID,
         **LLAVA,
         **PACKED,
-        **PUBLISHED,
         **PACKED_NEWER,
+        **PUBLISHED,
         **RASTER,
         **RASTER_NEWER,
+        **SINGLE_TILES,
         **TILES,
         **TILES_NEWER,
     }

@@ -113,10 +113,12 @@ class Accepts(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
-    """A row of the table: one `model_type`, what to load of it, and how to build its tower."""
+    """A row of the table: what to load of a `model_type`, and how to build its tower."""
 
     model_type: str
     """`model_type` of the checkpoint's config.json."""
+    tower_type: str = ""
+    """`vision_config.model_type` of its checkpoints, if another row of this `model_type` serves all other towers."""
     title: str
     """The models' published name."""
     tower: Module
@@ -137,6 +139,11 @@ class Family(ABC):
     """What else a reader of the table should know."""
     layout: ClassVar[str]
     """Shape of the family's pixels, for the table of models."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the table: the `model_type`, followed by the kind of tower where another row has the former."""
+        return "-".join(filter(None, (self.model_type, self.tower_type.removesuffix("_vision_model"))))
 
     @property
     def prunes(self) -> bool:

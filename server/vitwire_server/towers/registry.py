@@ -1,10 +1,12 @@
-"""The table of models: one row per `model_type`."""
+"""The table of models: one row per `model_type`, or per kind of tower where a `model_type` has several."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    cohere,
     cohere_compass,
     cosmos,
     deepseek,
@@ -13,9 +15,11 @@ from vitwire_server.towers.models import (
     ernie,
     gemma,
     glm,
+    got_ocr,
     hyperclova,
     idefics,
     internvl,
+    janus,
     kimi,
     lfm3,
     liquid,
@@ -42,13 +46,16 @@ _MAKERS = (
     ernie,
     internvl,
     llava,
+    cohere,
     gemma,
     deepseek,
     deepseek_vl2,
     deepseek_ocr,
+    janus,
     llama,
     ovis,
     step,
+    got_ocr,
     mistral,
     minicpm,
     siglip,
@@ -63,4 +70,13 @@ _MAKERS = (
 )
 """In the order of the tables of models."""
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({row.model_type: row for maker in _MAKERS for row in maker.ROWS})
+FAMILIES: Mapping[str, Family] = MappingProxyType({row.name: row for maker in _MAKERS for row in maker.ROWS})
+"""By name; that of a row without a `tower_type` is its `model_type`."""
+
+
+def family_of(settings: Mapping[str, Any]) -> Family | None:
+    """The row of a checkpoint by its config.json; None if its `model_type` is not in the table."""
+    model_type, vision = settings.get("model_type"), settings.get("vision_config")
+    tower_type = vision.get("model_type") if isinstance(vision, dict) else None
+    rows = (row for row in FAMILIES.values() if (row.model_type, row.tower_type) == (model_type, tower_type))
+    return next(rows, None) or FAMILIES.get(str(model_type))

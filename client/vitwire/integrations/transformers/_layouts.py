@@ -88,6 +88,11 @@ def _one_each(call: Call) -> list[int]:
     return [1] * len(call.pixels)
 
 
+def _one_each_unless_listed(call: Call) -> list[int] | None:
+    """Pixtral's processor gives the sizes of images, which are not tiles."""
+    return None if call.arguments.get("image_sizes") is not None else _one_each(call)
+
+
 # -- LLaVA-NeXT and LLaVA-OneVision ----------------------------------------------------------------
 
 
@@ -212,6 +217,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "llava_next": Layout(tiles=_cut_images, features=_packed_next),
     "llava_onevision": Layout(tiles=_cut_images, features=_packed),
     "qianfan_ocr": _TILES,
+    "aya_vision": _TILES,
+    "cohere2_vision": _TILES,
+    "got_ocr2": _TILES,
+    "janus": _TILES,
     "gemma4": _LISTED,
     "diffusion_gemma": Layout(features=_joined),
     "gemma3": _TILES,
@@ -221,7 +230,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
     "ovis2": Layout(tiles=_one_each, features=_stacked, beside=_indicators),
     "step3p7": _LISTED,
-    "llava": _LISTED,
+    "llava": Layout(tiles=_one_each_unless_listed),
     "mistral3": _LISTED,
     "idefics3": _PADDED_TILES,
     "smolvlm": _PADDED_TILES,

@@ -60,7 +60,8 @@ def save_gemma4(model: PreTrainedModel, out: Path) -> None:
 
 RASTER: Mapping[str, DemoModel] = MappingProxyType(
     {
-        "llava": demo_vlm(
+        "llava-pixtral": demo_vlm(
+            base="llava",
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
             vision=PIXTRAL,
             image={**CLIP, **LONGEST},

@@ -20,7 +20,7 @@ from vitwire_server.towers.family import Family
 from vitwire_server.towers.files import CheckpointError, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
-from vitwire_server.towers.registry import FAMILIES
+from vitwire_server.towers.registry import FAMILIES, family_of
 from vitwire_server.towers.served import absurd_layers
 from vitwire_server.towers.tower import Tower
 
@@ -70,11 +70,12 @@ def open_checkpoint(model: str) -> Checkpoint:
     """
     folder, on_hub = _folder(model)
     settings = read_json(folder / "config.json")
-    model_type = settings.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = family_of(settings)
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(f"{model}: model_type {model_type!r} is not supported; supported are {known}")
+        known = ", ".join(dict.fromkeys(row.model_type for row in FAMILIES.values()))
+        raise CheckpointError(
+            f"{model}: model_type {settings.get('model_type')!r} is not supported; supported are {known}"
+        )
     if Version(transformers.__version__) < Version(family.transformers):
         raise CheckpointError(
             f"{model}: {family.title} needs transformers {family.transformers} or newer, "

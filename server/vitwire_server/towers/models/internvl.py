@@ -16,7 +16,7 @@ from vitwire_server.towers.configs import Config, changed, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
-from vitwire_server.towers.processors.tiles import stretched, tiled
+from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 
@@ -59,17 +59,9 @@ ORIGINAL_NAMES = (
 
 
 def internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    image = files.image
-    tile = (side(config.vision_config.image_size),) * 2
-    tiling = Tiling(
-        TilingRule.CLOSEST_RATIO,
-        tile,
-        overview=Overview.LAST,
-        min_tiles=int(image.get("min_patches", 1)),
-        max_tiles=int(image.get("max_patches", 12)),
-    )
+    tiling = nearest_ratio({**files.image, "crop_to_patches": True}, side(config.vision_config.image_size), cuts=True)
     frames = tiled(files.video, tiling, IMAGENET)
-    return {Modality.IMAGE: tiled(image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tile)}
+    return {Modality.IMAGE: tiled(files.image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
 def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:

@@ -1,19 +1,27 @@
-"""LLaVA-NeXT and LLaVA-OneVision."""
+"""LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
 
-from typing import Any
-
-from torch import Tensor
+from dataclasses import replace
 
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
-from vitwire_server.towers.processors.tiles import stretched, tiled
-from vitwire_server.towers.shared.clip import LayerRows, clip
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, square
+from vitwire_server.towers.processors.tiles import one_tile, stretched, tiled
+from vitwire_server.towers.shared.clip import clip
+from vitwire_server.towers.shared.projected import ProjectedLayers
 from vitwire_server.towers.shared.siglip import siglip
+
+
+def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """CLIP's processor cuts out the middle unless its file says otherwise, SigLIP's has no such setting."""
+    stretches = "Siglip" in files.image.get("image_processor_type", "")
+    side, normalisation = config.vision_config.image_size, HALF if stretches else CLIP
+    settings = one_tile(files.image, side, normalisation, crops=not stretches)
+    # Pads images to squares before it resizes them, which no rule does.
+    return {Modality.IMAGE: replace(settings, resizing=Resizing.OTHER) if files.image.get("do_pad") else settings}
 
 
 def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
@@ -33,6 +41,9 @@ def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
 
 
 def _next_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    side = config.vision_config.image_size
+    if (cut := square(files.image, "crop_size", side)) != side:
+        raise ValueError(f"crop_size must be image_size, {side}, but is {cut}")
     return {Modality.IMAGE: tiled(files.image, _best_fit(files, config), CLIP)}
 
 
@@ -42,33 +53,28 @@ def _onevision_settings(files: ProcessorFiles, config: Config) -> dict[Modality,
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
-class Llava(Encoder):
-    """Rows of CLIP's or SigLIP's chosen layers, and a projector of every row.
-
-    The strategy `default` leaves out the first row of a tile, which is CLIP's class token, and on SigLIP a patch.
-    """
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        vision = config.vision_config
-        self._tower: Any = parts["tower"]
-        self._rows = LayerRows(self._tower, config.vision_feature_layer)
-        self._left_out = int(getattr(config, "vision_feature_select_strategy", "default") == "default")
-        self._projector = parts["projector"]
-        self.blocks = self._rows.blocks
-        self.patch, self.merge = vision.patch_size, 1
-        rows = self._tower.embeddings.position_embedding.num_embeddings
-        self.tile = TileShape(vision.image_size, vision.image_size, rows - self._left_out)
-        self.channels = vision.num_channels
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        return self._projector(self._rows(tiles)[:, self._left_out :])  # type: ignore[no-any-return]
-
-
 def _projector(source: str) -> dict[str, Module]:
     return {"projector": Module(source=source, prefixes=in_model("multi_modal_projector."), config="")}
 
+
+_LLAVA = TileFamily(
+    model_type="llava",
+    title="LLaVA 1.5",
+    architecture="24 x 1024, patch 14",
+    tower=clip("vision_tower."),
+    beside=_projector("llava.modeling_llava:LlavaMultiModalProjector"),
+    encoder=ProjectedLayers,
+    processor=_settings,
+    videos=Accepts.NOTHING,
+)
+
+_LLAVA_SIGLIP = replace(
+    _LLAVA,
+    tower_type="siglip_vision_model",
+    title="LLaVA with SigLIP",
+    architecture="26 x 1152, patch 14",
+    tower=siglip("vision_tower."),
+)
 
 _LLAVA_NEXT = TileFamily(
     model_type="llava_next",
@@ -76,10 +82,19 @@ _LLAVA_NEXT = TileFamily(
     architecture="24 x 1024, patch 14",
     tower=clip("vision_tower."),
     beside=_projector("llava_next.modeling_llava_next:LlavaNextMultiModalProjector"),
-    encoder=Llava,
+    encoder=ProjectedLayers,
     processor=_next_settings,
     videos=Accepts.NOTHING,
     special="rows of every tile, whole image first; unpadding and line breaks stay with the LLM",
+)
+
+_LLAVA_NEXT_SIGLIP = replace(
+    _LLAVA_NEXT,
+    tower_type="siglip_vision_model",
+    title="LLaVA-NeXT with SigLIP, Granite Vision",
+    architecture="27 x 1152, patch 14",
+    tower=siglip("vision_tower."),
+    special="rows of every tile, of several layers where the configuration lists them",
 )
 
 _LLAVA_ONEVISION = TileFamily(
@@ -88,9 +103,9 @@ _LLAVA_ONEVISION = TileFamily(
     architecture="26 x 1152, patch 14",
     tower=siglip("vision_tower."),
     beside=_projector("llava_onevision.modeling_llava_onevision:LlavaOnevisionMultiModalProjector"),
-    encoder=Llava,
+    encoder=ProjectedLayers,
     processor=_onevision_settings,
     special="rows of every tile, whole image first; unpadding, line breaks and pooling of frames stay with the LLM",
 )
 
-ROWS: tuple[Family, ...] = (_LLAVA_NEXT, _LLAVA_ONEVISION)
+ROWS: tuple[Family, ...] = (_LLAVA, _LLAVA_SIGLIP, _LLAVA_NEXT, _LLAVA_NEXT_SIGLIP, _LLAVA_ONEVISION)
