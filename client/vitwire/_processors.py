@@ -22,6 +22,9 @@ _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
 _IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
 
+_MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
+"""Roots of the patches of a token that servers merge."""
+
 
 def processor_items(
     outputs: Outputs,
@@ -34,6 +37,7 @@ def processor_items(
     """See `Item.from_processor`."""
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
+    _check_merged(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
     if outputs.get(_PIXELS) is not None:
@@ -101,6 +105,13 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
+
+
+def _check_merged(outputs: Outputs) -> None:
+    """VideoLLaMA 3's processors say how many patches of each item are merged; servers have one number for each kind."""
+    for key, served in _MERGED.items():
+        if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
+            raise invalid(key, f"must be {served} for each item, which is what the model was published with")
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output

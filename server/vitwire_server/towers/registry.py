@@ -22,6 +22,7 @@ from vitwire_server.towers.models import (
     qwen,
     siglip,
     step,
+    videollama,
 )
 
 _MAKERS = (
@@ -42,6 +43,7 @@ _MAKERS = (
     siglip,
     idefics,
     liquid,
+    videollama,
 )
 """In the order of the tables of models."""
 

@@ -182,6 +182,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "idefics3": _PADDED_TILES,
     "smolvlm": _PADDED_TILES,
     "lfm2_vl": _LISTED,
+    "video_llama_3": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 
