@@ -38,6 +38,7 @@ def processor_items(
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
     _check_merged(outputs)
+    _check_path(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
     if outputs.get(_PIXELS) is not None:
@@ -91,6 +92,12 @@ def _grids_of_batch(grid_thw: object, batch: Batch, model: "Model | None", modal
     if modality == "video" and grid_thw is None and len(batch) and rank(batch) == 5:
         return Grids(_PIXELS, [(len(clip),) for clip in batch])
     return _image_grids({}, batch, model, grid_thw)
+
+
+def _check_path(outputs: Outputs) -> None:
+    """Pages that Granite for Docling's processor marks for more tokens than servers make of a tile."""
+    if _has(outputs, "tile_fine_mask"):
+        raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
 
 
 def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:

@@ -139,6 +139,12 @@ def _tiles_of_prompts(config: Any) -> Pictures:
     return Pictures({"pixel_values": _random(3, 2, 3, _side(config), _side(config))})
 
 
+def _marked_tiles(config: Any) -> Pictures:
+    """Tiles of three prompts, and which of them are not padding."""
+    pixels = _random(3, 5, 3, _side(config), _side(config))
+    return Pictures({"pixel_values": pixels, "pixel_attention_mask": torch.arange(5) < torch.tensor([[3], [1], [5]])})
+
+
 def _frames(config: Any) -> Pictures:
     return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
 
@@ -156,6 +162,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "step3p7": lambda _: _views(168, 112),
     "llava_onevision": _cut_images,
     "lfm2_vl": _naflex,
+    "granite_docling": _marked_tiles,
     "idefics3": _tiles_of_prompts,
     "smolvlm": _tiles_of_prompts,
 }

@@ -322,6 +322,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Item.from_processor({"pixel_values": ROWS, "image_grid_thw": GRIDS, "image_merge_sizes": [1, 2, 1]}),
         "image_merge_sizes",
     ),
+    "the fine path": (
+        lambda: Item.from_processor({"pixel_values": TILES[None], "tile_fine_mask": [True]}),
+        "tile_fine_mask",
+    ),
     "nothing": (lambda: Item.from_processor({}), "outputs"),
     "text only": (lambda: Item.from_processor({"input_ids": [1]}), "outputs"),
     "no outputs": (lambda: Item.from_processor([ROWS]), "outputs"),  # type: ignore[arg-type]

@@ -1207,7 +1207,9 @@ class Tiling(google.protobuf.message.Message):
 
     @property
     def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
-        """Allowed layouts, for TILING_RULE_BEST_FIT."""
+        """Allowed layouts, for TILING_RULE_BEST_FIT and, if there are any, for
+        TILING_RULE_CLOSEST_RATIO.
+        """
 
     @property
     def background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

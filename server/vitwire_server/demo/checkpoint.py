@@ -6,13 +6,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vitwire_server.demo.demo_model import DemoModel, write
+from vitwire_server.demo.models.granite_docling import GRANITE_DOCLING
 from vitwire_server.demo.models.idefics import IDEFICS
 from vitwire_server.demo.models.liquid import LIQUID
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.tiles import TILES
 
-DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **RASTER, **IDEFICS, **LIQUID})
+DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
+    {**PACKED, **TILES, **RASTER, **IDEFICS, **LIQUID, **GRANITE_DOCLING}
+)
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:

@@ -10,6 +10,7 @@ from vitwire_server.towers.models import (
     ernie,
     gemma,
     glm,
+    granite_docling,
     idefics,
     internvl,
     kimi,
@@ -44,6 +45,7 @@ _MAKERS = (
     idefics,
     liquid,
     videollama,
+    granite_docling,
 )
 """In the order of the tables of models."""
 
