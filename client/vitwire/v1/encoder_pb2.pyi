@@ -307,6 +307,10 @@ class _SamplingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """By rate as GLM-4.6V: the rate depends on the duration."""
     SAMPLING_RULE_MIDDLES: _SamplingRule.ValueType  # 7
     """A fixed number of frames, the middle of each interval."""
+    SAMPLING_RULE_RATE_WITHIN: _SamplingRule.ValueType  # 8
+    """By rate as SmolVLM: up to max_frames, evenly spaced from the first to the
+    last frame, rounded down; of long clips without the first and last second.
+    """
 
 class SamplingRule(_SamplingRule, metaclass=_SamplingRuleEnumTypeWrapper):
     """How frames of a clip are chosen before it is prepared."""
@@ -330,6 +334,10 @@ SAMPLING_RULE_RATE_BY_DURATION: SamplingRule.ValueType  # 6
 """By rate as GLM-4.6V: the rate depends on the duration."""
 SAMPLING_RULE_MIDDLES: SamplingRule.ValueType  # 7
 """A fixed number of frames, the middle of each interval."""
+SAMPLING_RULE_RATE_WITHIN: SamplingRule.ValueType  # 8
+"""By rate as SmolVLM: up to max_frames, evenly spaced from the first to the
+last frame, rounded down; of long clips without the first and last second.
+"""
 Global___SamplingRule: typing_extensions.TypeAlias = SamplingRule
 
 @typing.final
