@@ -24,6 +24,9 @@ _IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "sp
 _LAYOUTS = ("aspect_ratios", "grids")
 """Keys with the rows and columns of tiles that images were cut in."""
 
+_MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
+"""Roots of the patches of a token that servers merge."""
+
 
 def processor_items(
     outputs: Outputs,
@@ -36,6 +39,8 @@ def processor_items(
     """See `Item.from_processor`."""
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
+    _check_merged(outputs)
+    _check_path(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
     if outputs.get(_PIXELS) is not None:
@@ -91,6 +96,12 @@ def _grids_of_batch(grid_thw: object, batch: Batch, model: "Model | None", modal
     return _image_grids({}, batch, model, grid_thw)
 
 
+def _check_path(outputs: Outputs) -> None:
+    """Pages that Granite for Docling's processor marks for more tokens than servers make of a tile."""
+    if _has(outputs, "tile_fine_mask"):
+        raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
+
+
 def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
     batch = on_host(outputs[_PIXELS], _PIXELS)
     if _has(outputs, "tgt_sizes"):
@@ -105,6 +116,13 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
+
+
+def _check_merged(outputs: Outputs) -> None:
+    """VideoLLaMA 3's processors say how many patches of each item are merged; servers have one number for each kind."""
+    for key, served in _MERGED.items():
+        if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
+            raise invalid(key, f"must be {served} for each item, which is what the model was published with")
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output

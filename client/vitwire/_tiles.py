@@ -40,7 +40,7 @@ class Tiling:
     min_tiles: int = 1
     max_tiles: int = 1
     layouts: tuple[tuple[int, int], ...] = ()
-    """Allowed rows and columns, for best_fit and padded_fit."""
+    """Allowed rows and columns, for best_fit, padded_fit and, if there are any, closest_ratio."""
     background: tuple[int, ...] = ()
     min_side: int = 0
     max_side: int = 0
@@ -162,7 +162,7 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
     size = tiling.crop or tiling.tile
     if tiling.crop and max(picture.size) <= size[0]:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background)]), (1, 1, 1))
-    rows, columns = _layout_of_ratio(picture.size, size, _layouts(tiling.min_tiles, tiling.max_tiles))
+    rows, columns = _layout_of_ratio(picture.size, size, tiling.layouts or _layouts(tiling.min_tiles, tiling.max_tiles))
     tiles = _split(picture.at((rows * size[0], columns * size[1])), size)
     if tiling.crop:
         view = _stacked([_squared(picture, tiling.tile[0], tiling.background)])
@@ -175,8 +175,8 @@ def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
     tile = tiling.tile
     first = _layout_of_ratio(picture.size, tile, _layouts(tiling.min_tiles, tiling.max_tiles))
     finer = [
-        (columns, rows)
-        for columns, rows in _layouts(_FINER, tiling.max_tiles)
+        (rows, columns)
+        for rows, columns in _layouts(_FINER, tiling.max_tiles)
         if first[0] % rows and first[1] % columns
     ]
     tiles = [
@@ -191,11 +191,11 @@ def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
 def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size:
     """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it.
 
-    `layouts` are columns and rows; if there is none, the image is one tile.
+    `layouts` are rows and columns; if there is none, the image is one tile.
     """
     ratio, area = picture[1] / picture[0], picture[0] * picture[1]
     best, distance = (1, 1), math.inf
-    for columns, rows in layouts:
+    for rows, columns in layouts:
         off = abs(ratio - columns / rows)
         if off < distance or (off == distance and 2 * area > tile[0] * tile[1] * rows * columns):
             best, distance = (rows, columns), off
@@ -204,8 +204,8 @@ def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size
 
 @cache
 def _layouts(fewest: int, most: int) -> tuple[Size, ...]:
-    """Columns and rows of all layouts with `fewest` to `most` tiles, by number of tiles."""
-    pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
+    """Rows and columns of all layouts with `fewest` to `most` tiles, by number of tiles."""
+    pairs = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1)]
     return tuple(sorted((p for p in pairs if fewest <= p[0] * p[1] <= most), key=lambda pair: pair[0] * pair[1]))
 
 
@@ -348,7 +348,7 @@ def covering_layout(picture: Size, side: int, most: int) -> Size:
     """
     height, width = picture
     shares: list[tuple[Size, float]] = []
-    for columns, rows in _layouts(1, most):
+    for rows, columns in _layouts(1, most):
         down, across = _parts(height, columns), _parts(width, rows)
         kept = sum(_kept_of_part(part, side) for part in itertools.product(down, across))
         shares.append(((rows, columns), kept / (width * height)))

@@ -16,7 +16,7 @@ from reference import TOLERANCE
 from vitwire.integrations.transformers import attach
 from vlms import TowerEncoder, language_model, owner_of
 
-AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe")
+AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe", "video_llama_3")
 PROCESSORS = {
     **dict.fromkeys(AUTO, ""),
     "internvl": "got_ocr2.GotOcr2",
@@ -42,6 +42,7 @@ PROCESSORS = {
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",
     "idefics3": "idefics3.Idefics3",
     "smolvlm": "smolvlm.SmolVLM",
+    "granite_docling": "granite_docling.GraniteDocling",
 }
 """Package and name of the processor; those of other models need torchvision."""
 MERGED = ("mistral3", "mistral_large4", "lighton_ocr")
@@ -60,7 +61,7 @@ def processed(model_type: str, folder: Any) -> dict[str, Any]:
         factor = {"patch_size": {"height": 28, "width": 28}} if model_type in MERGED else {}
         processor = getattr(module, f"{name}ImageProcessorPil").from_pretrained(folder, **factor)
     # LLaVA-OneVision cuts images in another way where a prompt has several; Idefics pads the tiles of prompts.
-    by_prompt = model_type in {"llava_onevision", "idefics3", "smolvlm"}
+    by_prompt = model_type in {"llava_onevision", "idefics3", "smolvlm", "granite_docling"}
     prompts = [[first], others] if by_prompt else [first, *others]
     return dict(processor(images=prompts, return_tensors="pt"))
 

@@ -32,6 +32,7 @@ def image_prompt(model_type: str, model: Any) -> dict[str, torch.Tensor]:
         "mm_token_type_ids": torch.tensor([[int(each == image) for each in ids]]),
         "pixel_values": pixels,
         "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "image_merge_sizes": torch.tensor([1]),
     }
     return {name: inputs[name] for name in inputs if name in inspect.signature(model.forward).parameters}
 

@@ -80,6 +80,8 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llava", edit(PROCESSOR, do_center_crop=False), "does not make tiles of 56 x 56"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
+        ("granite_docling", edit(PROCESSOR, fine_route=True), "fine_route is true, but only the coarse path is served"),
+        ("granite_docling", edit(PROCESSOR, size=56), "size is 56, but must be the tower's image_size, 112"),
         (
             "idefics3",
             edit(PROCESSOR, max_image_size={"longest_edge": 70}),

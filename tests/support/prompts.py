@@ -17,7 +17,7 @@ _PER_FRAME = ("qwen3_vl", "qwen3_5", "qwen4", "cosmos3", "cohere_compass", "glm"
 """Beginnings of the types of models whose prompts mark each frame of a clip."""
 _SQUARE = ("kimi_k25", "paddleocr_vl")
 """Their processors emit patches as `(C, p, p)`."""
-_SINGLE = (*_SQUARE, "ernie4_5_vl_moe")
+_SINGLE = (*_SQUARE, "ernie4_5_vl_moe", "video_llama_3")
 """Their patches are of one frame."""
 
 
@@ -51,7 +51,10 @@ def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
         rows = rows.view(len(rows), 3, vision.patch_size, vision.patch_size)
     suffix = "_videos" if modality == "video" else ""
     arguments = {f"pixel_values{suffix}": rows, f"{modality}_grid_thw": torch.tensor(grids)}
+    if modality == "image":
+        arguments["image_merge_sizes"] = torch.ones(len(grids), dtype=torch.int64)  # of VideoLLaMA 3
     if modality == "video":
+        arguments["video_merge_sizes"] = torch.full((len(grids),), 2)  # of VideoLLaMA 3
         arguments["video_second_per_grid"] = torch.tensor([1.0])  # of omni models
     return Pictures(arguments, modality)
 
@@ -140,6 +143,12 @@ def _tiles_of_prompts(config: Any) -> Pictures:
     return Pictures({"pixel_values": _random(3, 2, 3, _side(config), _side(config))})
 
 
+def _marked_tiles(config: Any) -> Pictures:
+    """Tiles of three prompts, and which of them are not padding."""
+    pixels = _random(3, 5, 3, _side(config), _side(config))
+    return Pictures({"pixel_values": pixels, "pixel_attention_mask": torch.arange(5) < torch.tensor([[3], [1], [5]])})
+
+
 def _frames(config: Any) -> Pictures:
     return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
 
@@ -174,6 +183,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava_next": _always_cut_images,
     "llava_onevision": _cut_images,
     "lfm2_vl": _naflex,
+    "granite_docling": _marked_tiles,
     "idefics3": _tiles_of_prompts,
     "smolvlm": _tiles_of_prompts,
 }

@@ -6,11 +6,16 @@ import torch
 
 from published_reference import PUBLISHED, DeepseekVL2, MiniCPMV
 from raster_reference import RASTER, RasterReference
-from reference import Kimi, KimiVL, Reference, SquarePatches
+from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
 from tile_reference import TileReference
 from vitwire_server.towers.registry import FAMILIES
 
-_OWN: dict[str, type[Reference]] = {"kimi_k25": Kimi, "kimi_vl": KimiVL, "paddleocr_vl": SquarePatches}
+_OWN: dict[str, type[Reference]] = {
+    "kimi_k25": Kimi,
+    "kimi_vl": KimiVL,
+    "paddleocr_vl": SquarePatches,
+    "video_llama_3": VideoLlama3,
+}
 """Models that are asked in another way than others of their layout."""
 
 

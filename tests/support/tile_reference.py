@@ -97,6 +97,14 @@ def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.cat(list(model.model.get_image_features(pixel_values=pixels[None]).pooler_output))
 
 
+def _deepstacked(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt, whose rows come for several layers."""
+    assert crops is None
+    mask = torch.ones(1, len(pixels), dtype=torch.bool, device=pixels.device)
+    output = model.model.get_image_features(pixels[None], mask)
+    return torch.cat([own for (own,) in (output.pooler_output, *output.deepstack_features)], dim=-1)
+
+
 def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     del crops
     # 5.17 asks for a strategy, which this tower has only one of.
@@ -111,6 +119,7 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,
+    "granite_docling": _deepstacked,
     "idefics3": _nested,
     "smolvlm": _nested,
     "step3p7": _cropped,

@@ -320,6 +320,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "one id": (lambda: batch_items(ROWS, GRIDS, content_ids="abc"), "content_ids"),
     "modality": (lambda: batch_items(ROWS, GRIDS, modality="audio"), "modality"),  # type: ignore[arg-type]
     "ratio": (lambda: batch_items(ROWS, GRIDS, keep_ratio=2.0), "keep_ratio"),
+    "merged otherwise": (
+        lambda: Item.from_processor({"pixel_values": ROWS, "image_grid_thw": GRIDS, "image_merge_sizes": [1, 2, 1]}),
+        "image_merge_sizes",
+    ),
+    "the fine path": (
+        lambda: Item.from_processor({"pixel_values": TILES[None], "tile_fine_mask": [True]}),
+        "tile_fine_mask",
+    ),
     "nothing": (lambda: Item.from_processor({}), "outputs"),
     "text only": (lambda: Item.from_processor({"input_ids": [1]}), "outputs"),
     "no outputs": (lambda: Item.from_processor([ROWS]), "outputs"),  # type: ignore[arg-type]

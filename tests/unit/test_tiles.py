@@ -12,6 +12,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -132,6 +133,16 @@ class TestAgainstStock:
         mine = ours(image, Tiling("center_crop", (56, 56), min_side=shorter))
         assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
         assert mine.grid == (1, 1, 1)
+
+    def test_granite_docling(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        stock = GraniteDoclingImageProcessorPil(size={"height": 56, "width": 56}, max_patches=24)
+        theirs = stock([image], **PLAIN)
+        sides = range(1, 17)
+        layouts = sorted(((r, c) for c in sides for r in sides if r * c <= 24), key=lambda pair: pair[0] * pair[1])
+        mine = ours(image, Tiling("closest_ratio", (56, 56), "last", max_tiles=24, layouts=tuple(layouts)))
+        assert_near(mine.pixels, theirs["pixel_values"][0])
+        assert mine.grid[1:] == (theirs["rows"][0][0], theirs["cols"][0][0])
 
     @pytest.mark.parametrize(("longest", "cut"), [(224, True), (200, True), (50, True), (224, False)])
     def test_idefics3(self, size: tuple[int, int], longest: int, cut: bool) -> None:

@@ -22,7 +22,7 @@ class PatchFootprints:
     clip_is_segment: bool = False
     """Attention spans a whole clip; otherwise one frame."""
     pooled: int = 1
-    """Frames that a clip's token is made of; 0 for all."""
+    """Tokens, each of one frame, that a clip's token is made of; 0 for those of all frames."""
 
     def __call__(self, grid: Grid) -> Footprint:
         tokens = grid.patches // self.merge**2

@@ -86,10 +86,12 @@ class ClipGeometry(Geometry):
     """Frames of a clip at most."""
     pooled: int = 1
     """Frames that a clip's token is made of; a clip has a multiple of so many; 0 for all."""
+    clip_merge: int = 1
+    """Root of the tokens of an image that a token of a clip is made of; if above 1, clips have two frames or more."""
 
     @property
     def prunes(self) -> bool:
-        return self.pooled == 1
+        return self.pooled == self.clip_merge == 1
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
         # Not super(): slots=True creates a second class, which super() does not refer to.
@@ -98,6 +100,16 @@ class ClipGeometry(Geometry):
             yield "t", f"must be at most {self.most_frames} for this model, got {grid.t}"
         if self.pooled > 1 and grid.t > 1 and grid.t % self.pooled:
             yield "t", f"must be 1 or a multiple of {self.pooled} for this model, got {grid.t}"
+        if self.clip_merge > 1 and modality is Modality.VIDEO:
+            if grid.t == 1:
+                yield (
+                    "t",
+                    "must be at least 2 for a clip of this model, which merges more patches of clips than of images",
+                )
+            side = self.merge * self.clip_merge
+            for name, value in (("h", grid.h), ("w", grid.w)):
+                if value % side:
+                    yield name, f"must be a multiple of the merge size of clips {side}, got {value}"
 
 
 @dataclass(frozen=True, slots=True)

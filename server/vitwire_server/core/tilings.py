@@ -52,7 +52,7 @@ class Tiling:
     min_tiles: int = 1
     max_tiles: int = 1
     layouts: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of tiles to choose from."""
+    """Rows and columns of tiles to choose from, instead of all from `min_tiles` to `max_tiles`."""
     background: tuple[int, ...] = ()
     """Value of each channel where there is no image, before rescaling; zero if empty."""
     min_side: int = 0

@@ -16,6 +16,7 @@ from vitwire_server.towers.models import (
     gemma,
     glm,
     got_ocr,
+    granite_docling,
     hyperclova,
     idefics,
     internvl,
@@ -35,6 +36,7 @@ from vitwire_server.towers.models import (
     qwen,
     siglip,
     step,
+    videollama,
 )
 
 _MAKERS = (
@@ -67,6 +69,8 @@ _MAKERS = (
     qianfan,
     lfm3,
     muse,
+    videollama,
+    granite_docling,
 )
 """In the order of the tables of models."""
 

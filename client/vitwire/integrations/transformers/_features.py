@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from vitwire._embedding import Embedding
 from vitwire._items import Item, Modality
@@ -54,7 +53,7 @@ class RemoteFeatures:
         rows = [self._placed(each.torch(), call) for each in self._client.encode(items)]
         parts = 1 + self._described.deepstack_levels
         levels = list(zip(*(each.chunk(parts, dim=-1) for each in rows), strict=True))
-        output = self._output(self._layout.features(call, list(levels[0])), levels[1:])
+        output = self._output(*(self._layout.features(call, list(level)) for level in levels))
         for name, value in self._layout.beside(call).items():
             setattr(output, name, value)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
@@ -65,11 +64,11 @@ class RemoteFeatures:
         device = call.pixels.device if weight.is_meta else weight.device
         return rows.to(device, weight.dtype if weight.is_floating_point() else self._model.dtype)
 
-    def _output(self, features: Features, deepstack: Sequence[Sequence[Tensor]]) -> Output:
+    def _output(self, features: Features, *deepstack: Features) -> Output:
         fields: dict[str, Any] = {"pooler_output": features}
         if self._layout.before_projector:
             fields["last_hidden_state"] = features
         if deepstack:
-            fields["deepstack_features"] = [list(each) for each in deepstack]
-            return BaseModelOutputWithDeepstackFeatures(**fields)
+            fields["deepstack_features"] = list(deepstack)
+            return self._layout.deepstack_output(**fields)
         return BaseModelOutputWithPooling(**fields)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from vitwire._items import Item, Modality
 from vitwire._model import Model
@@ -52,6 +54,8 @@ class Layout:
     """Numbers of tiles of each item, where the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Features] = _each
     """From the rows of each item to what the model's own method returns as `pooler_output`."""
+    deepstack_output: Callable[..., BaseModelOutputWithPooling] = BaseModelOutputWithDeepstackFeatures
+    """What holds the features of several layers, which are fields of it by name."""
     before_projector: bool = False
     """The model projects what the method returns as `last_hidden_state`."""
     beside: Callable[[Call], Mapping[str, Tensor]] = lambda _: {}
@@ -182,6 +186,32 @@ def _indicators(call: Call) -> Mapping[str, Tensor]:
     return {"visual_indicator_features": call.model.visual_embeddings_table.weight[-count:]}
 
 
+# -- Granite for Docling ---------------------------------------------------------------------------
+
+
+def _marked_tiles(call: Call) -> Mapping[str, Any]:
+    mask = call.arguments["pixel_attention_mask"]
+    return {"pixel_values": call.pixels[mask], "tile_fine_mask": call.arguments.get("tile_fine_mask")}
+
+
+def _marked_each(call: Call) -> list[int]:
+    return [1] * int(call.arguments["pixel_attention_mask"].sum())
+
+
+def _of_marked(call: Call, rows: list[Tensor]) -> Features:
+    """The rows of each prompt, which may have none."""
+    tiles = torch.stack(rows)
+    return [own.flatten(0, 1) for own in tiles.split(call.arguments["pixel_attention_mask"].sum(1).tolist())]
+
+
+def _routed(**fields: Any) -> BaseModelOutputWithPooling:  # noqa: ANN401  # fields of the output
+    """With a field for the router's opinion, which generation does not need."""
+    from transformers.models.granite_docling import modeling_granite_docling  # noqa: PLC0415  # of one model
+
+    output: BaseModelOutputWithPooling = modeling_granite_docling.GraniteDoclingImageFeaturesOutput(**fields)
+    return output
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
@@ -239,6 +269,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "lighton_ocr": _LISTED,
     "muse_glimmer": _LISTED,
     "muse_spark": _LISTED,
+    "granite_docling": Layout(_marked_tiles, _marked_each, _of_marked, _routed),
+    "video_llama_3": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, DemoModel, Json, save_plain
+from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, VISION, DemoModel, Json, save_plain
 from vitwire_server.demo.saving import save_kimi, save_kimi_vl, save_qwen2_5_omni
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family
@@ -131,6 +131,11 @@ _CONFIGS: Mapping[str, Json] = {
     "kimi_vl": whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**TOKENS, "projection_hidden_size": 64}),
     "paddleocr_vl": whole(QWEN3_TEXT, {**LAYERS, "image_size": 112}),
     "minimax_m3_vl": whole(_MINIMAX_TEXT, LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
+    "video_llama_3": {
+        "text_config": {"model_type": "qwen2", **TEXT, "pad_token_id": 0},
+        "vision_config": {**VISION, "patch_size": 14},
+        **TOKENS,
+    },
     "ernie4_5_vl_moe": whole(_ERNIE_TEXT, {**TOWER, "rms_norm_eps": 1e-6}, MARKED),
 }
 _QWEN = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
@@ -147,8 +152,12 @@ _PROCESSORS: Mapping[str, tuple[str, str | None]] = {
     "kimi_k25": ("Kimi_K25ImageProcessor", "Kimi_K25VideoProcessor"),
     "paddleocr_vl": ("PaddleOCRVLImageProcessor", None),
     "minimax_m3_vl": ("MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor"),
+    "video_llama_3": ("VideoLlama3ImageProcessor", "VideoLlama3VideoProcessor"),
     "ernie4_5_vl_moe": ("Ernie4_5_VLMoeImageProcessor", "Ernie4_5_VLMoeVideoProcessor"),
 }
+
+_OF_CLIPS: Mapping[str, Json] = {"video_llama_3": {"merge_size": 2}}
+"""Settings of clips that differ from those of images."""
 
 
 def packed_demo(
@@ -183,7 +192,7 @@ def _files(family: Family, processors: tuple[str, str | None], config: Config) -
     bounds = family.video_areas.pixels
     if video_type and bounds and family.videos is not Accepts.NOTHING:
         video = {"video_processor_type": video_type, **_size(*bounds)}
-        files["video_preprocessor_config.json"] = {**shared, **video}
+        files["video_preprocessor_config.json"] = {**shared, **video, **_OF_CLIPS.get(family.model_type, {})}
     return files
 
 

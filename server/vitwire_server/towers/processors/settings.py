@@ -37,6 +37,11 @@ class ProcessorFiles:
         """Keys for videos; keys that the videos' file lacks are those of images."""
         return {**self.image, **self.own_video}
 
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Keys for the choice of frames; SmolVLM keeps them in the images' file if there is no other."""
+        return self.own_video or {"video_sampling": self.image.get("video_sampling")}
+
     @classmethod
     def read(cls, folder: Path, *, required: bool = False) -> "ProcessorFiles":
         """Newer checkpoints keep all in processor_config.json. `required` says that there must be a file for images.
