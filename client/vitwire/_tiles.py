@@ -27,7 +27,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, closest_ratio, best_fit, canvas or windows."""
+    """stretch, square, center_crop, closest_ratio, best_fit, canvas or windows."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -109,6 +109,18 @@ def _square(picture: Picture, tiling: Tiling) -> Tiles:
     large = Picture(tiling.crop, high, picture.resizer, picture.resample)
     low = _squared(large, tiling.tile[0], tiling.background, tiling.min_side)
     return Tiles(_stacked([low]), (1, 1, 1), _stacked([high]))
+
+
+def _center_crop(picture: Picture, tiling: Tiling) -> Tiles:
+    """One tile, the middle of the image. Raises ValueError if the image is too elongated to be resized."""
+    height, width = picture.size
+    short = min(height, width)
+    size = (tiling.min_side * height // short, tiling.min_side * width // short)
+    if math.prod(size) > MAX_DECODED_PIXELS:
+        raise ValueError(f"{height}x{width} is too elongated: resized, it would have {math.prod(size)} pixels")
+    top, left = ((whole - own) // 2 for whole, own in zip(size, tiling.tile, strict=True))
+    middle = picture.at(size)[top : top + tiling.tile[0], left : left + tiling.tile[1]]
+    return Tiles(_stacked([middle]), (1, 1, 1))
 
 
 def _squared(
@@ -308,6 +320,7 @@ def _stacked(tiles: list[Pixels]) -> Pixels:
 _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "stretch": _stretch,
     "square": _square,
+    "center_crop": _center_crop,
     "closest_ratio": _closest_ratio,
     "best_fit": _best_fit,
     "canvas": _canvas,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from plain_reference import PLAIN, PlainReference
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches
 from tile_reference import TileReference
@@ -15,8 +16,10 @@ _OWN: dict[str, type[Reference]] = {"kimi_k25": Kimi, "kimi_vl": KimiVL, "paddle
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference:
+) -> Reference | TileReference | RasterReference | PlainReference:
     """Plain transformers for a checkpoint of this type."""
+    if model_type in PLAIN:
+        return PlainReference(checkpoint, dtype, device)
     if model_type in RASTER:
         return RASTER[model_type](checkpoint, dtype, device)
     usual = TileReference if FAMILIES[model_type].layout == "tiles" else Reference

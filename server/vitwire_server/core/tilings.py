@@ -11,6 +11,8 @@ class TilingRule(StrEnum):
     """One tile, to which the image is resized whatever its shape."""
     SQUARE = "square"
     """One tile, into which the image is resized in its own shape; the rest is background."""
+    CENTER_CROP = "center_crop"
+    """One tile: the middle of the image, whose shorter side is resized to `min_side`."""
     CLOSEST_RATIO = "closest_ratio"
     """The layout whose shape is nearest to the image's, which is stretched over it."""
     BEST_FIT = "best_fit"
@@ -44,7 +46,7 @@ class Tiling:
     background: tuple[int, ...] = ()
     """Value of each channel where there is no image, before rescaling; zero if empty."""
     min_side: int = 0
-    """Neither side of a resized image is shorter."""
+    """Neither side of a resized image is shorter; with CENTER_CROP, the length of the shorter side."""
     max_side: int = 0
     """Larger images are resized to this longer side before anything else; 0 leaves them."""
     crop: tuple[int, int] | None = None

@@ -5,8 +5,11 @@ from types import MappingProxyType
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    aimv2,
+    clip,
     deepseek,
     deepseek_ocr,
+    dino,
     ernie,
     gemma,
     glm,
@@ -20,6 +23,7 @@ from vitwire_server.towers.models import (
     qwen,
     siglip,
     step,
+    vit,
 )
 
 _MAKERS = (
@@ -38,6 +42,10 @@ _MAKERS = (
     step,
     mistral,
     siglip,
+    clip,
+    dino,
+    vit,
+    aimv2,
 )
 """In the order of the tables of models."""
 

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers.models.internvl.configuration_internvl import InternVLConfig
+from transformers.models.internvl.configuration_internvl import InternVLConfig, InternVLVisionConfig
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, last_layer
 from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import stretched, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
+from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _SAME = (
     "hidden_size",
@@ -36,7 +38,27 @@ _PROJECTION = (
     Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
 )
 
+_ORIGINAL_NAMES = (
+    (r"^encoder\.layers\.", "encoder.layer."),
+    (r"\.ls([12])$", r".lambda_\1"),
+    (r"\.attn\.proj\.", ".attention.projection_layer."),
+    (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
+    (r"\.norm1\.", ".layernorm_before."),
+    (r"\.norm2\.", ".layernorm_after."),
+    (r"^embeddings\.class_embedding$", "embeddings.cls_token"),
+    (r"^embeddings\.position_embedding$", "embeddings.position_embeddings"),
+    (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
+)
 _DYNAMIC = {"dynamic_image_size": True, "use_thumbnail": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12}
+
+
+def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of transformers' configuration of the tower, from those of OpenGVLab's."""
+    return {
+        **{name: vision[name] for name in _SAME if name in vision},
+        "attention_bias": vision.get("qkv_bias", True),
+        "use_qk_norm": vision.get("qk_normalization", False),
+    }
 
 
 def _internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -127,11 +149,7 @@ class OriginalInternVL(TileFamily):
                 f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
             )
         config = InternVLConfig(
-            vision_config={
-                **{name: vision[name] for name in _SAME if name in vision},
-                "attention_bias": vision.get("qkv_bias", True),
-                "use_qk_norm": vision.get("qk_normalization", False),
-            },
+            vision_config=_intern_vit(vision),
             text_config={"model_type": "qwen2", "hidden_size": settings["llm_config"]["hidden_size"]},
             downsample_ratio=settings.get("downsample_ratio", 0.5),
             vision_feature_layer=settings.get("select_layer", -1),
@@ -165,17 +183,7 @@ _INTERNVL_CHAT = OriginalInternVL(
     tower=Module(
         source="internvl.modeling_internvl:InternVLVisionModel",
         prefixes=stripped("vision_model."),
-        renames=(
-            (r"^encoder\.layers\.", "encoder.layer."),
-            (r"\.ls([12])$", r".lambda_\1"),
-            (r"\.attn\.proj\.", ".attention.projection_layer."),
-            (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
-            (r"\.norm1\.", ".layernorm_before."),
-            (r"\.norm2\.", ".layernorm_after."),
-            (r"^embeddings\.class_embedding$", "embeddings.cls_token"),
-            (r"^embeddings\.position_embedding$", "embeddings.position_embeddings"),
-            (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
-        ),
+        renames=_ORIGINAL_NAMES,
         convert=_unfused,
     ),
     beside={
@@ -191,4 +199,35 @@ _INTERNVL_CHAT = OriginalInternVL(
     special="OpenGVLab's layout",
 )
 
-ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT)
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalInternViT(PlainFamily):
+    """Checkpoints of the tower alone."""
+
+    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See PlainFamily."""
+        del folder
+        dtype = settings.get("torch_dtype") or settings.get("dtype")
+        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype)
+        return config
+
+
+_INTERN_VIT = OriginalInternViT(
+    model_type="intern_vit_6b",
+    title="InternViT",
+    architecture="24 x 1024 or 45 x 3200, patch 14",
+    tower=Module(
+        source="internvl.modeling_internvl:InternVLVisionModel",
+        prefixes=stripped("vision_model.", ""),
+        renames=_ORIGINAL_NAMES,
+        convert=_unfused,
+        config="",
+    ),
+    encoder=PlainEncoder,
+    layers="encoder.layer",
+    poolers=(class_token(), MEAN),
+    processor="CLIP",
+    special="rows of the patches; there is no last norm",
+)
+
+ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _INTERN_VIT)
