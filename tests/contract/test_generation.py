@@ -12,7 +12,11 @@ from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 from vitwire_server.towers.registry import FAMILIES
 from vlms import ANSWERLESS, language_model
 
-WHOLE = [name for name in MODEL_TYPES if FAMILIES[name].model_type in CONFIG_MAPPING and name not in ANSWERLESS]
+WHOLE = [
+    name
+    for name, row in FAMILIES.items()
+    if name in MODEL_TYPES and row.model_type in CONFIG_MAPPING and name not in ANSWERLESS and not row.poolers
+]
 """Those with a language model, in a layout that transformers reads."""
 SQUARE = {"kimi_k25", "paddleocr_vl"}
 """Their processors emit patches as `(C, p, p)`."""

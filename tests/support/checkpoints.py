@@ -33,6 +33,7 @@ EVERYDAY = (
     "mistral3",
     "minicpmv",
     "siglip2",
+    "clip",
 )
 """A row for each mechanism; the others are computed in the matrix tier."""
 ROWS = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix) for name in MODEL_TYPES]

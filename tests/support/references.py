@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED, DeepseekVL2, MiniCPMV
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
@@ -21,10 +22,12 @@ _OWN: dict[str, type[Reference]] = {
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference | MiniCPMV | DeepseekVL2:
+) -> Reference | TileReference | RasterReference | PlainReference | MiniCPMV | DeepseekVL2:
     """Plain transformers for a checkpoint of this type, or what its authors published."""
     if model_type in PUBLISHED:
         return PUBLISHED[model_type](checkpoint, dtype, device)
+    if model_type in PLAIN:
+        return PlainReference(checkpoint, dtype, device)
     if model_type in RASTER:
         return RASTER[model_type](checkpoint, dtype, device)
     usual = TileReference if FAMILIES[model_type].layout == "tiles" else Reference

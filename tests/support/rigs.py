@@ -19,6 +19,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.core.plans import Fallback
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
@@ -65,12 +66,13 @@ class Rig:
         wrap: Wrap = lambda recorder: recorder,
         adapter: Adapter | None = None,
         attention: Selection | None = None,
+        pooling: Pooling = Pooling.NONE,
     ) -> "Rig":
         """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder.
 
         With `attention`, budgets are captured for short segments as well where it attends to them in another way.
         """
-        checkpoint = open_checkpoint(str(folder))
+        checkpoint = open_checkpoint(str(folder)).pooled(pooling)
         tower = load_tower(
             checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
         ).tower

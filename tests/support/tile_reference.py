@@ -149,10 +149,13 @@ class OriginalInternVL:
 
     def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
         assert crops is None
+        return self._projected(self._layers(pixels)[:, 1:])
+
+    def _layers(self, pixels: Tensor) -> Tensor:
         states = self._embedded(pixels)
         for layer in range(self._config["num_hidden_layers"]):
             states = self._layer(states, f"vision_model.encoder.layers.{layer}.")
-        return self._projected(states[:, 1:])
+        return states
 
     def _embedded(self, pixels: Tensor) -> Tensor:
         prefix = "vision_model.embeddings."

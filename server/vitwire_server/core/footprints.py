@@ -23,11 +23,13 @@ class PatchFootprints:
     """Attention spans a whole clip; otherwise one frame."""
     pooled: int = 1
     """Tokens, each of one frame, that a clip's token is made of; 0 for those of all frames."""
+    one_row: bool = False
+    """A frame has one row, whatever its tokens."""
 
     def __call__(self, grid: Grid) -> Footprint:
         tokens = grid.patches // self.merge**2
         segments, longest = (1, grid.patches) if self.clip_is_segment else (grid.t, grid.frame_patches)
-        kept = tokens // (self.pooled or grid.t) if grid.t > 1 else tokens
+        kept = grid.t if self.one_row else tokens // (self.pooled or grid.t) if grid.t > 1 else tokens
         return Footprint(grid.patches, tokens, segments, longest, pooled=tokens - kept)
 
 
@@ -52,9 +54,13 @@ class TileFootprints:
     """Patches of one tile."""
     paired: bool = False
     """Each tile comes with a crop."""
+    one_row: bool = False
+    """A tile has one row, whatever its tokens."""
 
     def __call__(self, grid: Grid) -> Footprint:
-        return Footprint(grid.t, grid.t * self.tokens, grid.t, self.longest, crops=grid.t if self.paired else 0)
+        pooled = grid.t * (self.tokens - 1) if self.one_row else 0
+        crops = grid.t if self.paired else 0
+        return Footprint(grid.t, grid.t * self.tokens, grid.t, self.longest, crops, pooled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from vitwire_server.demo.models.liquid import LIQUID
 from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.packed_newer import PACKED_NEWER
+from vitwire_server.demo.models.plain import PLAIN
 from vitwire_server.demo.models.published import PUBLISHED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.raster_newer import RASTER_NEWER
@@ -27,6 +28,7 @@ DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
         **LLAVA,
         **PACKED,
         **PACKED_NEWER,
+        **PLAIN,
         **PUBLISHED,
         **RASTER,
         **RASTER_NEWER,

@@ -79,6 +79,13 @@ def save_internvl(
     return save
 
 
+def save_intern_vit(model: PreTrainedModel, out: Path) -> None:
+    """The tower alone, as OpenGVLab writes it."""
+    weights = {name: weight.contiguous() for name, weight in _fused(model.state_dict()).items()}
+    save_torch_state_dict(weights, out, max_shard_size=SHARD)
+    write_json(out / "config.json", {**_intern_vit(model.config), "torch_dtype": "bfloat16"})
+
+
 def _fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The original's names; of each attention module one projection for query, key and value."""
     weights: dict[str, Tensor] = {}

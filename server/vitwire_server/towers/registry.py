@@ -6,12 +6,15 @@ from typing import Any
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    aimv2,
+    clip,
     cohere,
     cohere_compass,
     cosmos,
     deepseek,
     deepseek_ocr,
     deepseek_vl2,
+    dino,
     ernie,
     gemma,
     glm,
@@ -37,6 +40,7 @@ from vitwire_server.towers.models import (
     siglip,
     step,
     videollama,
+    vit,
 )
 
 _MAKERS = (
@@ -71,6 +75,10 @@ _MAKERS = (
     muse,
     videollama,
     granite_docling,
+    clip,
+    dino,
+    vit,
+    aimv2,
 )
 """In the order of the tables of models."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers.models.internvl.configuration_internvl import InternVLConfig
+from transformers.models.internvl.configuration_internvl import InternVLConfig, InternVLVisionConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from vitwire_server.core.items import Modality
@@ -14,11 +14,13 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
+from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _SAME = (
     "hidden_size",
@@ -46,6 +48,7 @@ _DYNAMIC = {
 }
 """Fields that say how images are cut, and their defaults."""
 ORIGINAL_NAMES = (
+    (r"^encoder\.layers\.", "encoder.layer."),
     (r"\.ls([12])$", r".lambda_\1"),
     (r"\.attn\.proj\.", ".attention.projection_layer."),
     (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
@@ -56,6 +59,15 @@ ORIGINAL_NAMES = (
     (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
 )
 """Names of OpenGVLab's tower, and transformers'."""
+
+
+def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of transformers' configuration of the tower, from those of OpenGVLab's."""
+    return {
+        **{name: vision[name] for name in _SAME if name in vision},
+        "attention_bias": vision.get("qkv_bias", True),
+        "use_qk_norm": vision.get("qk_normalization", False),
+    }
 
 
 def internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -166,11 +178,7 @@ class OriginalInternVL(TileFamily):
                 f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
             )
         config = InternVLConfig(
-            vision_config={
-                **{name: vision[name] for name in _SAME if name in vision},
-                "attention_bias": vision.get("qkv_bias", True),
-                "use_qk_norm": vision.get("qk_normalization", False),
-            },
+            vision_config=_intern_vit(vision),
             text_config={
                 "model_type": "qwen2",
                 "hidden_size": language["hidden_size"],
@@ -215,7 +223,7 @@ _INTERNVL_CHAT = OriginalInternVL(
     tower=Module(
         source="internvl.modeling_internvl:InternVLVisionModel",
         prefixes=stripped("vision_model."),
-        renames=((r"^encoder\.layers\.", "encoder.layer."), *ORIGINAL_NAMES),
+        renames=ORIGINAL_NAMES,
         convert=unfused,
     ),
     beside={"projector": _ORIGINAL_PROJECTOR},
@@ -245,4 +253,35 @@ _H2OVL = replace(
     special="H2O.ai's layout; with `use_msac`, tiles of two layouts as for a prompt with one image",
 )
 
-ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL)
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalInternViT(PlainFamily):
+    """Checkpoints of the tower alone."""
+
+    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See PlainFamily."""
+        del folder
+        dtype = settings.get("torch_dtype") or settings.get("dtype")
+        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype)
+        return config
+
+
+_INTERN_VIT = OriginalInternViT(
+    model_type="intern_vit_6b",
+    title="InternViT",
+    architecture="24 x 1024 or 45 x 3200, patch 14",
+    tower=Module(
+        source="internvl.modeling_internvl:InternVLVisionModel",
+        prefixes=stripped("vision_model.", ""),
+        renames=ORIGINAL_NAMES,
+        convert=unfused,
+        config="",
+    ),
+    encoder=PlainEncoder,
+    layers="encoder.layer",
+    poolers=(class_token(), MEAN),
+    processor="CLIP",
+    special="rows of the patches; there is no last norm",
+)
+
+ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL, _INTERN_VIT)
