@@ -14,7 +14,9 @@ from vlms import TowerEncoder, assert_generates_alike, cases, generated, languag
 
 EVERYDAY = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "glm4v", "internvl", "gemma3")
 """Qwen3-VL and LLaVA-OneVision generate with real servers, in tests/e2e."""
-WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
+MODULES = {name for name in LAYOUTS if LAYOUTS[name].replaces}
+"""Those without feature methods: tests/contract/test_attached_modules.py."""
+WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name not in {"siglip2", *MODULES}]
 """Those with a language model, in a layout that transformers reads."""
 
 

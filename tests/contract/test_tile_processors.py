@@ -20,6 +20,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -65,6 +66,11 @@ def pixtral(factor: int) -> Stock:
     return run
 
 
+def mllama(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    stock = MllamaImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
+    return stock["pixel_values"][0, 0, : stock["num_tiles"][0][0]], None
+
+
 def siglip2(folder: Path, image: Image.Image) -> tuple[Array, None]:
     stock = Siglip2ImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
     return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
@@ -84,6 +90,7 @@ STOCK: dict[str, Stock] = {
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
+    "mllama": mllama,
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava": pixtral(14),
     "mistral3": pixtral(28),

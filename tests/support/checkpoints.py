@@ -28,6 +28,7 @@ EVERYDAY = (
     "deepseek_vl_hybrid",
     "deepseek_ocr2",
     "llama4",
+    "mllama",
     "step3p7",
     "mistral3",
     "siglip2",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from assembled_reference import ASSEMBLED, AssembledReference
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches
 from tile_reference import TileReference
@@ -15,9 +16,11 @@ _OWN: dict[str, type[Reference]] = {"kimi_k25": Kimi, "kimi_vl": KimiVL, "paddle
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference:
+) -> Reference | TileReference | RasterReference | AssembledReference:
     """Plain transformers for a checkpoint of this type."""
     if model_type in RASTER:
         return RASTER[model_type](checkpoint, dtype, device)
+    if model_type in ASSEMBLED:
+        return ASSEMBLED[model_type](checkpoint, dtype, device)
     usual = TileReference if FAMILIES[model_type].layout == "tiles" else Reference
     return _OWN.get(model_type, usual)(checkpoint, dtype, device)

@@ -18,13 +18,13 @@ from vitwire._embedding import Report
 from vitwire.integrations.transformers import Encoder, attach, detach
 from vitwire_server.core.grids import Grid
 
-_OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}
+_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "phi4_multimodal"}
 _SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
 def language_model(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The part that generates text: of omni models the thinker, as audio needs voices that are files of their own."""
-    auto: Any = AutoModelForMultimodalLM if model_type in _OMNI else AutoModelForImageTextToText
+    auto: Any = AutoModelForMultimodalLM if model_type in _MULTIMODAL else AutoModelForImageTextToText
     model = auto.from_pretrained(folder, dtype=dtype).eval()
     model = getattr(model, "thinker", model)
     if model_type == "kimi_k25":

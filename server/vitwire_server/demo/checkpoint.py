@@ -6,11 +6,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vitwire_server.demo.demo_model import DemoModel, write
+from vitwire_server.demo.models.assembled import ASSEMBLED
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.tiles import TILES
 
-DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **RASTER})
+DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType({**PACKED, **TILES, **RASTER, **ASSEMBLED})
 
 
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
