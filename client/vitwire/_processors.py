@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
+from vitwire._canvases import LAYOUT_IDS, PHI4_PIXELS, images_of_canvases, images_of_layouts
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -43,11 +44,13 @@ def processor_items(
     _check_path(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
-    if outputs.get(_PIXELS) is not None:
+    if _has(outputs, PHI4_PIXELS):
+        images = images_of_canvases(outputs)
+    elif outputs.get(_PIXELS) is not None:
         images = _images(outputs, model, grid_thw)
     if outputs.get(_CLIPS) is not None:
         clips = _clips(outputs)
-    if outputs.get(_PIXELS) is None and outputs.get(_CLIPS) is None:
+    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, _CLIPS)):
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
@@ -103,6 +106,8 @@ def _check_path(outputs: Outputs) -> None:
 
 
 def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
+    if _has(outputs, LAYOUT_IDS):
+        return images_of_layouts(outputs)
     batch = on_host(outputs[_PIXELS], _PIXELS)
     if _has(outputs, "tgt_sizes"):
         return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")

@@ -14,10 +14,15 @@ from vlms import ANSWERLESS, TowerEncoder, assert_generates_alike, cases, genera
 
 EVERYDAY = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "glm4v", "internvl", "gemma3")
 """Qwen3-VL and LLaVA-OneVision generate with real servers, in tests/e2e."""
+MODULES = {name for name in LAYOUTS if LAYOUTS[name].replaces}
+"""Those without feature methods: tests/contract/test_attached_modules.py."""
 WHOLE = [
     name
     for name, row in FAMILIES.items()
-    if name in MODEL_TYPES and row.model_type in CONFIG_MAPPING and name not in ANSWERLESS and not row.poolers
+    if name in MODEL_TYPES
+    and row.model_type in CONFIG_MAPPING
+    and not row.poolers
+    and name not in {*ANSWERLESS, *MODULES}
 ]
 """Those with a language model, in a layout that transformers reads."""
 

@@ -59,6 +59,25 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             edit(CONFIG, vision_feature_select_strategy="default"),
             "strategy is 'default', but must be 'full'",
         ),
+        (
+            "mllama",
+            edit(PROCESSOR, max_image_tiles=2),
+            "max_image_tiles is 2, but must be vision_config.max_num_tiles, 4",
+        ),
+        (
+            "mllama",
+            edit(
+                CONFIG,
+                vision_config__supported_aspect_ratios=[[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [5, 1]],
+            ),
+            "more than 4 tiles",
+        ),
+        ("phi4_multimodal", edit(CONFIG, vision_config__crop_size=224), "image_size is 112, but must be crop_size"),
+        (
+            "phi4mm",
+            edit(CONFIG, embd_layer__image_embd_layer__hd_transform_order="glb_sub"),
+            "embd_layer.image_embd_layer.hd_transform_order is 'glb_sub', but must be 'sub_glb'",
+        ),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
         (
@@ -148,3 +167,15 @@ def test_clients_get_no_settings_of_a_processor_that_pads_images_before_it_resiz
     assert client_model(folder).image_preprocessor
     edit(PROCESSOR, do_pad=True)(folder)
     assert client_model(folder).image_preprocessor is None
+
+
+def test_rows_depend_on_the_layout_where_the_tower_knows_it(checkpoints: Checkpoints) -> None:
+    rig = Rig.of(checkpoints("mllama"), torch.float32, torch.device("cpu"), sizes=())
+    pixels = rig.pixels(Grid(2, 1, 2), 0)
+    beside, above, blank = rig.run(
+        [rig.item(grid, pixels) for grid in (Grid(2, 1, 2), Grid(2, 2, 1))]
+        + [rig.item(Grid(4, 1, 2), torch.cat([pixels, torch.ones_like(pixels)]))]
+    )
+    assert error(beside, above) > 10 * TOLERANCE
+    assert error(beside, blank[: len(beside)]) <= TOLERANCE
+    assert len(blank) == 2 * len(beside)

@@ -25,6 +25,7 @@ from transformers.models.janus.image_processing_pil_janus import JanusImageProce
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -85,6 +86,11 @@ def pixtral(factor: int) -> Stock:
     return run
 
 
+def mllama(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    stock = MllamaImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
+    return stock["pixel_values"][0, 0, : stock["num_tiles"][0][0]], None
+
+
 def siglip2(folder: Path, image: Image.Image) -> tuple[Array, None]:
     stock = Siglip2ImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
     return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
@@ -118,6 +124,7 @@ STOCK: dict[str, Stock] = {
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
     "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
+    "mllama": mllama,
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava-pixtral": pixtral(14),
     "mistral3": pixtral(28),

@@ -29,6 +29,7 @@ EVERYDAY = (
     "deepseek_vl_hybrid",
     "deepseek_ocr2",
     "llama4",
+    "mllama",
     "step3p7",
     "mistral3",
     "minicpmv",

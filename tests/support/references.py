@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from assembled_reference import ASSEMBLED, AssembledReference
 from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED, DeepseekVL2, MiniCPMV
 from raster_reference import RASTER, RasterReference
@@ -22,7 +23,7 @@ _OWN: dict[str, type[Reference]] = {
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference | PlainReference | MiniCPMV | DeepseekVL2:
+) -> Reference | TileReference | RasterReference | PlainReference | AssembledReference | MiniCPMV | DeepseekVL2:
     """Plain transformers for a checkpoint of this type, or what its authors published."""
     if model_type in PUBLISHED:
         return PUBLISHED[model_type](checkpoint, dtype, device)
@@ -30,5 +31,7 @@ def reference_of(
         return PlainReference(checkpoint, dtype, device)
     if model_type in RASTER:
         return RASTER[model_type](checkpoint, dtype, device)
+    if model_type in ASSEMBLED:
+        return ASSEMBLED[model_type](checkpoint, dtype, device)
     usual = TileReference if FAMILIES[model_type].layout == "tiles" else Reference
     return _OWN.get(model_type, usual)(checkpoint, dtype, device)

@@ -18,7 +18,7 @@ from vitwire._embedding import Report
 from vitwire.integrations.transformers import Encoder, attach, detach
 from vitwire_server.core.grids import Grid
 
-_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma"}
+_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "phi4_multimodal"}
 ANSWERLESS = ("siglip2", "colqwen2", "diffusion_gemma")
 """Models that do not write one token after the other."""
 _SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

@@ -16,9 +16,11 @@ from transformers.models.granite_docling.image_processing_pil_granite_docling im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
 from published_processors import deepseek_vl2_tiles, h2ovl_tiles
+from vitwire._canvases import layouts_of
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
 from vitwire._tiles import Tiles, Tiling, covering_layout
 
@@ -115,6 +117,14 @@ class TestAgainstStock:
         mine = ours(image, Tiling("covering" if covering else "closest_ratio", (56, 56), "first", 1, 9))
         assert_near(mine.pixels, theirs["pixel_values"])
         assert mine.grid[1:] == tuple(theirs["grids"][0])
+
+    def test_mllama(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = MllamaImageProcessorPil(size={"height": 56, "width": 56})([image], **PLAIN)
+        mine = ours(image, Tiling("canvas", (56, 56), max_tiles=4), resample=2)
+        assert_near(mine.pixels, theirs["pixel_values"][0, 0, : mine.grid[0]])
+        assert [[mine.grid[0]]] == theirs["num_tiles"]
+        assert layouts_of(4)[theirs["aspect_ratio_ids"][0, 0] - 1] == mine.grid[1:]
 
     def test_llava_onevision(self, size: tuple[int, int]) -> None:
         layouts = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3)]

@@ -45,10 +45,12 @@ class TileCapacities(Capacities):
     """Patches of a tile."""
     paired: bool = False
     """Every tile comes in a second size too."""
+    fewest: int = 1
+    """Tiles of the smallest item."""
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
         del max_frames
-        tiles = max(1, tokens // self.tile)
+        tiles = max(self.fewest, tokens // self.tile)
         return Budget(
             tokens=tiles * self.tile,
             max_items=min(max_items, tiles),

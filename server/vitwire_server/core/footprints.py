@@ -1,6 +1,7 @@
 """How much items of each kind of tower cost: functions of the grid alone, without the tower."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 from vitwire_server.core.grids import Footprint, Grid
@@ -75,3 +76,41 @@ class CropFootprints:
     def __call__(self, grid: Grid) -> Footprint:
         crops = grid.t - 1
         return Footprint(1, self.overview_tokens + crops * self.crop_tokens, 1 + crops, self.longest, crops)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFootprints:
+    """Items of tiles that are computed with all of the tiles that an image can have, and give the rows of their own."""
+
+    tokens: int
+    """Of one tile."""
+    most: int
+    """Tiles that an image can have."""
+    longest: int
+    """Patches of that many tiles."""
+
+    def __call__(self, grid: Grid) -> Footprint:
+        absent = self.most - grid.t
+        return Footprint(grid.t, self.most * self.tokens, 1, self.longest, pooled=absent * self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasFootprints:
+    """Items of an overview and of tiles of a canvas, by the patches of it that are not background."""
+
+    side: int
+    """Patches a side of a tile."""
+    merge: int
+    """Root of the patches that become one row."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a budget, for one tile: its rows, an end for each line of them, and a separator."""
+        lines = self.side // self.merge
+        return lines * (lines + 1) + 1
+
+    def __call__(self, grid: Grid) -> Footprint:
+        tiles = 1 + ceil(grid.h / self.side) * ceil(grid.w / self.side)
+        rows = self.tokens + ceil(grid.h / self.merge) * (ceil(grid.w / self.merge) + 1)
+        tokens = tiles * self.tokens
+        return Footprint(tiles, tokens, tiles, self.side**2, pooled=tokens - rows)

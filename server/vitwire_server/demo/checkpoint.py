@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vitwire_server.demo.demo_model import DemoModel, write
+from vitwire_server.demo.models.assembled import ASSEMBLED
 from vitwire_server.demo.models.granite_docling import GRANITE_DOCLING
 from vitwire_server.demo.models.idefics import IDEFICS
 from vitwire_server.demo.models.liquid import LIQUID
@@ -22,6 +23,7 @@ from vitwire_server.demo.models.tiles_newer import TILES_NEWER
 
 DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
     {
+        **ASSEMBLED,
         **GRANITE_DOCLING,
         **IDEFICS,
         **LIQUID,

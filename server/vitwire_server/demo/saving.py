@@ -27,6 +27,12 @@ _KIMI_VL_NAMES = {
     "mm_projector.proj.2.": "multi_modal_projector.linear_2.",
     "mm_projector.": "multi_modal_projector.",
 }
+_PHI4MM_NAMES = {
+    "img_projection_up.": "img_projection.0.",
+    "img_projection_down.": "img_projection.2.",
+    "global_img_feature_extensor": "glb_GN",
+    "sub_img_feature_extensor": "sub_GN",
+}
 _ORIGINAL_NAMES = (
     (r"^model\.language_model\.", "language_model.model."),
     (r"^lm_head\.", "language_model.lm_head."),
@@ -155,6 +161,32 @@ def save_kimi_vl(model: PreTrainedModel, out: Path) -> None:
         "text_config": written["text_config"],
         "torch_dtype": "bfloat16",
         "vision_config": vision,
+    }
+    write_json(out / "config.json", content)
+
+
+def save_phi4mm(model: PreTrainedModel, out: Path) -> None:
+    """Microsoft's names. Its config.json leaves out the tower's sizes, which this one is too small for."""
+    save_plain(model, out)
+    _rename(out, _PHI4MM_NAMES)
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    transform = {
+        "crop_size": 448,
+        "embedding_cls": "tune_image",
+        "hd_transform_order": "sub_glb",
+        "image_token_compression_cls": "avg_pool_2d",
+        "projection_cls": "mlp",
+        "use_hd_transform": True,
+        "with_learnable_separator": True,
+    }
+    content = {
+        "architectures": ["Phi4MMForCausalLM"],
+        "embd_layer": {"embedding_cls": "image_audio", "image_embd_layer": transform},
+        "hidden_size": written["hidden_size"],
+        "img_processor": None,
+        "model_type": "phi4mm",
+        "torch_dtype": "bfloat16",
+        "vision_config": written["vision_config"],
     }
     write_json(out / "config.json", content)
 

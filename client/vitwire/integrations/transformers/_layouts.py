@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
+from vitwire._canvases import images_of_layouts
 from vitwire._items import Item, Modality
 from vitwire._model import Model
 
@@ -31,7 +32,8 @@ class Call:
     @property
     def pixels(self) -> Tensor:
         """The main argument."""
-        pixels: Tensor = self.arguments["pixel_values_videos" if self.modality == "video" else "pixel_values"]
+        names = ("pixel_values_videos",) if self.modality == "video" else ("pixel_values", "image_pixel_values")
+        pixels: Tensor = next(self.arguments[name] for name in names if name in self.arguments)
         return pixels
 
 
@@ -61,10 +63,21 @@ class Layout:
     beside: Callable[[Call], Mapping[str, Tensor]] = lambda _: {}
     """Other fields of the method's output, which do not depend on the pixels."""
 
+    replaces: str = ""
+    """Path of the module whose `forward` is replaced, in models without feature methods."""
+    returns: Callable[[Call, list[Tensor]], Any] = _each
+    """From the rows of each item to what that `forward` returns."""
+    attributes: tuple[str, ...] = ()
+    """What the model reads of that module."""
+    cut: Callable[[Mapping[str, Any]], list[Item]] | None = None
+    """From the arguments to items, where these are not as for other clients."""
+
     def items(self, call: Call, described: Model) -> list[Item]:
         """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""
         dtype: torch.dtype = getattr(torch, described.dtype, torch.float32)
         outputs = {name: _sent(name, value, dtype) for name, value in self.arguments(call).items()}
+        if self.cut:
+            return self.cut(outputs)
         return Item.from_processor(outputs, described, grid_thw=self.tiles(call))
 
 
@@ -212,6 +225,36 @@ def _routed(**fields: Any) -> BaseModelOutputWithPooling:  # noqa: ANN401  # fie
     return output
 
 
+# -- Llama 3.2 Vision ------------------------------------------------------------------------------
+
+
+def _with_blank_tiles(outputs: Mapping[str, Any]) -> list[Item]:
+    """Blank tiles have rows too, as tokens before an image attend to all rows in transformers."""
+    return [Item(own.pixels, own.grid) for own in images_of_layouts(outputs, blank=True)]
+
+
+def _states(call: Call, rows: list[Tensor]) -> Any:  # noqa: ANN401  # an output of transformers
+    """Projected already, `(prompts, images, tiles, rows of a tile, width)`. Raises ValueError over padding."""
+    prompts, images, tiles = call.pixels.shape[:3]
+    if len(rows) != prompts * images:
+        raise ValueError("aspect_ratio_ids: the prompts of a batch must have as many images each, got padding (0)")
+    states = torch.stack(rows)
+    return BaseModelOutput(last_hidden_state=states.view(prompts, images, tiles, -1, states.shape[-1]))
+
+
+# -- Phi-4 -----------------------------------------------------------------------------------------
+
+
+def _placed(call: Call, rows: list[Tensor]) -> Tensor:
+    """Embeddings of the prompt with the rows in place of its image tokens."""
+    embeddings: Tensor = call.arguments["inputs_embeds"]
+    places = call.arguments["input_ids"] == call.model.config.vision_config.image_token_id
+    joined = torch.cat(rows)
+    if int(places.sum()) != len(joined):
+        raise ValueError(f"input_ids: {int(places.sum())} image tokens, but the images have {len(joined)} rows")
+    return embeddings.masked_scatter(places[..., None], joined.to(embeddings))
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
@@ -257,6 +300,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
+    "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
+    "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
     "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
     "ovis2": Layout(tiles=_one_each, features=_stacked, beside=_indicators),
     "step3p7": _LISTED,
@@ -278,6 +323,7 @@ _SAME = {
     "qwen2_5_omni": "qwen2_5_omni_thinker",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
+    "phi4mm": "phi4_multimodal",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
 }
