@@ -47,7 +47,6 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llama4", edit(CONFIG, vision_config__pixel_shuffle_ratio=0.0), "pixel_shuffle_ratio is 0.0, but must be 1"),
         ("internvl", edit(CONFIG, downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
         ("internvl", edit(CONFIG, vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
-        ("llava", edit(CONFIG, vision_feature_select_strategy="default"), "strategy is 'default', but must be 'full'"),
         (
             "ovis2",
             edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
