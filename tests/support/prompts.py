@@ -136,6 +136,8 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "mistral3": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
+    "paligemma": _tiles,
+    "vipllava": _tiles,
     "got_ocr2": _tiles,
     "janus": _tiles,
     "aya_vision": _tiles,

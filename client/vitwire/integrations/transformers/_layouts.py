@@ -165,6 +165,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "janus": _TILES,
     "gemma4": _LISTED,
     "gemma3": _TILES,
+    "paligemma": _TILES,
+    "vipllava": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
