@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from vitwire._batches import Cut, Grids, cut, cut_with_crops, without_padding
+from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
+from vitwire._canvases import LAYOUT_IDS, PHI4_PIXELS, images_of_canvases, images_of_layouts
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -21,6 +22,11 @@ Outputs = Mapping[str, object]
 _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
 _IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
+_LAYOUTS = ("aspect_ratios", "grids")
+"""Keys with the rows and columns of tiles that images were cut in."""
+
+_MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
+"""Roots of the patches of a token that servers merge."""
 
 
 def processor_items(
@@ -34,13 +40,17 @@ def processor_items(
     """See `Item.from_processor`."""
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
+    _check_merged(outputs)
+    _check_path(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
-    if outputs.get(_PIXELS) is not None:
+    if _has(outputs, PHI4_PIXELS):
+        images = images_of_canvases(outputs)
+    elif outputs.get(_PIXELS) is not None:
         images = _images(outputs, model, grid_thw)
     if outputs.get(_CLIPS) is not None:
         clips = _clips(outputs)
-    if outputs.get(_PIXELS) is None and outputs.get(_CLIPS) is None:
+    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, _CLIPS)):
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
@@ -89,8 +99,18 @@ def _grids_of_batch(grid_thw: object, batch: Batch, model: "Model | None", modal
     return _image_grids({}, batch, model, grid_thw)
 
 
+def _check_path(outputs: Outputs) -> None:
+    """Pages that Granite for Docling's processor marks for more tokens than servers make of a tile."""
+    if _has(outputs, "tile_fine_mask"):
+        raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
+
+
 def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
+    if _has(outputs, LAYOUT_IDS):
+        return images_of_layouts(outputs)
     batch = on_host(outputs[_PIXELS], _PIXELS)
+    if _has(outputs, "tgt_sizes"):
+        return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")
     if _has(outputs, "high_res_pixel_values"):
         high = on_host(outputs["high_res_pixel_values"], "high_res_pixel_values")
         return cut_with_crops(batch, _PIXELS, Grids(_PIXELS, [(1, 1, 1)] * len(batch)), high, "high_res_pixel_values")
@@ -103,6 +123,13 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
 
 
+def _check_merged(outputs: Outputs) -> None:
+    """VideoLLaMA 3's processors say how many patches of each item are merged; servers have one number for each kind."""
+    for key, served in _MERGED.items():
+        if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
+            raise invalid(key, f"must be {served} for each item, which is what the model was published with")
+
+
 def _image_grids(  # noqa: PLR0911  # one for each kind of output
     outputs: Outputs, batch: Batch, model: "Model | None", grid_thw: object
 ) -> Grids:
@@ -113,8 +140,8 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids.of(key, outputs[key])
     if _has(outputs, "image_position_ids"):
         return _positions("image_position_ids", outputs["image_position_ids"])
-    if _has(outputs, "aspect_ratios"):
-        return _with_overviews(Grids.of("aspect_ratios", outputs["aspect_ratios"]))
+    if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
+        return _with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):

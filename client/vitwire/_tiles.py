@@ -3,8 +3,9 @@
 Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +18,11 @@ Resizer = Callable[[Pixels, Size, int], Pixels]
 """Resizes a picture to a size, with a resampling filter."""
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
+_COVERED = 0.9
+"""Share of an image's pixels that its tiles keep, under the rule `covering`."""
 _NARROW = 32
+_FINER = 3
+"""Fewest tiles of the finer of two layouts."""
 _ROUNDED_UP = 0.2
 """Minimum remainder, as a share of a window, that gets its own window."""
 
@@ -27,7 +32,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, center_crop, closest_ratio, best_fit, canvas, least_scaling or windows."""
+    """A key of `_RULES`."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -35,7 +40,7 @@ class Tiling:
     min_tiles: int = 1
     max_tiles: int = 1
     layouts: tuple[tuple[int, int], ...] = ()
-    """Allowed rows and columns, for best_fit."""
+    """Allowed rows and columns, for best_fit, padded_fit and, if there are any, closest_ratio."""
     background: tuple[int, ...] = ()
     min_side: int = 0
     max_side: int = 0
@@ -157,7 +162,7 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
     size = tiling.crop or tiling.tile
     if tiling.crop and max(picture.size) <= size[0]:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background)]), (1, 1, 1))
-    rows, columns = _layout_of_ratio(picture.size, size, tiling.min_tiles, tiling.max_tiles)
+    rows, columns = _layout_of_ratio(picture.size, size, tiling.layouts or _layouts(tiling.min_tiles, tiling.max_tiles))
     tiles = _split(picture.at((rows * size[0], columns * size[1])), size)
     if tiling.crop:
         view = _stacked([_squared(picture, tiling.tile[0], tiling.background)])
@@ -165,11 +170,32 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
     return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
-def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
-    """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it."""
+def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
+    """The tiles of a finer layout, those of the nearest one, and the whole image; a layout of one tile adds none."""
+    tile = tiling.tile
+    first = _layout_of_ratio(picture.size, tile, _layouts(tiling.min_tiles, tiling.max_tiles))
+    finer = [
+        (rows, columns)
+        for rows, columns in _layouts(_FINER, tiling.max_tiles)
+        if first[0] % rows and first[1] % columns
+    ]
+    tiles = [
+        part
+        for rows, columns in (_layout_of_ratio(picture.size, tile, finer), first)
+        if rows * columns > 1
+        for part in _split(picture.at((rows * tile[0], columns * tile[1])), tile)
+    ]
+    return Tiles(_stacked([*tiles, picture.at(tile)]), (1 + len(tiles), 1, 1))
+
+
+def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size:
+    """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it.
+
+    `layouts` are rows and columns; if there is none, the image is one tile.
+    """
     ratio, area = picture[1] / picture[0], picture[0] * picture[1]
     best, distance = (1, 1), math.inf
-    for columns, rows in _layouts(fewest, most):
+    for rows, columns in layouts:
         off = abs(ratio - columns / rows)
         if off < distance or (off == distance and 2 * area > tile[0] * tile[1] * rows * columns):
             best, distance = (rows, columns), off
@@ -178,8 +204,8 @@ def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
 
 @cache
 def _layouts(fewest: int, most: int) -> tuple[Size, ...]:
-    """Columns and rows of all layouts with `fewest` to `most` tiles, by number of tiles."""
-    pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
+    """Rows and columns of all layouts with `fewest` to `most` tiles, by number of tiles."""
+    pairs = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1)]
     return tuple(sorted((p for p in pairs if fewest <= p[0] * p[1] <= most), key=lambda pair: pair[0] * pair[1]))
 
 
@@ -194,6 +220,28 @@ def _best_fit(picture: Picture, tiling: Tiling) -> Tiles:
         size = (whole[0], min(math.ceil(width * scale_down), whole[1]))
     tiles = _split(_centred(picture.at(size), whole, tiling.background), tiling.tile)
     return _with_overview(picture, tiles, (rows, columns), tiling, always=True)
+
+
+def _padded_fit(picture: Picture, tiling: Tiling) -> Tiles:
+    """One layout at least; the overview is always there, and padded too."""
+    rows, columns = _layout_of_most(picture.size, tiling)
+    whole = (rows * tiling.tile[0], columns * tiling.tile[1])
+    tiles = _split(_padded(picture, whole, tiling.background), tiling.tile)
+    overview = _padded(picture, tiling.tile, tiling.background)
+    return Tiles(_stacked([overview, *tiles]), (1 + len(tiles), rows, columns))
+
+
+def _padded(picture: Picture, size: Size, background: tuple[int, ...]) -> Pixels:
+    """The picture enlarged or shrunk to a size in its own shape, centred; as `PIL.ImageOps.pad` rounds."""
+    (height, width), (down, across) = picture.size, size
+    if width / height > across / down:
+        down = round(height / width * across)
+    elif width / height < across / down:
+        across = round(width / height * down)
+    if not down or not across:
+        raise ValueError(f"{height}x{width} is too elongated for this model")
+    corner = (round((size[0] - down) * 0.5), round((size[1] - across) * 0.5))
+    return _placed(picture.at((down, across)), size, corner, background)
 
 
 def _layout_of_most(picture: Size, tiling: Tiling) -> Size:
@@ -249,6 +297,77 @@ def _layouts_by_ratio(most: int) -> tuple[Size, ...]:
         for rows in (n for n in range(1, tiles + 1) if tiles % n == 0):
             by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
     return tuple(layout for alike in by_ratio.values() for layout in alike)
+
+
+def _whole_tiles(picture: Picture, tiling: Tiling) -> Tiles:
+    """Each step resizes the result of the one before. With at most one tile, the image is stretched to it."""
+    first = _resized(picture, _at_longest(picture.size, tiling.max_side))
+    if tiling.max_tiles == 1:
+        return _stretch(first, tiling)
+    rows, columns = _layout_around(first.size, tiling.tile[0])
+    whole = _resized(first, (rows * tiling.tile[0], columns * tiling.tile[1]))
+    return _with_overview(whole, _split(whole.pixels, tiling.tile), (rows, columns), tiling)
+
+
+def _resized(picture: Picture, size: Size) -> Picture:
+    return Picture(size, picture.at(size), picture.resizer, picture.resample)
+
+
+def _at_longest(size: Size, longest: int) -> Size:
+    """The size with a longer side of `longest`, enlarged if need be; the shorter side is rounded up to an even number.
+
+    A ratio of floats decides, as in the processor: `longest * height / width` rounds to other numbers.
+    """
+    ratio = size[1] / size[0]
+    shorter = int(longest / ratio) if ratio >= 1 else int(longest * ratio)
+    even = max(shorter + shorter % 2, 1)
+    return (even, longest) if ratio >= 1 else (longest, even)
+
+
+def _layout_around(size: Size, side: int) -> Size:
+    """Rows and columns of the tiles that the picture is enlarged to."""
+    ratio = size[1] / size[0]
+    if ratio >= 1:
+        columns = math.ceil(size[1] / side)
+        return math.ceil(int(columns * side / ratio) / side), columns
+    rows = math.ceil(size[0] / side)
+    return rows, math.ceil(int(rows * side * ratio) / side)
+
+
+def _covering(picture: Picture, tiling: Tiling) -> Tiles:
+    rows, columns = covering_layout(picture.size, tiling.tile[0], tiling.max_tiles)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
+
+
+@cache
+def covering_layout(picture: Size, side: int, most: int) -> Size:
+    """The fewest tiles that keep enough of the image's pixels; in a tie, those that keep most.
+
+    As in the processor, the image is cut the other way round for this: a row of the layout is a column of the cut.
+    """
+    height, width = picture
+    shares: list[tuple[Size, float]] = []
+    for rows, columns in _layouts(1, most):
+        down, across = _parts(height, columns), _parts(width, rows)
+        kept = sum(_kept_of_part(part, side) for part in itertools.product(down, across))
+        shares.append(((rows, columns), kept / (width * height)))
+    enough = [each for each in shares if each[1] > _COVERED]
+    if enough:
+        return min(enough, key=lambda each: (math.prod(each[0]), -each[1]))[0]
+    return min(shares, key=lambda each: (-each[1], math.prod(each[0])))[0]
+
+
+def _parts(length: int, count: int) -> list[int]:
+    """Equal lengths, but for the last one, which has what is left over."""
+    part = length // count
+    return [*[part] * (count - 1), length - part * (count - 1)]
+
+
+def _kept_of_part(part: Size, side: int) -> float:
+    """Pixels that are left of a part once its longer side is shrunk to a tile's."""
+    short, long = sorted(part)
+    return short / long * side * side if long > side else short * long
 
 
 def _with_overview(
@@ -329,8 +448,12 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "square": _square,
     "center_crop": _center_crop,
     "closest_ratio": _closest_ratio,
+    "two_ratios": _two_ratios,
     "best_fit": _best_fit,
+    "padded_fit": _padded_fit,
     "canvas": _canvas,
+    "whole_tiles": _whole_tiles,
+    "covering": _covering,
     "least_scaling": _least_scaling,
     "windows": _windows,
 }

@@ -49,9 +49,34 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("internvl", edit(CONFIG, downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
         ("internvl", edit(CONFIG, vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
         (
+            "ovis2",
+            edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
+            "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
+        ),
+        ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
+        (
             "llava-pixtral",
             edit(CONFIG, vision_feature_select_strategy="default"),
             "strategy is 'default', but must be 'full'",
+        ),
+        (
+            "mllama",
+            edit(PROCESSOR, max_image_tiles=2),
+            "max_image_tiles is 2, but must be vision_config.max_num_tiles, 4",
+        ),
+        (
+            "mllama",
+            edit(
+                CONFIG,
+                vision_config__supported_aspect_ratios=[[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [5, 1]],
+            ),
+            "more than 4 tiles",
+        ),
+        ("phi4_multimodal", edit(CONFIG, vision_config__crop_size=224), "image_size is 112, but must be crop_size"),
+        (
+            "phi4mm",
+            edit(CONFIG, embd_layer__image_embd_layer__hd_transform_order="glb_sub"),
+            "embd_layer.image_embd_layer.hd_transform_order is 'glb_sub', but must be 'sub_glb'",
         ),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
@@ -74,7 +99,30 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llava", edit(PROCESSOR, do_center_crop=False), "does not make tiles of 56 x 56"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
+        ("granite_docling", edit(PROCESSOR, fine_route=True), "fine_route is true, but only the coarse path is served"),
+        ("granite_docling", edit(PROCESSOR, size=56), "size is 56, but must be the tower's image_size, 112"),
+        (
+            "idefics3",
+            edit(PROCESSOR, max_image_size={"longest_edge": 70}),
+            "max_image_size is 70, but must be the tower's",
+        ),
+        ("idefics3", edit(PROCESSOR, size={"height": 56, "width": 56}), "size.longest_edge is None, but must be"),
+        ("smolvlm", edit(PROCESSOR, size={"longest_edge": 5000}), "size.longest_edge is 5000, but must be"),
         ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("lfm2_vl", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("minicpmv", edit(CONFIG, version=2.5), r"version is 2\.5, but must be one of 2\.6, 4\.0, 4\.5"),
+        ("minicpmv", edit(CONFIG, version=None), "version is None, but must be one of"),
+        ("minicpmv", edit(CONFIG, query_num=0), "query_num is 0, but must be positive"),
+        ("minicpmv", edit(CONFIG, query_num=64), "do not fit the vision resampler"),
+        ("minicpmv", edit(CONFIG, drop_vision_last_layer=True), "unexpected keys"),
+        ("deepseek_vl_v2", edit(CONFIG, vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
+        ("deepseek_vl_v2", edit(CONFIG, projector_config__projector_type="linear"), "projector_type is 'linear'"),
+        (
+            "deepseek_vl_v2",
+            edit("processor_config.json", candidate_resolutions=[[76, 80]]),
+            r"candidate_resolutions \[76, 80\] are not multiples of 76",
+        ),
+        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -134,3 +182,15 @@ def test_published_files_of_vipllava_call_the_layers_by_another_name(checkpoints
         )
     )
     assert error(rows, expected) == 0
+
+
+def test_rows_depend_on_the_layout_where_the_tower_knows_it(checkpoints: Checkpoints) -> None:
+    rig = Rig.of(checkpoints("mllama"), torch.float32, torch.device("cpu"), sizes=())
+    pixels = rig.pixels(Grid(2, 1, 2), 0)
+    beside, above, blank = rig.run(
+        [rig.item(grid, pixels) for grid in (Grid(2, 1, 2), Grid(2, 2, 1))]
+        + [rig.item(Grid(4, 1, 2), torch.cat([pixels, torch.ones_like(pixels)]))]
+    )
+    assert error(beside, above) > 10 * TOLERANCE
+    assert error(beside, blank[: len(beside)]) <= TOLERANCE
+    assert len(blank) == 2 * len(beside)

@@ -20,6 +20,7 @@ EVERYDAY = (
     "kimi_k25",
     "paddleocr_vl",
     "minimax_m3_vl",
+    "lfm3_vl",
     "ernie4_5_vl_moe",
     "internvl_chat",
     "llava_next",
@@ -28,9 +29,12 @@ EVERYDAY = (
     "deepseek_vl_hybrid",
     "deepseek_ocr2",
     "llama4",
+    "mllama",
     "step3p7",
     "mistral3",
+    "minicpmv",
     "siglip2",
+    "clip",
 )
 """A row for each mechanism; the others are computed in the matrix tier."""
 ROWS = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix) for name in MODEL_TYPES]

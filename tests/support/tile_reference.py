@@ -22,8 +22,8 @@ class TileReference:
         settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
         self._features: Callable[[Tensor, Tensor | None], Tensor]
-        if settings["model_type"] == "internvl_chat":
-            self._features = OriginalInternVL(checkpoint, settings, dtype, device)
+        if settings["model_type"] in _WRITTEN_DOWN:
+            self._features = _WRITTEN_DOWN[settings["model_type"]](checkpoint, settings, dtype, device)
         else:
             model_type = _SAME.get(settings["model_type"], settings["model_type"])
             config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
@@ -91,6 +91,20 @@ def _next(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.stack(given)[:, 0]
 
 
+def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt. 5.17 gives rows of each tile, 5.23 those of each prompt."""
+    assert crops is None
+    return torch.cat(list(model.model.get_image_features(pixel_values=pixels[None]).pooler_output))
+
+
+def _deepstacked(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt, whose rows come for several layers."""
+    assert crops is None
+    mask = torch.ones(1, len(pixels), dtype=torch.bool, device=pixels.device)
+    output = model.model.get_image_features(pixels[None], mask)
+    return torch.cat([own for (own,) in (output.pooler_output, *output.deepstack_features)], dim=-1)
+
+
 def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     del crops
     # 5.17 asks for a strategy, which this tower has only one of.
@@ -105,6 +119,9 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,
+    "granite_docling": _deepstacked,
+    "idefics3": _nested,
+    "smolvlm": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
 }
@@ -115,7 +132,11 @@ _SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
 
 
 class OriginalInternVL:
-    """The vision side of OpenGVLab's model, written down from its description, on its own weight names."""
+    """The vision side of OpenGVLab's model, written down from its description, on its own weight names.
+
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, and of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py).
+    """
 
     def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
         self._config = settings["vision_config"]
@@ -128,10 +149,13 @@ class OriginalInternVL:
 
     def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
         assert crops is None
+        return self._projected(self._layers(pixels)[:, 1:])
+
+    def _layers(self, pixels: Tensor) -> Tensor:
         states = self._embedded(pixels)
         for layer in range(self._config["num_hidden_layers"]):
             states = self._layer(states, f"vision_model.encoder.layers.{layer}.")
-        return self._projected(states[:, 1:])
+        return states
 
     def _embedded(self, pixels: Tensor) -> Tensor:
         prefix = "vision_model.embeddings."
@@ -187,3 +211,11 @@ class OriginalInternVL:
 
     def _linear(self, states: Tensor, prefix: str) -> Tensor:
         return functional.linear(states, self._weights[f"{prefix}weight"], self._weights.get(f"{prefix}bias"))
+
+
+_WRITTEN_DOWN: dict[str, Callable[..., Callable[[Tensor, Tensor | None], Tensor]]] = {
+    "internvl_chat": OriginalInternVL,
+    "NVLM_D": OriginalInternVL,
+    "h2ovl_chat": OriginalInternVL,
+}
+"""References for layouts without classes in transformers."""

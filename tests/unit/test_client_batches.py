@@ -240,6 +240,8 @@ def test_tiles() -> None:
     assert [item.grid for item in layouts] == [(4, 3, 1), (1, 1, 1)]
     ratios = {"pixel_values": torch.cat([TILES, TILES]), "aspect_ratios": torch.tensor([[2, 4], [1, 1]])}
     assert [item.grid for item in Item.from_processor(ratios)] == [(9, 2, 4), (1, 1, 1)]
+    cut = {"pixel_values": ratios["pixel_values"], "grids": ratios["aspect_ratios"]}
+    assert [item.grid for item in Item.from_processor(cut)] == [(9, 2, 4), (1, 1, 1)]
 
 
 def test_crops() -> None:
@@ -318,6 +320,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "one id": (lambda: batch_items(ROWS, GRIDS, content_ids="abc"), "content_ids"),
     "modality": (lambda: batch_items(ROWS, GRIDS, modality="audio"), "modality"),  # type: ignore[arg-type]
     "ratio": (lambda: batch_items(ROWS, GRIDS, keep_ratio=2.0), "keep_ratio"),
+    "merged otherwise": (
+        lambda: Item.from_processor({"pixel_values": ROWS, "image_grid_thw": GRIDS, "image_merge_sizes": [1, 2, 1]}),
+        "image_merge_sizes",
+    ),
+    "the fine path": (
+        lambda: Item.from_processor({"pixel_values": TILES[None], "tile_fine_mask": [True]}),
+        "tile_fine_mask",
+    ),
     "nothing": (lambda: Item.from_processor({}), "outputs"),
     "text only": (lambda: Item.from_processor({"input_ids": [1]}), "outputs"),
     "no outputs": (lambda: Item.from_processor([ROWS]), "outputs"),  # type: ignore[arg-type]

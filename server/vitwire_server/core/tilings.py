@@ -15,10 +15,18 @@ class TilingRule(StrEnum):
     """One tile: the middle of the image, whose shorter side is resized to `min_side`."""
     CLOSEST_RATIO = "closest_ratio"
     """The layout whose shape is nearest to the image's, which is stretched over it."""
+    TWO_RATIOS = "two_ratios"
+    """That layout and a finer one: the finer one's tiles, the other's, and the whole image."""
     BEST_FIT = "best_fit"
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
+    PADDED_FIT = "padded_fit"
+    """The same, beside which the overview is always there; both keep the image's shape, in the middle of background."""
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
+    WHOLE_TILES = "whole_tiles"
+    """The longer side becomes `max_side`, then the image is stretched to whole tiles, from which all tiles are made."""
+    COVERING = "covering"
+    """The fewest tiles that show most of the image when each shows a part of it in its own shape, as Ovis 2 has it."""
     LEAST_SCALING = "least_scaling"
     """The same layout; the image is stretched over it."""
     WINDOWS = "windows"
@@ -44,7 +52,7 @@ class Tiling:
     min_tiles: int = 1
     max_tiles: int = 1
     layouts: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of tiles to choose from."""
+    """Rows and columns of tiles to choose from, instead of all from `min_tiles` to `max_tiles`."""
     background: tuple[int, ...] = ()
     """Value of each channel where there is no image, before rescaling; zero if empty."""
     min_side: int = 0

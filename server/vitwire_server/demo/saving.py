@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -26,6 +27,12 @@ _KIMI_VL_NAMES = {
     "mm_projector.proj.2.": "multi_modal_projector.linear_2.",
     "mm_projector.": "multi_modal_projector.",
 }
+_PHI4MM_NAMES = {
+    "img_projection_up.": "img_projection.0.",
+    "img_projection_down.": "img_projection.2.",
+    "global_img_feature_extensor": "glb_GN",
+    "sub_img_feature_extensor": "sub_GN",
+}
 _ORIGINAL_NAMES = (
     (r"^model\.language_model\.", "language_model.model."),
     (r"^lm_head\.", "language_model.lm_head."),
@@ -45,28 +52,44 @@ _ORIGINAL_NAMES = (
 )
 
 
-def save_internvl(model: PreTrainedModel, out: Path) -> None:
-    """Names, fused projections and config.json as OpenGVLab writes them."""
-    config: Config = model.config
-    weights = _fused(model.state_dict())
-    ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
-    save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
-    content = {
-        "architectures": ["InternVLChatModel"],
-        "model_type": "internvl_chat",
-        "downsample_ratio": 0.5,
-        "dynamic_image_size": True,
-        "force_image_size": config.vision_config.image_size[0],
-        "max_dynamic_patch": 6,
-        "min_dynamic_patch": 1,
-        "ps_version": "v2",
-        "select_layer": -1,
-        "torch_dtype": "bfloat16",
-        "use_thumbnail": True,
-        "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
-        "vision_config": _intern_vit(config.vision_config),
-    }
-    write_json(out / "config.json", content)
+def save_internvl(
+    model_type: str = "internvl_chat",
+    architecture: str = "InternVLChatModel",
+    **fields: Any,  # noqa: ANN401 - of config.json
+) -> Callable[[PreTrainedModel, Path], None]:
+    """Names, fused projections and config.json as OpenGVLab writes them, with other fields of its kin."""
+
+    def save(model: PreTrainedModel, out: Path) -> None:
+        config: Config = model.config
+        weights = _fused(model.state_dict())
+        ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
+        save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
+        content = {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "downsample_ratio": 0.5,
+            "dynamic_image_size": True,
+            "force_image_size": config.vision_config.image_size[0],
+            "max_dynamic_patch": 6,
+            "min_dynamic_patch": 1,
+            "ps_version": "v2",
+            "select_layer": -1,
+            "torch_dtype": "bfloat16",
+            "use_thumbnail": True,
+            "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
+            "vision_config": _intern_vit(config.vision_config),
+            **fields,
+        }
+        write_json(out / "config.json", content)
+
+    return save
+
+
+def save_intern_vit(model: PreTrainedModel, out: Path) -> None:
+    """The tower alone, as OpenGVLab writes it."""
+    weights = {name: weight.contiguous() for name, weight in _fused(model.state_dict()).items()}
+    save_torch_state_dict(weights, out, max_shard_size=SHARD)
+    write_json(out / "config.json", {**_intern_vit(model.config), "torch_dtype": "bfloat16"})
 
 
 def _fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,6 +161,32 @@ def save_kimi_vl(model: PreTrainedModel, out: Path) -> None:
         "text_config": written["text_config"],
         "torch_dtype": "bfloat16",
         "vision_config": vision,
+    }
+    write_json(out / "config.json", content)
+
+
+def save_phi4mm(model: PreTrainedModel, out: Path) -> None:
+    """Microsoft's names. Its config.json leaves out the tower's sizes, which this one is too small for."""
+    save_plain(model, out)
+    _rename(out, _PHI4MM_NAMES)
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    transform = {
+        "crop_size": 448,
+        "embedding_cls": "tune_image",
+        "hd_transform_order": "sub_glb",
+        "image_token_compression_cls": "avg_pool_2d",
+        "projection_cls": "mlp",
+        "use_hd_transform": True,
+        "with_learnable_separator": True,
+    }
+    content = {
+        "architectures": ["Phi4MMForCausalLM"],
+        "embd_layer": {"embedding_cls": "image_audio", "image_embd_layer": transform},
+        "hidden_size": written["hidden_size"],
+        "img_processor": None,
+        "model_type": "phi4mm",
+        "torch_dtype": "bfloat16",
+        "vision_config": written["vision_config"],
     }
     write_json(out / "config.json", content)
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
+from vitwire._canvases import images_of_layouts
 from vitwire._items import Item, Modality
 from vitwire._model import Model
 
@@ -29,7 +32,8 @@ class Call:
     @property
     def pixels(self) -> Tensor:
         """The main argument."""
-        pixels: Tensor = self.arguments["pixel_values_videos" if self.modality == "video" else "pixel_values"]
+        names = ("pixel_values_videos",) if self.modality == "video" else ("pixel_values", "image_pixel_values")
+        pixels: Tensor = next(self.arguments[name] for name in names if name in self.arguments)
         return pixels
 
 
@@ -38,21 +42,42 @@ def _each(call: Call, rows: list[Tensor]) -> Features:
     return rows
 
 
+def _given(call: Call) -> Mapping[str, Any]:
+    return call.arguments
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One way of taking pixels."""
 
+    arguments: Callable[[Call], Mapping[str, Any]] = _given
+    """What the items are made of, in the form of a processor's output."""
     tiles: Callable[[Call], list[int] | None] = lambda _: None
     """Numbers of tiles of each item, where the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Features] = _each
     """From the rows of each item to what the model's own method returns as `pooler_output`."""
+    deepstack_output: Callable[..., BaseModelOutputWithPooling] = BaseModelOutputWithDeepstackFeatures
+    """What holds the features of several layers, which are fields of it by name."""
     before_projector: bool = False
     """The model projects what the method returns as `last_hidden_state`."""
+    beside: Callable[[Call], Mapping[str, Tensor]] = lambda _: {}
+    """Other fields of the method's output, which do not depend on the pixels."""
+
+    replaces: str = ""
+    """Path of the module whose `forward` is replaced, in models without feature methods."""
+    returns: Callable[[Call, list[Tensor]], Any] = _each
+    """From the rows of each item to what that `forward` returns."""
+    attributes: tuple[str, ...] = ()
+    """What the model reads of that module."""
+    cut: Callable[[Mapping[str, Any]], list[Item]] | None = None
+    """From the arguments to items, where these are not as for other clients."""
 
     def items(self, call: Call, described: Model) -> list[Item]:
         """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""
         dtype: torch.dtype = getattr(torch, described.dtype, torch.float32)
-        outputs = {name: _sent(name, value, dtype) for name, value in call.arguments.items()}
+        outputs = {name: _sent(name, value, dtype) for name, value in self.arguments(call).items()}
+        if self.cut:
+            return self.cut(outputs)
         return Item.from_processor(outputs, described, grid_thw=self.tiles(call))
 
 
@@ -68,6 +93,11 @@ def _sent(name: str, value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401  # 
 def _stacked(call: Call, rows: list[Tensor]) -> Features:
     del call
     return torch.stack(rows)
+
+
+def _joined(call: Call, rows: list[Tensor]) -> Features:
+    del call
+    return torch.cat(rows)
 
 
 def _one_each(call: Call) -> list[int]:
@@ -133,11 +163,104 @@ def _tiles_of(call: Call, rows: list[Tensor]) -> list[Tensor]:
     return [own.unflatten(0, (-1, tokens)) for own in rows]
 
 
+# -- Idefics 3 -------------------------------------------------------------------------------------
+
+
+def _real_tiles(call: Call) -> Tensor:
+    """Which tiles `(prompts, tiles)` are not padding, which is zeros; all of them if all are zeros."""
+    real = (call.pixels != 0).flatten(2).any(-1)
+    return real if real.any() else torch.ones_like(real)
+
+
+def _without_padding(call: Call) -> Mapping[str, Any]:
+    """The tiles of all prompts. Raises ValueError where a mask covers a part of one."""
+    real, mask = _real_tiles(call), call.arguments.get("pixel_attention_mask")
+    if mask is not None and not mask[real].all():
+        raise ValueError("pixel_attention_mask covers a part of a tile, which is not served: resize to whole tiles")
+    return {"pixel_values": call.pixels[real]}
+
+
+def _real_each(call: Call) -> list[int]:
+    return [1] * int(_real_tiles(call).sum())
+
+
+def _of_prompts(call: Call, rows: list[Tensor]) -> Features:
+    """The rows of each prompt, which may have none."""
+    tiles = torch.stack(rows)
+    return [own.flatten(0, 1) for own in tiles.split(_real_tiles(call).sum(1).tolist())]
+
+
+# -- Ovis 2 ----------------------------------------------------------------------------------------
+
+
+def _indicators(call: Call) -> Mapping[str, Tensor]:
+    """Embeddings of the tokens between tiles: the last ones of the visual vocabulary."""
+    count = call.model.config.vision_config.num_visual_indicator_tokens
+    return {"visual_indicator_features": call.model.visual_embeddings_table.weight[-count:]}
+
+
+# -- Granite for Docling ---------------------------------------------------------------------------
+
+
+def _marked_tiles(call: Call) -> Mapping[str, Any]:
+    mask = call.arguments["pixel_attention_mask"]
+    return {"pixel_values": call.pixels[mask], "tile_fine_mask": call.arguments.get("tile_fine_mask")}
+
+
+def _marked_each(call: Call) -> list[int]:
+    return [1] * int(call.arguments["pixel_attention_mask"].sum())
+
+
+def _of_marked(call: Call, rows: list[Tensor]) -> Features:
+    """The rows of each prompt, which may have none."""
+    tiles = torch.stack(rows)
+    return [own.flatten(0, 1) for own in tiles.split(call.arguments["pixel_attention_mask"].sum(1).tolist())]
+
+
+def _routed(**fields: Any) -> BaseModelOutputWithPooling:  # noqa: ANN401  # fields of the output
+    """With a field for the router's opinion, which generation does not need."""
+    from transformers.models.granite_docling import modeling_granite_docling  # noqa: PLC0415  # of one model
+
+    output: BaseModelOutputWithPooling = modeling_granite_docling.GraniteDoclingImageFeaturesOutput(**fields)
+    return output
+
+
+# -- Llama 3.2 Vision ------------------------------------------------------------------------------
+
+
+def _with_blank_tiles(outputs: Mapping[str, Any]) -> list[Item]:
+    """Blank tiles have rows too, as tokens before an image attend to all rows in transformers."""
+    return [Item(own.pixels, own.grid) for own in images_of_layouts(outputs, blank=True)]
+
+
+def _states(call: Call, rows: list[Tensor]) -> Any:  # noqa: ANN401  # an output of transformers
+    """Projected already, `(prompts, images, tiles, rows of a tile, width)`. Raises ValueError over padding."""
+    prompts, images, tiles = call.pixels.shape[:3]
+    if len(rows) != prompts * images:
+        raise ValueError("aspect_ratio_ids: the prompts of a batch must have as many images each, got padding (0)")
+    states = torch.stack(rows)
+    return BaseModelOutput(last_hidden_state=states.view(prompts, images, tiles, -1, states.shape[-1]))
+
+
+# -- Phi-4 -----------------------------------------------------------------------------------------
+
+
+def _placed(call: Call, rows: list[Tensor]) -> Tensor:
+    """Embeddings of the prompt with the rows in place of its image tokens."""
+    embeddings: Tensor = call.arguments["inputs_embeds"]
+    places = call.arguments["input_ids"] == call.model.config.vision_config.image_token_id
+    joined = torch.cat(rows)
+    if int(places.sum()) != len(joined):
+        raise ValueError(f"input_ids: {int(places.sum())} image tokens, but the images have {len(joined)} rows")
+    return embeddings.masked_scatter(places[..., None], joined.to(embeddings))
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
 """The arguments say the size of each item."""
-_TILES = Layout(_one_each, _stacked)
+_TILES = Layout(tiles=_one_each, features=_stacked)
+_PADDED_TILES = Layout(_without_padding, _real_each, _of_prompts)
 
 LAYOUTS: Mapping[str, Layout] = {
     "qwen2_vl": _LISTED,
@@ -146,34 +269,55 @@ LAYOUTS: Mapping[str, Layout] = {
     "qwen3_vl_moe": _LISTED,
     "qwen3_5": _LISTED,
     "qwen3_5_moe": _LISTED,
+    "qwen4_exp": _LISTED,
+    "cosmos3_omni": _LISTED,
+    "cosmos3_edge": _LISTED,
+    "cohere_compass": _LISTED,
+    "lfm3_vl": _LISTED,
+    "hyperclovax_vision_v2": _LISTED,
     "qwen2_5_omni_thinker": _LISTED,
     "qwen3_omni_moe_thinker": _LISTED,
     "glm4v": _LISTED,
     "glm46v": _LISTED,
     "glm4v_moe": _LISTED,
     "glm_ocr": _LISTED,
+    "glm5_next": _LISTED,
     "kimi_k25": _LISTED,
     "paddleocr_vl": _LISTED,
     "minimax_m3_vl": _LISTED,
     "ernie4_5_vl_moe": _LISTED,
     "internvl": _TILES,
-    "llava_next": Layout(_cut_images, _packed_next),
-    "llava_onevision": Layout(_cut_images, _packed),
+    "llava_next": Layout(tiles=_cut_images, features=_packed_next),
+    "llava_onevision": Layout(tiles=_cut_images, features=_packed),
+    "qianfan_ocr": _TILES,
     "aya_vision": _TILES,
     "cohere2_vision": _TILES,
     "got_ocr2": _TILES,
     "janus": _TILES,
     "gemma4": _LISTED,
+    "diffusion_gemma": Layout(features=_joined),
     "gemma3": _TILES,
     "paligemma": _TILES,
     "vipllava": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
-    "llama4": Layout(_one_each, _stacked, before_projector=True),
+    "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
+    "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
+    "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
+    "ovis2": Layout(tiles=_one_each, features=_stacked, beside=_indicators),
     "step3p7": _LISTED,
-    "llava": Layout(_one_each_unless_listed),
+    "llava": Layout(tiles=_one_each_unless_listed),
     "mistral3": _LISTED,
+    "idefics3": _PADDED_TILES,
+    "smolvlm": _PADDED_TILES,
+    "lfm2_vl": _LISTED,
+    "mistral_large4": _LISTED,
+    "lighton_ocr": _LISTED,
+    "muse_glimmer": _LISTED,
+    "muse_spark": _LISTED,
+    "granite_docling": Layout(_marked_tiles, _marked_each, _of_marked, _routed),
+    "video_llama_3": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 
@@ -181,6 +325,7 @@ _SAME = {
     "qwen2_5_omni": "qwen2_5_omni_thinker",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
+    "phi4mm": "phi4_multimodal",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
 }

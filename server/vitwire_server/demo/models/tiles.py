@@ -26,8 +26,8 @@ _SAM = {
 }
 
 
-_INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
-_INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
+INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
+INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
 _STEP3 = demo_vlm(
     text={
@@ -49,30 +49,30 @@ _STEP3 = demo_vlm(
 TILES: Mapping[str, DemoModel] = {
     "internvl": demo_vlm(
         text=_QWEN2,
-        vision={"model_type": "internvl_vision", **_INTERNVL_VISION},
+        vision={"model_type": "internvl_vision", **INTERNVL_VISION},
         image={
             **IMAGENET,
-            **_INTERNVL_SIZE,
+            **INTERNVL_SIZE,
             "image_processor_type": "GotOcr2ImageProcessor",
             "crop_to_patches": True,
             "min_patches": 1,
             "max_patches": 6,
         },
-        video={**IMAGENET, **_INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
+        video={**IMAGENET, **INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
         fields={"image_token_id": 500, "image_seq_length": 16},
     ),
     "internvl_chat": demo_vlm(
         text=_QWEN2,
         vision={
             "model_type": "internvl_vision",
-            **_INTERNVL_VISION,
+            **INTERNVL_VISION,
             "attention_bias": False,
             "norm_type": "rms_norm",
             "use_qk_norm": True,
         },
         image={**IMAGENET, "crop_size": 112, "size": 112, "feature_extractor_type": "CLIPFeatureExtractor"},
         base="internvl",
-        save=save_internvl,
+        save=save_internvl(),
     ),
     "llava_onevision": demo_vlm(
         text=_QWEN2,
@@ -170,6 +170,24 @@ TILES: Mapping[str, DemoModel] = {
                 "num_pos_feats": 32,
                 "window_size": 3,
             },
+        },
+    ),
+    "ovis2": demo_vlm(
+        text=_QWEN2,
+        vision={**VISION, "hidden_stride": 2, "image_size": 112, "patch_size": 14, "vocab_size": 69},
+        image={
+            **CLIP,
+            "image_processor_type": "Ovis2ImageProcessor",
+            "crop_to_patches": True,
+            "max_patches": 6,
+            "resample": 3,
+            "size": {"height": 112, "width": 112},
+        },
+        fields={
+            "hidden_size": 64,
+            "image_token_id": 500,
+            "visual_indicator_token_ids": [502, 503, 504, 505, 506],
+            "vocab_size": 512,
         },
     ),
     "step3p7": _STEP3,

@@ -38,6 +38,10 @@ def _gemma4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
     return {Modality.IMAGE: of(Modality.IMAGE, files.image), Modality.VIDEO: of(Modality.VIDEO, files.own_video)}
 
 
+def _diffusion_gemma_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    return {Modality.IMAGE: _gemma4_settings(files, config)[Modality.IMAGE]}
+
+
 def _gemma3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     tile = (config.vision_config.image_size,) * 2
     return {Modality.IMAGE: tiled(files.image, Tiling(TilingRule.STRETCH, tile), HALF, BILINEAR)}
@@ -136,6 +140,24 @@ _GEMMA4 = Gemma4Family(
     special="a frame is an image of fewer tokens",
 )
 
+_DIFFUSION_GEMMA = replace(
+    _GEMMA4,
+    model_type="diffusion_gemma",
+    title="DiffusionGemma",
+    tower=replace(_GEMMA4.tower, prefixes=in_model("encoder.vision_tower.")),
+    beside={
+        "projector": Module(
+            source="vitwire_server.towers.models.gemma_projector:Embedder",
+            prefixes=in_model("encoder.embed_vision."),
+            config="",
+        )
+    },
+    processor=_diffusion_gemma_settings,
+    videos=Accepts.NOTHING,
+    transformers="5.23.0",
+    special="Gemma 4's tower",
+)
+
 _GEMMA3 = TileFamily(
     model_type="gemma3",
     title="Gemma 3",
@@ -172,4 +194,4 @@ _PALIGEMMA = TileFamily(
     videos=Accepts.NOTHING,
 )
 
-ROWS: tuple[Family, ...] = (_GEMMA4, _GEMMA3, _PALIGEMMA)
+ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _GEMMA3, _PALIGEMMA)

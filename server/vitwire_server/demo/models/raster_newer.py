@@ -1,0 +1,88 @@
+"""Demo models with Pixtral's tower, in language models of a newer generation or of other makers."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from transformers import AutoModelForMultimodalLM
+
+from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.models.raster import GEMMA4_IMAGE, GEMMA4_TEXT, GEMMA4_VISION, LONGEST, PIXTRAL, save_gemma4
+
+_MERGED = {**LONGEST, **CLIP, "patch_size": 28}
+_LATENT = {
+    **TEXT,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+_ROUTED = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+
+_MUSE_TEXT = {**TEXT, "head_dim": 16, "intermediate_size": 512, "sliding_window": 64}
+_MUSE_EXPERTS = {
+    "moe_hidden_size": 32,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+}
+_MUSE_VISION = {
+    **VISION,
+    "num_hidden_layers": 4,
+    "layer_types": ["window_attention", "full_attention", "window_attention", "full_attention"],
+    "pos_emb_height": 8,
+    "pos_emb_width": 8,
+}
+_MUSE_SIZES = {**HALF, "merge_size": 2, "patch_size": 14, "resample": 1, "temporal_patch_size": 2}
+_MUSE_IMAGE = {**_MUSE_SIZES, "image_processor_type": "MuseGlimmerImageProcessor"}
+_MUSE_VIDEO = {**_MUSE_SIZES, "video_processor_type": "MuseGlimmerVideoProcessor"}
+_MUSE = {"image_token_id": 500, "video_token_id": 501, "out_hidden_size": 256, "projector_hidden_size": 96}
+_MUSE_AUDIO = {
+    "depths": [1],
+    "hidden_sizes": [16],
+    "num_hidden_layers": 1,
+    "out_hidden_size": 64,
+    "patch_sizes": [16],
+}
+
+RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
+    {
+        "mistral_large4": demo_vlm(
+            text=_LATENT,
+            vision=PIXTRAL,
+            image=_MERGED,
+            fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        ),
+        "diffusion_gemma": demo_vlm(
+            text={**GEMMA4_TEXT, **_ROUTED},
+            vision=GEMMA4_VISION,
+            image=GEMMA4_IMAGE,
+            fields={"image_token_id": 500, "boi_token_id": 498, "canvas_length": 8},
+            auto=AutoModelForMultimodalLM,
+            save=save_gemma4,
+        ),
+        "muse_glimmer": demo_vlm(
+            text=_MUSE_TEXT, vision=_MUSE_VISION, image=_MUSE_IMAGE, video=_MUSE_VIDEO, fields=_MUSE
+        ),
+        "muse_spark": demo_vlm(
+            text={**_MUSE_TEXT, **_MUSE_EXPERTS},
+            vision=_MUSE_VISION,
+            image=_MUSE_IMAGE,
+            video=_MUSE_VIDEO,
+            fields={**_MUSE, "audio_token_id": 502, "audio_config": _MUSE_AUDIO},
+        ),
+        "lighton_ocr": demo_vlm(
+            text={"model_type": "qwen3", **TEXT, "head_dim": 16},
+            vision=PIXTRAL,
+            image=_MERGED,
+            fields={"image_token_id": 500, "spatial_merge_size": 2},
+        ),
+    }
+)
