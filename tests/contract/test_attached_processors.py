@@ -28,6 +28,8 @@ PROCESSORS = {
     "aya_vision": "got_ocr2.GotOcr2",
     "got_ocr2": "got_ocr2.GotOcr2",
     "janus": "janus.Janus",
+    "paligemma": "siglip.Siglip",
+    "vipllava": "llava.Llava",
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
     "ovis2": "ovis2.Ovis2",

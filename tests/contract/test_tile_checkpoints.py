@@ -1,5 +1,6 @@
 """Checkpoints of tiles and of raster patches that are broken, or of a kind that is not served: one sentence each."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -166,6 +167,21 @@ def test_clients_get_no_settings_of_a_processor_that_pads_images_before_it_resiz
     assert client_model(folder).image_preprocessor
     edit(PROCESSOR, do_pad=True)(folder)
     assert client_model(folder).image_preprocessor is None
+
+
+def test_published_files_of_vipllava_call_the_layers_by_another_name(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("vipllava"), tmp_path / "copy"))
+    settings = json.loads((folder / CONFIG).read_text())
+    settings["vision_feature_layers"] = settings.pop("vision_feature_layer")
+    (folder / CONFIG).write_text(json.dumps(settings))
+    grid = Grid(1, 1, 1)
+    rows, expected = (
+        rig.run(rig.items([grid]))[0]
+        for rig in (
+            Rig.of(own, torch.float32, torch.device("cpu"), sizes=()) for own in (folder, checkpoints("vipllava"))
+        )
+    )
+    assert error(rows, expected) == 0
 
 
 def test_rows_depend_on_the_layout_where_the_tower_knows_it(checkpoints: Checkpoints) -> None:

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_utils import load_image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -117,6 +118,8 @@ STOCK: dict[str, Stock] = {
     "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
     "got_ocr2": tiles(GotOcr2ImageProcessorPil),
     "janus": tiles(JanusImageProcessorPil),
+    "paligemma": tiles(SiglipImageProcessorPil),
+    "vipllava": tiles(CLIPImageProcessorPil),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),

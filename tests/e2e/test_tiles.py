@@ -25,7 +25,14 @@ from vitwire._prepare import clip_items, image_items
 from vitwire_server.towers.registry import FAMILIES
 
 References = Callable[..., TileReference | RasterReference]
-SERVED = ("internvl", "internvl_chat", "step3p7", "deepseek_vl_hybrid", "mistral3")
+SERVED = (
+    "internvl",
+    "internvl_chat",
+    "step3p7",
+    "deepseek_vl_hybrid",
+    "mistral3",
+    *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llava_next", "llava", "cohere2_vision")),
+)
 CLIPS = ("internvl", "internvl_chat")
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 

@@ -23,7 +23,7 @@ EVERYDAY = (
     "lfm3_vl",
     "ernie4_5_vl_moe",
     "internvl_chat",
-    "llava_onevision",
+    "llava_next",
     "gemma3",
     "gemma4",
     "deepseek_vl_hybrid",

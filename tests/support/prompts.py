@@ -168,6 +168,8 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
+    "paligemma": _tiles,
+    "vipllava": _tiles,
     "qianfan_ocr": _tiles,
     "got_ocr2": _tiles,
     "janus": _tiles,

@@ -297,6 +297,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "gemma4": _LISTED,
     "diffusion_gemma": Layout(features=_joined),
     "gemma3": _TILES,
+    "paligemma": _TILES,
+    "vipllava": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,

@@ -42,6 +42,18 @@ LLAVA: Mapping[str, DemoModel] = {
         image={**_STRETCHED, "image_processor_type": "SiglipImageProcessor"},
         fields={**_IMAGE_TOKEN, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     ),
+    "vipllava": demo_vlm(
+        text=_LLAMA,
+        vision=_CLIP,
+        image={**_CROPPED, "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 60}},
+        fields={**_IMAGE_TOKEN, "vision_feature_layer": [-2, -3, 1]},
+    ),
+    "paligemma": demo_vlm(
+        text={"model_type": "gemma2", **TEXT, "head_dim": 16, "query_pre_attn_scalar": 16},
+        vision=_SIGLIP,
+        image={**HALF, **_SQUARE, "image_processor_type": "SiglipImageProcessor"},
+        fields={**_IMAGE_TOKEN, "projection_dim": 64, "tie_word_embeddings": False},
+    ),
     "llava_next": demo_vlm(
         text=_LLAMA,
         vision=_CLIP,

@@ -1,4 +1,4 @@
-"""LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
+"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
 
 from dataclasses import replace
 
@@ -76,6 +76,15 @@ _LLAVA_SIGLIP = replace(
     tower=siglip("vision_tower."),
 )
 
+_VIPLLAVA = replace(
+    _LLAVA,
+    model_type="vipllava",
+    title="ViP-LLaVA",
+    beside=_projector("vipllava.modeling_vipllava:VipLlavaMultiModalProjector"),
+    transformers="5.23.0",
+    special="rows of five layers side by side",
+)
+
 _LLAVA_NEXT = TileFamily(
     model_type="llava_next",
     title="LLaVA-NeXT",
@@ -108,4 +117,4 @@ _LLAVA_ONEVISION = TileFamily(
     special="rows of every tile, whole image first; unpadding, line breaks and pooling of frames stay with the LLM",
 )
 
-ROWS: tuple[Family, ...] = (_LLAVA, _LLAVA_SIGLIP, _LLAVA_NEXT, _LLAVA_NEXT_SIGLIP, _LLAVA_ONEVISION)
+ROWS: tuple[Family, ...] = (_LLAVA, _LLAVA_SIGLIP, _VIPLLAVA, _LLAVA_NEXT, _LLAVA_NEXT_SIGLIP, _LLAVA_ONEVISION)
