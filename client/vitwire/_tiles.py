@@ -18,6 +18,8 @@ Resizer = Callable[[Pixels, Size, int], Pixels]
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
 _NARROW = 32
+_ENOUGH_PIXELS = 0.6
+"""Of a layout, as a share of the image's."""
 _FINER = 3
 """Fewest tiles of the finer of two layouts."""
 _ROUNDED_UP = 0.2
@@ -29,7 +31,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, closest_ratio, two_ratios, best_fit, padded_fit, canvas or windows."""
+    """stretch, square, closest_ratio, two_ratios, ratio_and_area, best_fit, padded_fit, canvas or windows."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -171,6 +173,21 @@ def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
         for part in _split(picture.at((rows * tile[0], columns * tile[1])), tile)
     ]
     return Tiles(_stacked([*tiles, picture.at(tile)]), (1 + len(tiles), 1, 1))
+
+
+def _ratio_and_area(picture: Picture, tiling: Tiling) -> Tiles:
+    """The layout nearest in shape among those of enough pixels: fewer count as a worse shape."""
+    height, width = picture.size
+    ratio, area = width / height, height * width
+
+    def fitness(layout: Size) -> float:
+        columns, rows = layout
+        own, enlarged = columns / rows, columns * rows * tiling.tile[0] * tiling.tile[1] / area
+        return min(enlarged, _ENOUGH_PIXELS) * min(own / ratio, ratio / own)
+
+    columns, rows = max(_layouts(tiling.min_tiles, tiling.max_tiles), key=fitness)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
 def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size:
@@ -355,6 +372,7 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "square": _square,
     "closest_ratio": _closest_ratio,
     "two_ratios": _two_ratios,
+    "ratio_and_area": _ratio_and_area,
     "best_fit": _best_fit,
     "padded_fit": _padded_fit,
     "canvas": _canvas,

@@ -25,7 +25,7 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2Imag
 
 from checkpoints import Checkpoints
 from client_models import client_model
-from published_processors import deepseek_vl2_tiles, h2ovl_tiles
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
 
@@ -64,6 +64,12 @@ def deepseek_vl2(folder: Path, image: Image.Image) -> tuple[Array, None]:
     return (deepseek_vl2_tiles(image, sides, 127).transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
 
 
+def eagle(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    tiles = eagle_tiles(image, settings["size"]["height"], settings["max_dynamic_tiles"])
+    return (tiles.transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
+
+
 def pixtral(factor: int) -> Stock:
     """Its image cut into patches, row by row."""
 
@@ -94,6 +100,8 @@ STOCK: dict[str, Stock] = {
     "NVLM_D": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "h2ovl_chat": msac,
     "deepseek_vl_v2": deepseek_vl2,
+    "eagle_2_5_vl": eagle,
+    "skywork_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),

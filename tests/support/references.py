@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from published_reference import PUBLISHED, DeepseekVL2, MiniCPMV
+from published_reference import PUBLISHED, DeepseekVL2, Eagle, MiniCPMV
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches
 from tile_reference import TileReference
@@ -16,7 +16,7 @@ _OWN: dict[str, type[Reference]] = {"kimi_k25": Kimi, "kimi_vl": KimiVL, "paddle
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference | MiniCPMV | DeepseekVL2:
+) -> Reference | TileReference | RasterReference | MiniCPMV | DeepseekVL2 | Eagle:
     """Plain transformers for a checkpoint of this type, or what its authors published."""
     if model_type in PUBLISHED:
         return PUBLISHED[model_type](checkpoint, dtype, device)

@@ -140,6 +140,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The listed layout that keeps most pixels, and always the whole image first;
     both are padded with the background, the image in their middle.
     """
+    TILING_RULE_RATIO_AND_AREA: _TilingRule.ValueType  # 9
+    """The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+    with fewer, it counts as less near. The image is stretched to it.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -167,6 +171,10 @@ whole image; the grid is (tiles, 1, 1).
 TILING_RULE_PADDED_FIT: TilingRule.ValueType  # 8
 """The listed layout that keeps most pixels, and always the whole image first;
 both are padded with the background, the image in their middle.
+"""
+TILING_RULE_RATIO_AND_AREA: TilingRule.ValueType  # 9
+"""The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+with fewer, it counts as less near. The image is stretched to it.
 """
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 

@@ -18,7 +18,7 @@ from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, 
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import stretched, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
+from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
 
 _SAME = (
     "hidden_size",
@@ -112,10 +112,10 @@ class InternVL(Encoder):
         size = side(vision.image_size)
         self.patch = side(vision.patch_size)
         self.merge = round(1 / config.downsample_ratio)
-        self._side = size // self.patch
-        if self._side % self.merge:
-            raise ValueError(f"{self._side} patches a side cannot be merged by {self.merge}")
-        self.tile = TileShape(size, size, (self._side // self.merge) ** 2)
+        patches = size // self.patch
+        if patches % self.merge:
+            raise ValueError(f"{patches} patches a side cannot be merged by {self.merge}")
+        self.tile = TileShape(size, size, (patches // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)
@@ -125,13 +125,7 @@ class InternVL(Encoder):
 
     def encode(self, tiles: Tensor) -> Tensor:
         patches: Tensor = self._tower(pixel_values=tiles).last_hidden_state[:, 1:]
-        return self._projector(self._shuffled(patches))  # type: ignore[no-any-return]
-
-    def _shuffled(self, patches: Tensor) -> Tensor:
-        """`(tiles, side * side, C)` to `(tiles, tokens, C * merge * merge)`, patches of a token one after the other."""
-        merge, short = self.merge, self._side // self.merge
-        tokens: Tensor = patches.unflatten(1, (short, merge, short, merge)).permute(0, 1, 3, 2, 4, 5)
-        return tokens.flatten(3).flatten(1, 2)
+        return self._projector(shuffled(patches, self.merge))  # type: ignore[no-any-return]
 
 
 class NvlmProjector(InternVLMultiModalProjector):
@@ -248,4 +242,14 @@ _H2OVL = replace(
     special="H2O.ai's layout; with `use_msac`, tiles of two layouts as for a prompt with one image",
 )
 
-ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL)
+_SKYWORK = replace(
+    _INTERNVL_CHAT,
+    model_type="skywork_chat",
+    title="Skywork-R1V",
+    architecture="45 x 3200, patch 14",
+    processor=_still_settings,
+    videos=Accepts.NOTHING,
+    special="Skywork's layout, which is OpenGVLab's",
+)
+
+ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL, _SKYWORK)
