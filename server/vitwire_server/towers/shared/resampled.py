@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vitwire_server.core.capacities import Capacities, PackedCapacities
+from vitwire_server.core.capacities import Capacities, ResampledCapacities
 from vitwire_server.core.footprints import Footprints, ResampledFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry, ResampledGeometry
@@ -40,7 +40,7 @@ class ResampledTower(RasterTower):
     @property
     def capacities(self) -> Capacities:
         """See Tower."""
-        return PackedCapacities(self.geometry.merge, fewest=self._resampler.queries)
+        return ResampledCapacities(self._resampler.queries)
 
     def sizes(self, most: int) -> list[int]:
         """See Tower."""
