@@ -16,7 +16,7 @@ from vitwire_server.towers.models import (
     kimi,
     llama,
     llava,
-    minicpm,
+    minicpmv,
     minimax,
     mistral,
     paddleocr,
@@ -42,7 +42,7 @@ _MAKERS = (
     llama,
     step,
     mistral,
-    minicpm,
+    minicpmv,
     siglip,
 )
 """In the order of the tables of models."""

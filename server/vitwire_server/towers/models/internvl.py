@@ -188,13 +188,6 @@ _INTERNVL = TileFamily(
     special="transformers' own layout (`-hf`)",
 )
 
-_ORIGINAL_PROJECTOR = Module(
-    source="internvl.modeling_internvl:InternVLMultiModalProjector",
-    prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
-    config="",
-    served=_PROJECTION,
-)
-
 _INTERNVL_CHAT = OriginalInternVL(
     model_type="internvl_chat",
     title="InternVL 2, 2.5, 3 and 3.5",
@@ -215,7 +208,14 @@ _INTERNVL_CHAT = OriginalInternVL(
         ),
         convert=_unfused,
     ),
-    beside={"projector": _ORIGINAL_PROJECTOR},
+    beside={
+        "projector": Module(
+            source="internvl.modeling_internvl:InternVLMultiModalProjector",
+            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+            config="",
+            served=_PROJECTION,
+        )
+    },
     encoder=InternVL,
     processor=_original_settings,
     special="OpenGVLab's layout",
@@ -226,7 +226,7 @@ _NVLM = replace(
     model_type="NVLM_D",
     title="NVLM-D",
     architecture="45 x 3200, patch 14",
-    beside={"projector": replace(_ORIGINAL_PROJECTOR, source=f"{__name__}:NvlmProjector")},
+    beside={"projector": replace(_INTERNVL_CHAT.modules["projector"], source=f"{__name__}:NvlmProjector")},
     processor=_still_settings,
     videos=Accepts.NOTHING,
     special="NVIDIA's layout; tags of tiles stay with the LLM",
