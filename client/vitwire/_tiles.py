@@ -21,6 +21,8 @@ _ELONGATED, _VERY_ELONGATED = 1.5, 4
 _COVERED = 0.9
 """Share of an image's pixels that its tiles keep, under the rule `covering`."""
 _NARROW = 32
+_ENOUGH_PIXELS = 0.6
+"""Of a layout, as a share of the image's."""
 _FINER = 3
 """Fewest tiles of the finer of two layouts."""
 _ROUNDED_UP = 0.2
@@ -186,6 +188,21 @@ def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
         for part in _split(picture.at((rows * tile[0], columns * tile[1])), tile)
     ]
     return Tiles(_stacked([*tiles, picture.at(tile)]), (1 + len(tiles), 1, 1))
+
+
+def _ratio_and_area(picture: Picture, tiling: Tiling) -> Tiles:
+    """The layout nearest in shape among those of enough pixels: fewer count as a worse shape."""
+    height, width = picture.size
+    ratio, area = width / height, height * width
+
+    def fitness(layout: Size) -> float:
+        rows, columns = layout
+        own, enlarged = columns / rows, columns * rows * tiling.tile[0] * tiling.tile[1] / area
+        return min(enlarged, _ENOUGH_PIXELS) * min(own / ratio, ratio / own)
+
+    rows, columns = max(_layouts(tiling.min_tiles, tiling.max_tiles), key=fitness)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
 def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size:
@@ -449,6 +466,7 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "center_crop": _center_crop,
     "closest_ratio": _closest_ratio,
     "two_ratios": _two_ratios,
+    "ratio_and_area": _ratio_and_area,
     "best_fit": _best_fit,
     "padded_fit": _padded_fit,
     "canvas": _canvas,

@@ -122,6 +122,9 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             edit("processor_config.json", candidate_resolutions=[[76, 80]]),
             r"candidate_resolutions \[76, 80\] are not multiples of 76",
         ),
+        ("eagle_2_5_vl", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
+        ("eagle_2_5_vl", edit(CONFIG, vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
+        ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "pad_during_tiling is not served"),
         ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )

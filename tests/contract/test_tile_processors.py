@@ -35,7 +35,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from checkpoints import Checkpoints
 from client_models import client_model
-from published_processors import deepseek_vl2_tiles, h2ovl_tiles
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
 
@@ -72,6 +72,12 @@ def msac(folder: Path, image: Image.Image) -> tuple[Array, None]:
 def deepseek_vl2(folder: Path, image: Image.Image) -> tuple[Array, None]:
     sides = json.loads((folder / "processor_config.json").read_text())["candidate_resolutions"]
     return (deepseek_vl2_tiles(image, sides, 127).transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
+
+
+def eagle(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    tiles = eagle_tiles(image, settings["size"]["height"], settings["max_dynamic_tiles"])
+    return (tiles.transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
 
 
 def pixtral(factor: int) -> Stock:
@@ -114,6 +120,8 @@ STOCK: dict[str, Stock] = {
     "llava_next-siglip": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
     "deepseek_vl_v2": deepseek_vl2,
+    "eagle_2_5_vl": eagle,
+    "skywork_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
     "got_ocr2": tiles(GotOcr2ImageProcessorPil),

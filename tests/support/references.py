@@ -6,7 +6,7 @@ import torch
 
 from assembled_reference import ASSEMBLED, AssembledReference
 from plain_reference import PLAIN, PlainReference
-from published_reference import PUBLISHED, DeepseekVL2, MiniCPMV
+from published_reference import PUBLISHED, DeepseekVL2, Eagle, MiniCPMV
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
 from tile_reference import TileReference
@@ -23,7 +23,7 @@ _OWN: dict[str, type[Reference]] = {
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference | PlainReference | AssembledReference | MiniCPMV | DeepseekVL2:
+) -> Reference | TileReference | RasterReference | PlainReference | AssembledReference | MiniCPMV | DeepseekVL2 | Eagle:
     """Plain transformers for a checkpoint of this type, or what its authors published."""
     if model_type in PUBLISHED:
         return PUBLISHED[model_type](checkpoint, dtype, device)

@@ -59,6 +59,7 @@ MODELS = {
     ),
     "ratio": tiling(rule=pb.TILING_RULE_CLOSEST_RATIO, overview=pb.OVERVIEW_LAST, min_tiles=1, max_tiles=6),
     "two ratios": tiling(rule=pb.TILING_RULE_TWO_RATIOS, min_tiles=1, max_tiles=6),
+    "ratio and area": tiling(rule=pb.TILING_RULE_RATIO_AND_AREA, overview=pb.OVERVIEW_LAST, min_tiles=1, max_tiles=6),
     "best fit": tiling(rule=pb.TILING_RULE_BEST_FIT, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=4,
                        layouts=[pb.TileLayout(rows=r, columns=c) for r, c in ((1, 2), (2, 1), (2, 2))]),
     "padded fit": tiling(rule=pb.TILING_RULE_PADDED_FIT, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=1,

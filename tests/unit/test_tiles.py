@@ -19,7 +19,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
-from published_processors import deepseek_vl2_tiles, h2ovl_tiles
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._canvases import layouts_of
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
 from vitwire._tiles import Tiles, Tiling, covering_layout
@@ -88,6 +88,13 @@ class TestAgainstStock:
         theirs = h2ovl_tiles(Image.fromarray(image), 56, most)
         np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
         assert mine.grid == (len(theirs), 1, 1)
+
+    @pytest.mark.parametrize("most", [6, 12, 1])
+    def test_eagle(self, size: tuple[int, int], most: int) -> None:
+        image = picture(*size)
+        mine = ours(image, Tiling("ratio_and_area", (56, 56), "last", max_tiles=most))
+        theirs = eagle_tiles(Image.fromarray(image), 56, most)
+        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
 
     @pytest.mark.parametrize("longest", [3, 2])
     def test_deepseek_vl2(self, size: tuple[int, int], longest: int) -> None:

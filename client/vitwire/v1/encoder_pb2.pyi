@@ -152,6 +152,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """
     TILING_RULE_LEAST_SCALING: _TilingRule.ValueType  # 12
     """The layout that scales the image least; the image is stretched to it."""
+    TILING_RULE_RATIO_AND_AREA: _TilingRule.ValueType  # 13
+    """The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+    with fewer, it counts as less near. The image is stretched to it.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -192,6 +196,10 @@ both are padded with the background, the image in their middle.
 """
 TILING_RULE_LEAST_SCALING: TilingRule.ValueType  # 12
 """The layout that scales the image least; the image is stretched to it."""
+TILING_RULE_RATIO_AND_AREA: TilingRule.ValueType  # 13
+"""The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+with fewer, it counts as less near. The image is stretched to it.
+"""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Pooling:

@@ -17,6 +17,8 @@ class TilingRule(StrEnum):
     """The layout whose shape is nearest to the image's, which is stretched over it."""
     TWO_RATIOS = "two_ratios"
     """That layout and a finer one: the finer one's tiles, the other's, and the whole image."""
+    RATIO_AND_AREA = "ratio_and_area"
+    """The layout whose shape is nearest to the image's among those of enough pixels."""
     BEST_FIT = "best_fit"
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
     PADDED_FIT = "padded_fit"

@@ -1,30 +1,24 @@
 """MiniCPM-V and MiniCPM-o (OpenBMB) in the layout that their authors publish."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from math import isqrt
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import CONFIG_MAPPING
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vitwire_server.core.capacities import Capacities, PackedCapacities
-from vitwire_server.core.footprints import Footprints, ResampledFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Geometry, Preprocessing, ResampledGeometry, Resizing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
-from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
+from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.resampler import LONGEST_SIDE, Resampler
+from vitwire_server.towers.shared.resampled import ResampledTower
 from vitwire_server.towers.shared.siglip import packed_layers, siglip
 
 _VISION = (
@@ -56,45 +50,20 @@ def _nearest(count: int, side: int) -> Tensor:
     return torch.bucketize(torch.arange(0, 1 - 1e-6, step), torch.arange(1 / side, 1.0, 1 / side), right=True)
 
 
-class MiniCPMTower(RasterTower):
-    """SigLIP on slices of any size, then a resampler."""
+class MiniCPMTower(ResampledTower):
+    """SigLIP on slices of any size, each patch with the learned position nearest to its own."""
 
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
-        self._resampler: Resampler = parts["resampler"]
         super().__init__(family, parts, config)
         self._side = self.model.config.image_size // self.geometry.patch
 
-    def _geometry(self, config: Config) -> Geometry:
-        own = replace(super()._geometry(config), longest_side=LONGEST_SIDE)
-        return ResampledGeometry(**asdict(own), queries=self._resampler.queries)
-
-    @cached_property
-    def footprints(self) -> Footprints:  # type: ignore[override]
-        """See Tower."""
-        return ResampledFootprints(self._resampler.queries)
-
-    @property
-    def capacities(self) -> Capacities:
-        """See Tower."""
-        return PackedCapacities(self.geometry.merge, fewest=self._resampler.queries)
-
-    def sizes(self, most: int) -> list[int]:
-        """See Tower."""
-        return [tokens for tokens in super().sizes(most) if tokens >= self._resampler.queries]
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """See RasterTower. None has fewer patches than queries, so one of few tokens is larger than asked for."""
-        queries = self._resampler.queries
-        least = isqrt(queries - 1) + 1
-        return [grid for grid in super().samples(tokens, items) if grid.patches >= queries] or [Grid(1, least, least)]
-
     def _inputs(self) -> dict[str, Kind]:
-        return {"positions": Rows((), torch.int64), **self._resampler.inputs()}
+        return {"positions": Rows((), torch.int64), **super()._inputs()}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         rows, columns = (_nearest(count, self._side) for count in (grid.h, grid.w))
         positions = (rows[:, None] * self._side + columns).flatten().repeat(grid.t)
-        return {**super()._compute(grid), "positions": positions, **self._resampler.compute(grid)}
+        return {**super()._compute(grid), "positions": positions}
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model, side = self.model, self.geometry.patch
@@ -102,24 +71,7 @@ class MiniCPMTower(RasterTower):
         patches = model.embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
         states = (patches + model.embeddings.position_embedding(tensors["positions"])).unsqueeze(0)
         states = packed_layers(model.encoder.layers, states, implementation, attended)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            heads_first = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
-            rows, _ = ALL_ATTENTION_FUNCTIONS[implementation](
-                self._resampler, *heads_first, None, scaling=scale, dropout=0.0, is_causal=False, **attended
-            )
-            return rows[0]  # type: ignore[no-any-return]
-
-        tokens, slots = len(tensors["answers"]), len(tensors["cu_seqlens"]) - 1
-        most = min(tokens, slots * self._resampler.queries)
-        rows = self._resampler(
-            model.post_layernorm(states[0]),
-            tensors["places"],
-            tensors["asked"],
-            tensors["answers"][:most, 0],
-            attend,
-        )
-        return functional.pad(rows, (0, 0, 0, tokens - most))
+        return self._resampled(model.post_layernorm(states[0]), tensors, attended)
 
 
 @dataclass(frozen=True, kw_only=True)
