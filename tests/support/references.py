@@ -7,6 +7,7 @@ import torch
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
 from tile_reference import TileReference
+from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
 _OWN: dict[str, type[Reference]] = {
@@ -20,8 +21,10 @@ _OWN: dict[str, type[Reference]] = {
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference:
-    """Plain transformers for a checkpoint of this type."""
+) -> Reference | TileReference | RasterReference | OriginalVideoLlama3:
+    """Plain transformers for a checkpoint of this type, or what its authors published."""
+    if model_type == "videollama3_qwen2":
+        return OriginalVideoLlama3(checkpoint, dtype, device)
     if model_type in RASTER:
         return RASTER[model_type](checkpoint, dtype, device)
     usual = TileReference if FAMILIES[model_type].layout == "tiles" else Reference
