@@ -10,6 +10,7 @@ from published_reference import PUBLISHED, DeepseekVL2, Eagle, MiniCPMV
 from raster_reference import RASTER, RasterReference
 from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
 from tile_reference import TileReference
+from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
 _OWN: dict[str, type[Reference]] = {
@@ -23,12 +24,24 @@ _OWN: dict[str, type[Reference]] = {
 
 def reference_of(
     model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference | PlainReference | AssembledReference | MiniCPMV | DeepseekVL2 | Eagle:
+) -> (
+    Reference
+    | OriginalVideoLlama3
+    | TileReference
+    | RasterReference
+    | PlainReference
+    | AssembledReference
+    | MiniCPMV
+    | DeepseekVL2
+    | Eagle
+):
     """Plain transformers for a checkpoint of this type, or what its authors published."""
     if model_type in PUBLISHED:
         return PUBLISHED[model_type](checkpoint, dtype, device)
     if model_type in PLAIN:
         return PlainReference(checkpoint, dtype, device)
+    if model_type == "videollama3_qwen2":
+        return OriginalVideoLlama3(checkpoint, dtype, device)
     if model_type in RASTER:
         return RASTER[model_type](checkpoint, dtype, device)
     if model_type in ASSEMBLED:

@@ -191,6 +191,36 @@ def save_phi4mm(model: PreTrainedModel, out: Path) -> None:
     write_json(out / "config.json", content)
 
 
+_VIDEO_LLAMA_NAMES = {
+    "model.vision_model.": "model.vision_encoder.",
+    "model.projector.": "model.mm_projector.",
+    "model.language_model.": "model.",
+}
+
+
+def save_videollama3(model: PreTrainedModel, out: Path) -> None:
+    """Names and config.json as DAMO Academy writes them."""
+    save_plain(model, out)
+    _rename(out, _VIDEO_LLAMA_NAMES)
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    vision, left_out = written["vision_config"], ("rope_parameters", "dtype", "transformers_version")
+    content = {
+        **written["text_config"],
+        "architectures": ["Videollama3Qwen2ForCausalLM"],
+        "image_token_index": 500,
+        "mm_projector_type": "mlp2x_gelu",
+        "model_type": "videollama3_qwen2",
+        "torch_dtype": "bfloat16",
+        "use_token_compression": True,
+        "vision_encoder": None,
+        "vision_encoder_config": {
+            **{name: value for name, value in vision.items() if name not in left_out},
+            "model_type": "videollama3_vision_encoder",
+        },
+    }
+    write_json(out / "config.json", content)
+
+
 def _rename(out: Path, names: Mapping[str, str]) -> None:
     """Replace, one after the other, parts of the names of all weights."""
 
