@@ -52,6 +52,11 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
             "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
         ),
+        (
+            "ovis",
+            edit(CONFIG, visual_tokenizer_config__backbone_config__model_type="siglip_vision_model"),
+            "backbone_config.model_type is 'siglip_vision_model', but must be 'aimv2'",
+        ),
         ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
         (
             "mllama",

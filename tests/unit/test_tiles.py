@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -15,9 +16,11 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
+from ovis_reference import original_tiles
 from vitwire._canvases import layouts_of
+from vitwire._coverings import covering_layout
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
-from vitwire._tiles import Tiles, Tiling, covering_layout
+from vitwire._tiles import Tiles, Tiling
 
 SIZES = [
     (30, 30),
@@ -163,6 +166,18 @@ class TestAgainstStock:
             assert mine.grid[1] * mine.grid[2] == count
         else:
             assert mine.crops is None
+
+
+@pytest.mark.parametrize("size", [*SIZES, (700, 300), (120, 90)])
+def test_original_ovis2(size: tuple[int, int]) -> None:
+    image = picture(*size)
+    if min(size) * 56 < max(size):
+        pytest.skip("the authors' code cannot resize to nothing")
+    theirs = np.stack(original_tiles(Image.fromarray(image), 56)).transpose(0, 3, 1, 2)
+    mine = ours(image, Tiling("covering_parts", (56, 56), "first", 1, 9, background=BACKGROUND))
+    assert mine.grid[0] == len(theirs)
+    blank = np.broadcast_to(np.reshape(BACKGROUND, (1, 3, 1, 1)), theirs.shape)
+    assert_near(mine.pixels, np.where(np.isnan(theirs), blank, theirs))
 
 
 def test_ovis2_layouts_of_random_sizes() -> None:

@@ -135,6 +135,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The fewest tiles that keep 90 % of the pixels, if each part of the image
     were shrunk to one tile; the image is stretched to them.
     """
+    TILING_RULE_COVERING_PARTS: _TilingRule.ValueType  # 21
+    """As many tiles; each part of the image is resized in its own shape and
+    centred on the background.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -157,6 +161,10 @@ TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
 TILING_RULE_COVERING: TilingRule.ValueType  # 20
 """The fewest tiles that keep 90 % of the pixels, if each part of the image
 were shrunk to one tile; the image is stretched to them.
+"""
+TILING_RULE_COVERING_PARTS: TilingRule.ValueType  # 21
+"""As many tiles; each part of the image is resized in its own shape and
+centred on the background.
 """
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 

@@ -19,6 +19,8 @@ class TilingRule(StrEnum):
     """Of all layouts the one that scales the image least; it lies top left on background."""
     COVERING = "covering"
     """The fewest tiles that show most of the image when each shows a part of it in its own shape, as Ovis 2 has it."""
+    COVERING_PARTS = "covering_parts"
+    """The same tiles, each of which shows its part of the image in its own shape, centred on background."""
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 

@@ -210,6 +210,7 @@ _SAME = {
     "qwen2_5_omni": "qwen2_5_omni_thinker",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
+    "ovis": "ovis2",
     "phi4mm": "phi4_multimodal",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
