@@ -28,7 +28,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, closest_ratio, best_fit, canvas, covering, covering_parts or windows."""
+    """stretch, square, closest_ratio, best_fit, canvas, covering, covering_parts, corner or windows."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -44,6 +44,8 @@ class Tiling:
     """Height and width of a crop."""
     crop_background: tuple[int, ...] = ()
     crop_resample: int | None = None
+    patch: int = 0
+    """Side of a patch, where grids count those of an image without background."""
 
     def __post_init__(self) -> None:
         if self.rule not in _RULES:
@@ -110,6 +112,14 @@ def _square(picture: Picture, tiling: Tiling) -> Tiles:
     large = Picture(tiling.crop, high, picture.resizer, picture.resample)
     low = _squared(large, tiling.tile[0], tiling.background, tiling.min_side)
     return Tiles(_stacked([low]), (1, 1, 1), _stacked([high]))
+
+
+def _corner(picture: Picture, tiling: Tiling) -> Tiles:
+    side, (height, width) = tiling.tile[0], picture.size
+    shorter = max(int(min(height, width) * (side / max(height, width))), tiling.min_side, 1)
+    height, width = (shorter, side) if width >= height else (side, shorter)
+    tile = _placed(picture.at((height, width)), tiling.tile, (0, 0), tiling.background)
+    return Tiles(_stacked([tile]), (1, math.ceil(height / tiling.patch), math.ceil(width / tiling.patch)))
 
 
 def _squared(
@@ -341,6 +351,7 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "closest_ratio": _closest_ratio,
     "best_fit": _best_fit,
     "canvas": _canvas,
+    "corner": _corner,
     "covering": _covering,
     "covering_parts": _covering_parts,
     "windows": _windows,

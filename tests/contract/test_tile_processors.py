@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_utils import load_image
+from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -90,6 +91,7 @@ STOCK: dict[str, Stock] = {
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
+    "aria": tiles(AriaImageProcessorPil),
     "mllama": mllama,
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava": pixtral(14),

@@ -83,7 +83,7 @@ def assert_generates_alike(model: Any, encoder: Encoder | str) -> None:
         assert sum(weight.numel() for weight in model.parameters()) < weights
         for name, inputs, tokens in wanted:
             assert generated(model, inputs) == tokens, name
-            blind = {key: torch.zeros_like(value) if "pixel" in key else value for key, value in inputs.items()}
+            blind = {key: torch.zeros_like(value) if "pixel_values" in key else value for key, value in inputs.items()}
             assert generated(model, blind) != tokens, f"{name}: the tokens depend on the pixels"
     finally:
         detach(model)

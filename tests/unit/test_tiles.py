@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -97,6 +98,14 @@ class TestAgainstStock:
         mine = ours(image, Tiling("covering" if covering else "closest_ratio", (56, 56), "first", 1, 9))
         assert_near(mine.pixels, theirs["pixel_values"])
         assert mine.grid[1:] == tuple(theirs["grids"][0])
+
+    def test_aria(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = AriaImageProcessorPil(max_image_size=490, min_image_size=168)([image], **PLAIN)
+        mine = ours(image, Tiling("corner", (490, 490), min_side=168, patch=14))
+        assert_near(mine.pixels, theirs["pixel_values"])
+        mask = theirs["pixel_mask"][0].reshape(35, 14, 35, 14).any(axis=(1, 3))
+        assert mine.grid == (1, mask[:, 0].sum(), mask[0].sum())
 
     def test_mllama(self, size: tuple[int, int]) -> None:
         image = picture(*size)

@@ -21,6 +21,8 @@ class TilingRule(StrEnum):
     """The fewest tiles that show most of the image when each shows a part of it in its own shape, as Ovis 2 has it."""
     COVERING_PARTS = "covering_parts"
     """The same tiles, each of which shows its part of the image in its own shape, centred on background."""
+    CORNER = "corner"
+    """One tile, into which the image is resized in its own shape, top left on background; grids count its patches."""
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 
@@ -54,5 +56,7 @@ class Tiling:
     crop: tuple[int, int] | None = None
     """Height and width of a crop; None if the tower takes none."""
     crop_background: tuple[int, ...] = ()
+    patch: int = 0
+    """Side of the patches that grids count, in pixels; 0 where they count tiles."""
     crop_resample: int | None = None
     """Pillow's number of the filter for crops, if it is another one."""

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    aria,
     deepseek,
     deepseek_ocr,
     ernie,
@@ -41,6 +42,7 @@ _MAKERS = (
     phi,
     step,
     mistral,
+    aria,
     siglip,
 )
 """In the order of the tables of models."""

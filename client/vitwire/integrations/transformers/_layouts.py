@@ -196,6 +196,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
+    "aria": Layout(features=_stacked),
     "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
     "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
     "llama4": Layout(_one_each, _stacked, before_projector=True),
