@@ -9,7 +9,14 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
-from vitwire._canvases import LAYOUT_IDS, PHI4_PIXELS, images_of_canvases, images_of_layouts
+from vitwire._canvases import (
+    LAYOUT_IDS,
+    PHI4_PIXELS,
+    PIXEL_MASK,
+    images_of_canvases,
+    images_of_layouts,
+    images_of_masks,
+)
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -108,6 +115,8 @@ def _check_path(outputs: Outputs) -> None:
 def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
     if _has(outputs, LAYOUT_IDS):
         return images_of_layouts(outputs)
+    if _has(outputs, PIXEL_MASK) and grid_thw is None:
+        return images_of_masks(outputs, _patch_size(model))
     batch = on_host(outputs[_PIXELS], _PIXELS)
     if _has(outputs, "tgt_sizes"):
         return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")
@@ -206,7 +215,13 @@ def _positions(key: str, value: object) -> Grids:
 
 def _takes_one_tile(model: "Model | None") -> bool:
     settings = model.image_preprocessor if model else None
-    return bool(settings and settings.tiling and settings.tiling.max_tiles == 1 and not settings.tiling.layouts)
+    return bool(
+        settings
+        and settings.tiling
+        and settings.tiling.max_tiles == 1
+        and not settings.tiling.layouts
+        and not settings.tiling.patch
+    )
 
 
 def _patch_size(model: "Model | None") -> int | None:

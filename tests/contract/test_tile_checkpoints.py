@@ -53,6 +53,18 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
             "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
         ),
+        (
+            "aria",
+            edit(PROCESSOR, max_image_size=980),
+            "max_image_size is 980, but must be vision_config.image_size, 490",
+        ),
+        ("aria", edit(PROCESSOR, split_image=True), "split_image"),
+        ("aria", edit(CONFIG, projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
+        (
+            "ovis",
+            edit(CONFIG, visual_tokenizer_config__backbone_config__model_type="siglip_vision_model"),
+            "backbone_config.model_type is 'siglip_vision_model', but must be 'aimv2'",
+        ),
         ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
         (
             "llava-pixtral",

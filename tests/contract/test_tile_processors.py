@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_utils import load_image
+from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
@@ -135,6 +136,7 @@ STOCK: dict[str, Stock] = {
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
     "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
+    "aria": tiles(AriaImageProcessorPil),
     "mllama": mllama,
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava-pixtral": pixtral(14),

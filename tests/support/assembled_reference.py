@@ -130,4 +130,22 @@ class Mllama(AssembledReference):
         return states[0, 0, : len(tiles)].flatten(0, 1)  # type: ignore[no-any-return]
 
 
-ASSEMBLED: dict[str, type[AssembledReference]] = {"mllama": Mllama, "phi4_multimodal": Phi4, "phi4mm": Phi4MM}
+class Aria(AssembledReference):
+    """What `get_image_features` gives, with the mask of pixels that its processor makes: the margin is left out."""
+
+    def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+
+    def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        patch = self.model.config.vision_config.patch_size
+        mask = torch.zeros(1, *tiles.shape[2:], dtype=torch.bool, device=tiles.device)
+        mask[:, : grid[1] * patch - 5, : grid[2] * patch] = True  # a patch counts if a part of it does
+        return self.model.model.get_image_features(tiles, mask).pooler_output[0]  # type: ignore[no-any-return]
+
+
+ASSEMBLED: dict[str, type[AssembledReference]] = {
+    "aria": Aria,
+    "mllama": Mllama,
+    "phi4_multimodal": Phi4,
+    "phi4mm": Phi4MM,
+}

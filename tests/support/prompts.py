@@ -107,6 +107,14 @@ def _tiles(config: Any) -> Pictures:
     return Pictures({"pixel_values": _random(3, 3, _side(config), _side(config))})
 
 
+def _margins(config: Any) -> Pictures:
+    side = _side(config)
+    masks = torch.zeros(3, side, side, dtype=torch.bool)
+    for mask, (height, width) in zip(masks, ((side, side), (side, 61), (44, side)), strict=True):
+        mask[:height, :width] = True
+    return Pictures({**_tiles(config).arguments, "pixel_mask": masks})
+
+
 def _pairs(config: Any) -> Pictures:
     large = config.high_res_vision_config.image_size
     return Pictures({**_tiles(config).arguments, "high_res_pixel_values": _random(3, 3, large, large)})
@@ -178,6 +186,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma3": _tiles,
     "llama4": _tiles,
     "ovis2": _tiles,
+    "aria": _margins,
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),

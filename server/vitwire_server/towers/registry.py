@@ -7,6 +7,7 @@ from typing import Any
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
     aimv2,
+    aria,
     clip,
     cohere,
     cohere_compass,
@@ -68,6 +69,7 @@ _MAKERS = (
     got_ocr,
     mistral,
     minicpmv,
+    aria,
     siglip,
     idefics,
     liquid,
