@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vitwire._batches import Cut, Grids, cut, cut_with_crops, without_padding
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
@@ -100,7 +102,19 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         crops = [] if local is None else on_host(local, "pixel_values_local")
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
+    if _has(outputs, "target_sizes"):
+        return cut(_patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
+
+
+def _patches_of_strip(batch: Batch, field: str) -> Batch:
+    """Rows of patches of MiniCPM-V's strip `(1, C, p, patches * p)`."""
+    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
+        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
+    _, channels, side, _ = batch.shape
+    order, apart = (2, 0, 1, 3), batch[0].reshape(channels, side, -1, side)
+    patches = apart.transpose(order) if isinstance(apart, np.ndarray) else apart.permute(order)
+    return patches.reshape(-1, channels * side * side)
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output
@@ -138,6 +152,9 @@ def _clips(outputs: Outputs) -> list[Cut]:
     batch = on_host(outputs[_CLIPS], _CLIPS)
     if _has(outputs, "video_grid_thw"):
         return cut(batch, _CLIPS, Grids.of("video_grid_thw", outputs["video_grid_thw"]))
+    if _has(outputs, "target_sizes_videos"):
+        sizes = Grids.of("target_sizes_videos", outputs["target_sizes_videos"])
+        return cut(_patches_of_strip(batch, _CLIPS), _CLIPS, sizes)
     if _has(outputs, "video_position_ids"):
         return _padded_frames(batch, outputs)
     if len(batch) and rank(batch) != 5:

@@ -17,6 +17,8 @@ _PER_FRAME = ("qwen3_vl", "qwen3_5", "qwen4", "cosmos3", "cohere_compass", "glm"
 """Beginnings of the types of models whose prompts mark each frame of a clip."""
 _SQUARE = ("kimi_k25", "paddleocr_vl")
 """Their processors emit patches as `(C, p, p)`."""
+_STRIPS = ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
+"""Their processors emit the patches of all images as one strip."""
 _SINGLE = (*_SQUARE, "ernie4_5_vl_moe")
 """Their patches are of one frame."""
 
@@ -84,6 +86,13 @@ def _positioned(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     return Pictures(arguments, "video")
 
 
+def _strip(config: Any, sizes: Sequence[tuple[int, int]], modality: str) -> Pictures:
+    side = config.vision_config.patch_size
+    pixels = _random(1, 3, side, side * sum(map(prod, sizes)))
+    suffix = "_videos" if modality == "video" else ""
+    return Pictures({f"pixel_values{suffix}": pixels, f"target_sizes{suffix}": torch.tensor(sizes)}, modality)
+
+
 def _side(config: Any) -> int:
     size = config.vision_config.image_size
     return int(size if isinstance(size, int) else size[0])
@@ -132,6 +141,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava": _padded_images,
     "mistral3": _padded_images,
     "mistral_large4": _padded_images,
+    **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 12), (4, 4), (8, 4)], "image")),
     "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
@@ -146,6 +156,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava_onevision": _cut_images,
 }
 _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
+    **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 8), (8, 8)], "video")),
     "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),
     "llava_onevision": _frames,
 }

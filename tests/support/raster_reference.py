@@ -76,7 +76,21 @@ class Siglip2(RasterReference):
         return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
 
 
+class MiniCpm(RasterReference):
+    """Asked for one strip of the patches of all frames."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        side = self.patch
+        patches = frames.reshape(-1, 3, side, side).permute(1, 2, 0, 3)
+        sizes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.model.get_image_features(patches.reshape(1, 3, side, -1), sizes)
+        return torch.cat(features.pooler_output)
+
+
 RASTER = {
+    "minicpmv4_6": MiniCpm,
+    "minicpmv4_7": MiniCpm,
+    "minicpm_ocr": MiniCpm,
     "llava": Pixtral,
     "mistral3": Pixtral,
     "mistral_large4": Pixtral,

@@ -18,6 +18,7 @@ from vitwire_server.towers.models import (
     lfm3,
     llama,
     llava,
+    minicpm,
     minimax,
     mistral,
     muse,
@@ -50,6 +51,7 @@ _MAKERS = (
     qianfan,
     lfm3,
     muse,
+    minicpm,
 )
 """In the order of the tables of models."""
 

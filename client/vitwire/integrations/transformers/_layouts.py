@@ -161,6 +161,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "mistral3": _LISTED,
     "mistral_large4": _LISTED,
     "lighton_ocr": _LISTED,
+    "minicpmv4_6": _LISTED,
+    "minicpmv4_7": _LISTED,
+    "minicpm_ocr": _LISTED,
     "muse_glimmer": _LISTED,
     "muse_spark": _LISTED,
 }

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from transformers import AutoModelForMultimodalLM
 
 from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.models.packed import HYBRID, QWEN3_TEXT
 from vitwire_server.demo.models.raster import GEMMA4_IMAGE, GEMMA4_TEXT, GEMMA4_VISION, LONGEST, PIXTRAL, save_gemma4
 
 _MERGED = {**LONGEST, **CLIP, "patch_size": 28}
@@ -52,6 +53,20 @@ _MUSE_AUDIO = {
     "patch_sizes": [16],
 }
 
+_CPM_TEXT = {"model_type": "qwen3_5_text", **QWEN3_TEXT, **HYBRID, "intermediate_size": 512}
+_CPM_SIZES = {**HALF, "max_slice_nums": 4, "patch_size": 14, "resample": 3, "scale_resolution": 112}
+
+
+def _minicpm(processor: str) -> DemoModel:
+    return demo_vlm(
+        text=_CPM_TEXT,
+        vision={**VISION, "image_size": 112, "patch_size": 14},
+        image={**_CPM_SIZES, "image_processor_type": f"{processor}ImageProcessor"},
+        video={**_CPM_SIZES, "video_processor_type": f"{processor}VideoProcessor"},
+        fields={"image_token_id": 500, "video_token_id": 501, "insert_layer_id": 1},
+    )
+
+
 RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "mistral_large4": demo_vlm(
@@ -78,6 +93,9 @@ RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             video=_MUSE_VIDEO,
             fields={**_MUSE, "audio_token_id": 502, "audio_config": _MUSE_AUDIO},
         ),
+        "minicpmv4_6": _minicpm("MiniCPMV4_6"),
+        "minicpmv4_7": _minicpm("MiniCPMV4_6"),
+        "minicpm_ocr": _minicpm("MiniCPMOcr"),
         "lighton_ocr": demo_vlm(
             text={"model_type": "qwen3", **TEXT, "head_dim": 16},
             vision=PIXTRAL,
