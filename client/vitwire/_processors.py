@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 Outputs = Mapping[str, object]
 
 _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
-_IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
+_IMAGE_GRIDS = (
+    "image_grid_thw",
+    "grid_thws",
+    "grid_thw",
+    "image_grid_hws",
+    "image_grid_hw",
+    "spatial_shapes",
+    "num_patches",
+)
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
 
 

@@ -86,6 +86,11 @@ def _positioned(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     return Pictures(arguments, "video")
 
 
+def _sized(config: Any) -> Pictures:
+    patches = _patches(config, _IMAGES, "image").arguments
+    return Pictures({"pixel_values": patches["pixel_values"], "image_grid_hw": patches["image_grid_thw"][:, 1:]})
+
+
 def _strip(config: Any, sizes: Sequence[tuple[int, int]], modality: str) -> Pictures:
     side = config.vision_config.patch_size
     pixels = _random(1, 3, side, side * sum(map(prod, sizes)))
@@ -141,6 +146,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava": _padded_images,
     "mistral3": _padded_images,
     "mistral_large4": _padded_images,
+    "nemotron_h_omni": _sized,
     **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 12), (4, 4), (8, 4)], "image")),
     "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),

@@ -87,7 +87,17 @@ class MiniCpm(RasterReference):
         return torch.cat(features.pooler_output)
 
 
+class Nemotron(RasterReference):
+    """Asked for rows of patches with their sizes."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        sizes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.get_image_features(frames.flatten(0, 1), sizes)
+        return torch.cat(features.pooler_output)
+
+
 RASTER = {
+    "nemotron_h_omni": Nemotron,
     "minicpmv4_6": MiniCpm,
     "minicpmv4_7": MiniCpm,
     "minicpm_ocr": MiniCpm,

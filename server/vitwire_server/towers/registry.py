@@ -22,6 +22,7 @@ from vitwire_server.towers.models import (
     minimax,
     mistral,
     muse,
+    nemotron,
     paddleocr,
     qianfan,
     qwen,
@@ -52,6 +53,7 @@ _MAKERS = (
     lfm3,
     muse,
     minicpm,
+    nemotron,
 )
 """In the order of the tables of models."""
 

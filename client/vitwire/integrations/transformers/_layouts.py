@@ -164,6 +164,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "minicpmv4_6": _LISTED,
     "minicpmv4_7": _LISTED,
     "minicpm_ocr": _LISTED,
+    "nemotron_h_omni": _LISTED,
     "muse_glimmer": _LISTED,
     "muse_spark": _LISTED,
 }

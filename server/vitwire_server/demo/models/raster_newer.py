@@ -67,6 +67,28 @@ def _minicpm(processor: str) -> DemoModel:
     )
 
 
+_NEMOTRON_TEXT = {
+    "model_type": "nemotron_h",
+    **TEXT,
+    "chunk_size": 16,
+    "head_dim": 16,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 4,
+    "n_groups": 1,
+    "ssm_state_size": 16,
+}
+_RADIO = {
+    "model_type": "radio",
+    "hidden_size": 64,
+    "max_img_size": 112,
+    "mlp_ratio": 1.5,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": 14,
+    "video_temporal_patch_size": 2,
+}
+
 RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "mistral_large4": demo_vlm(
@@ -96,6 +118,13 @@ RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
         "minicpmv4_6": _minicpm("MiniCPMV4_6"),
         "minicpmv4_7": _minicpm("MiniCPMV4_6"),
         "minicpm_ocr": _minicpm("MiniCPMOcr"),
+        "nemotron_h_omni": demo_vlm(
+            text=_NEMOTRON_TEXT,
+            vision=_RADIO,
+            image={**CLIP, "image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 14},
+            fields={"image_token_id": 500, "vision_hidden_size": 64, "projector_hidden_size": 96},
+            auto=AutoModelForMultimodalLM,
+        ),
         "lighton_ocr": demo_vlm(
             text={"model_type": "qwen3", **TEXT, "head_dim": 16},
             vision=PIXTRAL,
