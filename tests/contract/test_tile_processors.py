@@ -91,6 +91,7 @@ STOCK: dict[str, Stock] = {
     "siglip2": siglip2,
     "gemma4": gemma4,
     "diffusion_gemma": gemma4,
+    "embedding_gemma2": gemma4,
 }
 """Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
 

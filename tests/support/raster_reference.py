@@ -60,7 +60,8 @@ class Gemma4(RasterReference):
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
         down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         positions = torch.stack([across.flatten(), down.flatten()], dim=-1).expand(len(frames), -1, -1)
-        inner = getattr(self.model.model, "encoder", self.model.model)
+        inner = getattr(self.model, "model", self.model)
+        inner = getattr(inner, "encoder", inner)
         features = inner.get_image_features(frames, positions.to(frames.device))
         rows = features.pooler_output
         return rows if isinstance(rows, Tensor) else torch.cat(tuple(rows))
@@ -107,5 +108,6 @@ RASTER = {
     "lighton_ocr": Pixtral,
     "gemma4": Gemma4,
     "diffusion_gemma": Gemma4,
+    "embedding_gemma2": Gemma4,
     "siglip2": Siglip2,
 }

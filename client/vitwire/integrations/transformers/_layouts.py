@@ -141,6 +141,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "glm46v": _LISTED,
     "glm4v_moe": _LISTED,
     "glm_ocr": _LISTED,
+    "glmga": _LISTED,
     "glm5_next": _LISTED,
     "kimi_k25": _LISTED,
     "paddleocr_vl": _LISTED,

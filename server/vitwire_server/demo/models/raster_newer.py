@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoModel, AutoModelForMultimodalLM
 
 from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm
 from vitwire_server.demo.models.packed import HYBRID, QWEN3_TEXT
@@ -89,6 +89,15 @@ _RADIO = {
     "video_temporal_patch_size": 2,
 }
 
+_EMBEDDER = {
+    **TEXT,
+    "embedding_dim": 64,
+    "global_head_dim": 16,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 32,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+
 RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "mistral_large4": demo_vlm(
@@ -103,6 +112,14 @@ RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             image=GEMMA4_IMAGE,
             fields={"image_token_id": 500, "boi_token_id": 498, "canvas_length": 8},
             auto=AutoModelForMultimodalLM,
+            save=save_gemma4,
+        ),
+        "embedding_gemma2": demo_vlm(
+            text=_EMBEDDER,
+            vision=GEMMA4_VISION,
+            image=GEMMA4_IMAGE,
+            fields={"image_token_id": 500, "boi_token_id": 498},
+            auto=AutoModel,
             save=save_gemma4,
         ),
         "muse_glimmer": demo_vlm(
