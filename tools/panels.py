@@ -110,6 +110,12 @@ ROWS = (
         Panel("Graphs", "short", [
             Query(_gauge("vitwire_graphs_captured", "instance"), "{{instance}} captured"),
             Query(_gauge("vitwire_graphs_dropped", "instance"), "{{instance}} failed")]),
+        Panel("Servers by budget in use", "short", [Query(_gauge("vitwire_ladder_budgets", "budget"), "{{budget}}")]),
+        Panel("Fits of the ladder in an hour", "short", [
+            Query(f"sum by (result) (increase(vitwire_ladder_refits_total{{{_OWN}}}[1h]))", "{{result}}")],
+            "With --budgets learn; swapped: another ladder is in use."),
+        Panel("Longest wait during the last change of the ladder", "s", [
+            Query(_gauge("vitwire_ladder_pause_seconds", "instance"), "{{instance}}")]),
     )),
     Row("Cache, files and delivery", (
         Panel("Cache hit rate", "percentunit", [

@@ -62,7 +62,7 @@ class Model:
     model_type: str
     """`model_type` of the checkpoint's config.json."""
     weights_fingerprint: str
-    """SHA-256 over the names and bytes of the tower's weights, in hex."""
+    """SHA-256 over the names and bytes of the tower's weights, and over the type in `precision`, if any, in hex."""
     dtype: str
     """Type that the tower computes in and, by default, returns: float32, float16 or bfloat16."""
     embedding_width: int

@@ -159,6 +159,8 @@ def test_float8_needs_bfloat16_and_forwards_that_are_not_compiled() -> None:
         ServeSettings(model="m", precision="fp8", dtype="float32")
     with pytest.raises(ValueError, match="--precision fp8 and --compile on cannot be used together"):
         ServeSettings(model="m", precision="fp8", compile="on")
+    with pytest.raises(ValueError, match="--precision-floor needs --precision fp8"):
+        ServeSettings(model="m", precision_floor=0.99)
     assert ServeSettings(model="m").precision == "auto"
 
 

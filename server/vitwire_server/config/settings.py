@@ -286,6 +286,8 @@ class ServeSettings(SourcedSettings):
             raise ValueError(f"--precision fp8 needs --dtype auto or bfloat16, not {self.dtype}")
         if self.precision == "fp8" and self.compile == "on":
             raise ValueError("--precision fp8 and --compile on cannot be used together")
+        if self.precision != "fp8" and self.precision_floor != type(self).model_fields["precision_floor"].default:
+            raise ValueError("--precision-floor needs --precision fp8")
         return self
 
     @model_validator(mode="after")
