@@ -40,6 +40,7 @@ PROCESSORS = {
     "mistral3": "pixtral.Pixtral",
     "mistral_large4": "pixtral.Pixtral",
     "lighton_ocr": "pixtral.Pixtral",
+    "minicpmv4_6": "minicpmv4_6.MiniCPMV4_6",
     "deepseek_vl": "deepseek_vl.DeepseekVL",
     "deepseek_vl_hybrid": "deepseek_vl_hybrid.DeepseekVLHybrid",
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from broken import Break, edit, load, write
 from checkpoints import Checkpoints
 from client_models import client_model
+from raster_reference import RASTER
 from reference import TOLERANCE, error
 from rigs import Rig
 from tile_reference import TileReference
@@ -161,6 +162,18 @@ def test_a_pooling_head_is_left_out(model_type: str, checkpoints: Checkpoints, t
         shutil.copy(source / name, tmp_path)
     edit(CONFIG, vision_config__vision_use_head=True)(tmp_path)
     assert load(tmp_path).fingerprint == load(source).fingerprint
+
+
+def test_features_are_normalised_where_the_language_model_predicts_ahead(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("nemotron_h_omni"), tmp_path / "copy"))
+    plain = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
+    edit(CONFIG, text_config__num_nextn_predict_layers=1)(folder)
+    rig, grid = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), Grid(1, 8, 6)
+    (rows,), (before,) = rig.run(rig.items([grid])), plain.run(plain.items([grid]))
+    assert error(rows, RASTER["nemotron_h_omni"](folder).item(grid, rig.pixels(grid, 0))) <= TOLERANCE
+    assert error(rows, before) > 1e-2
 
 
 def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:

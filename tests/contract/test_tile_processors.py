@@ -146,6 +146,7 @@ STOCK: dict[str, Stock] = {
     "siglip2": siglip2,
     "gemma4": gemma4,
     "diffusion_gemma": gemma4,
+    "embedding_gemma2": gemma4,
 }
 """Those of llama4, cohere2_vision and step3p7 need torchvision: see tests/unit/test_tiles.py."""
 

@@ -21,6 +21,8 @@ EVERYDAY = (
     "paddleocr_vl",
     "minimax_m3_vl",
     "lfm3_vl",
+    "minicpmv4_6",
+    "nemotron_h_omni",
     "ernie4_5_vl_moe",
     "internvl_chat",
     "llava_next",

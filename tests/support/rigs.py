@@ -165,7 +165,7 @@ def draw_grids(rig: Rig, seed: int, count: int) -> list[Grid]:
         sides = rng.integers(1, 12, size=(3 * count, 2)) * 2
         frames = rng.choice([1, 1, 2, 3, 4, 5], size=3 * count)
         drawn = [Grid(int(t), int(h), int(w)) for t, (h, w) in zip(frames, sides, strict=True)]
-        drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn]
+        drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn, Grid(1, 8, 12)]
     if isinstance(geometry, MarginGeometry):  # odd sides too: patches of background are averaged with others
         drawn = [Grid(t, h - number % 2, w - number // 2 % 2) for number, (t, h, w) in enumerate(drawn)]
     taken = [grid for grid in drawn if takes(rig, grid)]

@@ -31,10 +31,12 @@ from vitwire_server.towers.models import (
     liquid,
     llama,
     llava,
+    minicpm,
     minicpmv,
     minimax,
     mistral,
     muse,
+    nemotron,
     ovis,
     paddleocr,
     phi,
@@ -85,6 +87,8 @@ _MAKERS = (
     dino,
     vit,
     aimv2,
+    minicpm,
+    nemotron,
 )
 """In the order of the tables of models."""
 
