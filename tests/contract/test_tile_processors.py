@@ -34,7 +34,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from checkpoints import Checkpoints
+from checkpoints import Checkpoints, sampled
 from client_models import client_model
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._images import Preprocessor
@@ -151,7 +151,7 @@ STOCK: dict[str, Stock] = {
 """Those of llama4, cohere2_vision and step3p7 need torchvision: see tests/unit/test_tiles.py."""
 
 
-@pytest.mark.parametrize("model_type", STOCK)
+@pytest.mark.parametrize("model_type", sampled(STOCK))
 def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
     model = client_model(folder)
