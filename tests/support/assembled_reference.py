@@ -20,6 +20,7 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 )
 
 from reference import Array
+from tile_reference import rows_of_tiles
 
 
 class AssembledReference:
@@ -130,4 +131,21 @@ class Mllama(AssembledReference):
         return states[0, 0, : len(tiles)].flatten(0, 1)  # type: ignore[no-any-return]
 
 
-ASSEMBLED: dict[str, type[AssembledReference]] = {"mllama": Mllama, "phi4_multimodal": Phi4, "phi4mm": Phi4MM}
+class LlavaNextVideo(AssembledReference):
+    """Clips by the model's own `get_video_features`, images as LLaVA-NeXT's."""
+
+    def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+
+    def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        if grid[1] * grid[2] == 1:
+            return self.model.model.get_video_features(tiles[None]).pooler_output[0]  # type: ignore[no-any-return]
+        return rows_of_tiles(self.model, tiles, None).flatten(0, 1)
+
+
+ASSEMBLED: dict[str, type[AssembledReference]] = {
+    "llava_next_video": LlavaNextVideo,
+    "mllama": Mllama,
+    "phi4_multimodal": Phi4,
+    "phi4mm": Phi4MM,
+}
