@@ -199,6 +199,7 @@ def _tiling(message: pb.Tiling) -> Tiling:
         max_side=message.max_side,
         crop=_size(message.crop) if message.HasField("crop") else None,
         crop_background=tuple(message.crop_background),
+        patch=message.patch,
         crop_resample=message.crop_resample if message.HasField("crop_resample") else None,
     )
 

@@ -8,8 +8,17 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
-from vitwire._canvases import LAYOUT_IDS, PHI4_PIXELS, images_of_canvases, images_of_layouts
+from vitwire._canvases import (
+    LAYOUT_IDS,
+    PHI4_PIXELS,
+    PIXEL_MASK,
+    images_of_canvases,
+    images_of_layouts,
+    images_of_masks,
+)
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -20,7 +29,15 @@ if TYPE_CHECKING:
 Outputs = Mapping[str, object]
 
 _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
-_IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
+_IMAGE_GRIDS = (
+    "image_grid_thw",
+    "grid_thws",
+    "grid_thw",
+    "image_grid_hws",
+    "image_grid_hw",
+    "spatial_shapes",
+    "num_patches",
+)
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
 _LAYOUTS = ("aspect_ratios", "grids")
 """Keys with the rows and columns of tiles that images were cut in."""
@@ -105,9 +122,13 @@ def _check_path(outputs: Outputs) -> None:
         raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
 
 
-def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
+def _images(  # noqa: PLR0911  # one for each kind of output
+    outputs: Outputs, model: "Model | None", grid_thw: object
+) -> list[Cut]:
     if _has(outputs, LAYOUT_IDS):
         return images_of_layouts(outputs)
+    if _has(outputs, PIXEL_MASK) and grid_thw is None:
+        return images_of_masks(outputs, _patch_size(model))
     batch = on_host(outputs[_PIXELS], _PIXELS)
     if _has(outputs, "tgt_sizes"):
         return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")
@@ -120,6 +141,8 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         crops = [] if local is None else on_host(local, "pixel_values_local")
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
+    if _has(outputs, "target_sizes"):
+        return cut(_patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
 
 
@@ -128,6 +151,16 @@ def _check_merged(outputs: Outputs) -> None:
     for key, served in _MERGED.items():
         if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
             raise invalid(key, f"must be {served} for each item, which is what the model was published with")
+
+
+def _patches_of_strip(batch: Batch, field: str) -> Batch:
+    """Rows of patches of MiniCPM-V's strip `(1, C, p, patches * p)`."""
+    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
+        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
+    _, channels, side, _ = batch.shape
+    order, apart = (2, 0, 1, 3), batch[0].reshape(channels, side, -1, side)
+    patches = apart.transpose(order) if isinstance(apart, np.ndarray) else apart.permute(order)
+    return patches.reshape(-1, channels * side * side)
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output
@@ -165,6 +198,9 @@ def _clips(outputs: Outputs) -> list[Cut]:
     batch = on_host(outputs[_CLIPS], _CLIPS)
     if _has(outputs, "video_grid_thw"):
         return cut(batch, _CLIPS, Grids.of("video_grid_thw", outputs["video_grid_thw"]))
+    if _has(outputs, "target_sizes_videos"):
+        sizes = Grids.of("target_sizes_videos", outputs["target_sizes_videos"])
+        return cut(_patches_of_strip(batch, _CLIPS), _CLIPS, sizes)
     if _has(outputs, "video_position_ids"):
         return _padded_frames(batch, outputs)
     if len(batch) and rank(batch) != 5:
@@ -206,7 +242,13 @@ def _positions(key: str, value: object) -> Grids:
 
 def _takes_one_tile(model: "Model | None") -> bool:
     settings = model.image_preprocessor if model else None
-    return bool(settings and settings.tiling and settings.tiling.max_tiles == 1 and not settings.tiling.layouts)
+    return bool(
+        settings
+        and settings.tiling
+        and settings.tiling.max_tiles == 1
+        and not settings.tiling.layouts
+        and not settings.tiling.patch
+    )
 
 
 def _patch_size(model: "Model | None") -> int | None:

@@ -3,7 +3,6 @@
 Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,15 +11,16 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from vitwire._coverings import covering_layout, parts
 from vitwire._patches import CHANNELS, MAX_DECODED_PIXELS, Grid, Pixels, Size
 
 Resizer = Callable[[Pixels, Size, int], Pixels]
 """Resizes a picture to a size, with a resampling filter."""
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
-_COVERED = 0.9
-"""Share of an image's pixels that its tiles keep, under the rule `covering`."""
 _NARROW = 32
+_ENOUGH_PIXELS = 0.6
+"""Of a layout, as a share of the image's."""
 _FINER = 3
 """Fewest tiles of the finer of two layouts."""
 _ROUNDED_UP = 0.2
@@ -48,6 +48,8 @@ class Tiling:
     """Height and width of a crop."""
     crop_background: tuple[int, ...] = ()
     crop_resample: int | None = None
+    patch: int = 0
+    """Side of a patch, where grids count those of an image without background."""
 
     def __post_init__(self) -> None:
         if self.rule not in _RULES:
@@ -128,6 +130,14 @@ def _center_crop(picture: Picture, tiling: Tiling) -> Tiles:
     return Tiles(_stacked([middle]), (1, 1, 1))
 
 
+def _corner(picture: Picture, tiling: Tiling) -> Tiles:
+    side, (height, width) = tiling.tile[0], picture.size
+    shorter = max(int(min(height, width) * (side / max(height, width))), tiling.min_side, 1)
+    height, width = (shorter, side) if width >= height else (side, shorter)
+    tile = _placed(picture.at((height, width)), tiling.tile, (0, 0), tiling.background)
+    return Tiles(_stacked([tile]), (1, math.ceil(height / tiling.patch), math.ceil(width / tiling.patch)))
+
+
 def _squared(
     picture: Picture, side: int, background: tuple[int, ...], min_side: int = 0, resample: int | None = None
 ) -> Pixels:
@@ -186,6 +196,21 @@ def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
         for part in _split(picture.at((rows * tile[0], columns * tile[1])), tile)
     ]
     return Tiles(_stacked([*tiles, picture.at(tile)]), (1 + len(tiles), 1, 1))
+
+
+def _ratio_and_area(picture: Picture, tiling: Tiling) -> Tiles:
+    """The layout nearest in shape among those of enough pixels: fewer count as a worse shape."""
+    height, width = picture.size
+    ratio, area = width / height, height * width
+
+    def fitness(layout: Size) -> float:
+        rows, columns = layout
+        own, enlarged = columns / rows, columns * rows * tiling.tile[0] * tiling.tile[1] / area
+        return min(enlarged, _ENOUGH_PIXELS) * min(own / ratio, ratio / own)
+
+    rows, columns = max(_layouts(tiling.min_tiles, tiling.max_tiles), key=fitness)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
 def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size:
@@ -340,34 +365,27 @@ def _covering(picture: Picture, tiling: Tiling) -> Tiles:
     return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
-@cache
-def covering_layout(picture: Size, side: int, most: int) -> Size:
-    """The fewest tiles that keep enough of the image's pixels; in a tie, those that keep most.
-
-    As in the processor, the image is cut the other way round for this: a row of the layout is a column of the cut.
-    """
-    height, width = picture
-    shares: list[tuple[Size, float]] = []
-    for rows, columns in _layouts(1, most):
-        down, across = _parts(height, columns), _parts(width, rows)
-        kept = sum(_kept_of_part(part, side) for part in itertools.product(down, across))
-        shares.append(((rows, columns), kept / (width * height)))
-    enough = [each for each in shares if each[1] > _COVERED]
-    if enough:
-        return min(enough, key=lambda each: (math.prod(each[0]), -each[1]))[0]
-    return min(shares, key=lambda each: (-each[1], math.prod(each[0])))[0]
+def _covering_parts(picture: Picture, tiling: Tiling) -> Tiles:
+    columns, rows = covering_layout(picture.size, tiling.tile[0], tiling.max_tiles)  # not the other way round here
+    down, across = (parts(length, count) for length, count in zip(picture.size, (rows, columns), strict=True))
+    pieces = [
+        part[:, at - width : at]
+        for part in np.split(picture.pixels, np.cumsum(down)[:-1])
+        for at, width in zip(np.cumsum(across), across, strict=True)
+    ]
+    shown = pieces if len(pieces) == 1 else [picture.pixels, *pieces]
+    tiles = [
+        _fitted(Picture((part.shape[0], part.shape[1]), part, picture.resizer, picture.resample), tiling)
+        for part in shown
+    ]
+    return Tiles(_stacked(tiles), (len(tiles), rows, columns))
 
 
-def _parts(length: int, count: int) -> list[int]:
-    """Equal lengths, but for the last one, which has what is left over."""
-    part = length // count
-    return [*[part] * (count - 1), length - part * (count - 1)]
-
-
-def _kept_of_part(part: Size, side: int) -> float:
-    """Pixels that are left of a part once its longer side is shrunk to a tile's."""
-    short, long = sorted(part)
-    return short / long * side * side if long > side else short * long
+def _fitted(picture: Picture, tiling: Tiling) -> Pixels:
+    """The picture resized to a longer side of a tile's, the other rounded down, centred in a tile."""
+    side, (height, width) = tiling.tile[0], picture.size
+    size = (side, int(width / height * side)) if height > width else (int(height / width * side), side)
+    return _centred(picture.at((max(size[0], 1), max(size[1], 1))), tiling.tile, tiling.background)
 
 
 def _with_overview(
@@ -449,11 +467,14 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "center_crop": _center_crop,
     "closest_ratio": _closest_ratio,
     "two_ratios": _two_ratios,
+    "ratio_and_area": _ratio_and_area,
     "best_fit": _best_fit,
     "padded_fit": _padded_fit,
     "canvas": _canvas,
     "whole_tiles": _whole_tiles,
-    "covering": _covering,
     "least_scaling": _least_scaling,
+    "corner": _corner,
+    "covering": _covering,
+    "covering_parts": _covering_parts,
     "windows": _windows,
 }

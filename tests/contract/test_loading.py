@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from broken import load
-from checkpoints import MODEL_TYPES, Checkpoints
+from checkpoints import ROWS, Checkpoints
 from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.registry import FAMILIES
 
@@ -19,7 +19,7 @@ def is_vision(model_type: str, key: str) -> bool:
     return any(module.name(key) is not None for module in FAMILIES[model_type].modules.values())
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ROWS)
 class TestLoading:
     """Shards of the rest may be absent; what is missing is named."""
 

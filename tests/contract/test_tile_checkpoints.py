@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from broken import Break, edit, load, write
 from checkpoints import Checkpoints
 from client_models import client_model
+from raster_reference import RASTER
 from reference import TOLERANCE, error
 from rigs import Rig
 from tile_reference import TileReference
@@ -52,6 +53,18 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             "ovis2",
             edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
             "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
+        ),
+        (
+            "aria",
+            edit(PROCESSOR, max_image_size=980),
+            "max_image_size is 980, but must be vision_config.image_size, 490",
+        ),
+        ("aria", edit(PROCESSOR, split_image=True), "split_image"),
+        ("aria", edit(CONFIG, projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
+        (
+            "ovis",
+            edit(CONFIG, visual_tokenizer_config__backbone_config__model_type="siglip_vision_model"),
+            "backbone_config.model_type is 'siglip_vision_model', but must be 'aimv2'",
         ),
         ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
         (
@@ -122,6 +135,9 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             edit("processor_config.json", candidate_resolutions=[[76, 80]]),
             r"candidate_resolutions \[76, 80\] are not multiples of 76",
         ),
+        ("eagle_2_5_vl", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
+        ("eagle_2_5_vl", edit(CONFIG, vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
+        ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "pad_during_tiling is not served"),
         ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )
@@ -146,6 +162,18 @@ def test_a_pooling_head_is_left_out(model_type: str, checkpoints: Checkpoints, t
         shutil.copy(source / name, tmp_path)
     edit(CONFIG, vision_config__vision_use_head=True)(tmp_path)
     assert load(tmp_path).fingerprint == load(source).fingerprint
+
+
+def test_features_are_normalised_where_the_language_model_predicts_ahead(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("nemotron_h_omni"), tmp_path / "copy"))
+    plain = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
+    edit(CONFIG, text_config__num_nextn_predict_layers=1)(folder)
+    rig, grid = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), Grid(1, 8, 6)
+    (rows,), (before,) = rig.run(rig.items([grid])), plain.run(plain.items([grid]))
+    assert error(rows, RASTER["nemotron_h_omni"](folder).item(grid, rig.pixels(grid, 0))) <= TOLERANCE
+    assert error(rows, before) > 1e-2
 
 
 def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:

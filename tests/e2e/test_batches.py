@@ -29,6 +29,7 @@ OTHERS = (
     "qwen2_vl",
     "glm4v",
     "paddleocr_vl",
+    "video_llama_3",
     "internvl",
     "gemma3",
     "gemma4",

@@ -131,6 +131,19 @@ class Mllama(AssembledReference):
         return states[0, 0, : len(tiles)].flatten(0, 1)  # type: ignore[no-any-return]
 
 
+class Aria(AssembledReference):
+    """What `get_image_features` gives, with the mask of pixels that its processor makes: the margin is left out."""
+
+    def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+
+    def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        patch = self.model.config.vision_config.patch_size
+        mask = torch.zeros(1, *tiles.shape[2:], dtype=torch.bool, device=tiles.device)
+        mask[:, : grid[1] * patch - 5, : grid[2] * patch] = True  # a patch counts if a part of it does
+        return self.model.model.get_image_features(tiles, mask).pooler_output[0]  # type: ignore[no-any-return]
+
+
 class LlavaNextVideo(AssembledReference):
     """Clips by the model's own `get_video_features`, images as LLaVA-NeXT's."""
 
@@ -144,6 +157,7 @@ class LlavaNextVideo(AssembledReference):
 
 
 ASSEMBLED: dict[str, type[AssembledReference]] = {
+    "aria": Aria,
     "llava_next_video": LlavaNextVideo,
     "mllama": Mllama,
     "phi4_multimodal": Phi4,

@@ -17,6 +17,8 @@ _PER_FRAME = ("qwen3_vl", "qwen3_5", "qwen4", "cosmos3", "cohere_compass", "glm"
 """Beginnings of the types of models whose prompts mark each frame of a clip."""
 _SQUARE = ("kimi_k25", "paddleocr_vl")
 """Their processors emit patches as `(C, p, p)`."""
+_STRIPS = ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
+"""Their processors emit the patches of all images as one strip."""
 _SINGLE = (*_SQUARE, "ernie4_5_vl_moe", "video_llama_3")
 """Their patches are of one frame."""
 
@@ -98,6 +100,18 @@ def _naflex(config: Any) -> Pictures:
     return Pictures({"pixel_values": pixels, "spatial_shapes": torch.tensor(sizes), "pixel_attention_mask": mask})
 
 
+def _sized(config: Any) -> Pictures:
+    patches = _patches(config, _IMAGES, "image").arguments
+    return Pictures({"pixel_values": patches["pixel_values"], "image_grid_hw": patches["image_grid_thw"][:, 1:]})
+
+
+def _strip(config: Any, sizes: Sequence[tuple[int, int]], modality: str) -> Pictures:
+    side = config.vision_config.patch_size
+    pixels = _random(1, 3, side, side * sum(map(prod, sizes)))
+    suffix = "_videos" if modality == "video" else ""
+    return Pictures({f"pixel_values{suffix}": pixels, f"target_sizes{suffix}": torch.tensor(sizes)}, modality)
+
+
 def _side(config: Any) -> int:
     size = config.vision_config.image_size
     return int(size if isinstance(size, int) else size[0])
@@ -105,6 +119,14 @@ def _side(config: Any) -> int:
 
 def _tiles(config: Any) -> Pictures:
     return Pictures({"pixel_values": _random(3, 3, _side(config), _side(config))})
+
+
+def _margins(config: Any) -> Pictures:
+    side = _side(config)
+    masks = torch.zeros(3, side, side, dtype=torch.bool)
+    for mask, (height, width) in zip(masks, ((side, side), (side, 61), (44, side)), strict=True):
+        mask[:height, :width] = True
+    return Pictures({**_tiles(config).arguments, "pixel_mask": masks})
 
 
 def _pairs(config: Any) -> Pictures:
@@ -166,6 +188,8 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava": lambda config: (_padded_images if config.vision_config.model_type == "pixtral" else _tiles)(config),
     "mistral3": _padded_images,
     "mistral_large4": _padded_images,
+    "nemotron_h_omni": _sized,
+    **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 12), (4, 4), (8, 4)], "image")),
     "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
@@ -180,6 +204,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma3": _tiles,
     "llama4": _tiles,
     "ovis2": _tiles,
+    "aria": _margins,
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),
@@ -193,6 +218,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "smolvlm": _tiles_of_prompts,
 }
 _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
+    **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 8), (8, 8)], "video")),
     "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),
     "llava_onevision": _frames,
     "llava_next_video": _frames,

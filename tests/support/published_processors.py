@@ -56,6 +56,22 @@ def deepseek_vl2_tiles(image: Image.Image, sides: Sequence[tuple[int, int]], sha
     return _stacked([overview, *_split(whole, tile)])
 
 
+def eagle_tiles(image: Image.Image, tile: int, most: int) -> Tiles:
+    """The tiles of Eagle 2.5's processor, with Pillow's resizing rather than torchvision's.
+
+    github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/image_processing_eagle2_5_vl_fast.py.
+    """
+    sides = range(1, most + 1)
+    ratios = sorted(((w, h) for w in sides for h in sides if w * h <= most), key=lambda r: r[0] * r[1])
+    shape, best, highest = image.width / image.height, (1, 1), float("-inf")
+    for w, h in ratios:
+        factor = min(w * h * tile * tile / (image.width * image.height), 0.6) * min(w / h / shape, shape / (w / h))
+        if factor > highest:
+            best, highest = (w, h), factor
+    parts: list[Any] = _split(image.resize((best[0] * tile, best[1] * tile)), tile)
+    return _stacked([*parts, image.resize((tile, tile))] if len(parts) > 1 else parts)
+
+
 def minicpm_slices(image: Image.Image, *, most: int = 9, scale: int = 448, patch: int = 14) -> list[Image.Image]:
     """The whole image and its slices. huggingface.co/openbmb/MiniCPM-V-2_6, image_processing_minicpmv.py."""
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -38,6 +39,18 @@ class Published:
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
 
+    def siglip(self, states: Tensor, name: str, vision: dict[str, Any]) -> Tensor:
+        """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
+        for layer in range(vision["num_hidden_layers"]):
+            own = f"{name}.encoder.layers.{layer}"
+            normed = self.norm(states, f"{own}.layer_norm1")
+            q, k, v = (self.linear(normed, f"{own}.self_attn.{part}_proj") for part in "qkv")
+            mixed = attention(q, k, v, vision["num_attention_heads"])
+            states = states + self.linear(mixed, f"{own}.self_attn.out_proj")
+            hidden = self.linear(self.norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
+            states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
+        return self.norm(states, f"{name}.post_layernorm")
+
 
 class MiniCPMV(Published):
     """MiniCPM-V 2.6: huggingface.co/openbmb/MiniCPM-V-2_6, modeling_navit_siglip.py and resampler.py.
@@ -65,15 +78,7 @@ class MiniCPMV(Published):
             self.weight("vpm.embeddings.patch_embedding.bias"),
         )  # fmt: skip
         states = embedded + self.weight("vpm.embeddings.position_embedding.weight")[self._positions(height, width)]
-        for layer in range(vision["num_hidden_layers"]):
-            own = f"vpm.encoder.layers.{layer}"
-            normed = self.norm(states, f"{own}.layer_norm1")
-            q, k, v = (self.linear(normed, f"{own}.self_attn.{name}_proj") for name in "qkv")
-            mixed = attention(q, k, v, vision["num_attention_heads"])
-            states = states + self.linear(mixed, f"{own}.self_attn.out_proj")
-            hidden = self.linear(self.norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
-            states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
-        return self.norm(states, "vpm.post_layernorm")
+        return self.siglip(states, "vpm", vision)
 
     def _positions(self, height: int, width: int) -> Tensor:
         """Shares of the image's sides, sorted into as many buckets as the table of positions has."""
@@ -102,6 +107,32 @@ class MiniCPMV(Published):
         frequencies = 1.0 / 10000 ** (torch.arange(width // 2).float() / (width / 2.0))
         angles = places[:, None].float() * frequencies
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class Eagle(Published):
+    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+
+    @torch.inference_mode()
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The rows of one image's tiles `(tiles, C, H, W)`."""
+        del grid
+        assert crops is None
+        tiles = [self._rows(tile) for tile in pixels.to(self.device, self.dtype)]
+        return torch.cat(tiles).float().cpu().numpy()
+
+    def _rows(self, tile: Tensor) -> Tensor:
+        vision, name = self.settings["vision_config"], "vision_model.vision_model"
+        kernel, bias = (self.weight(f"{name}.embeddings.patch_embedding.{part}") for part in ("weight", "bias"))
+        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
+        _, columns, side, _ = patches.shape
+        states = patches[0].flatten(1).T + self.weight(f"{name}.embeddings.position_embedding.weight")
+        states = self.siglip(states, name, vision)
+        scale = self.settings["downsample_ratio"]
+        short = int(side * scale)
+        x = states.view(1, side, short, int(columns / scale)).permute(0, 2, 1, 3).contiguous()
+        x = x.view(1, short, short, int(columns / scale**2)).permute(0, 2, 1, 3).reshape(short * short, -1)
+        hidden = self.linear(self.norm(x, "mlp1.0", 1e-5), "mlp1.1")
+        return self.linear(functional.gelu(hidden), "mlp1.3")
 
 
 class DeepseekVL2(Published):
@@ -148,9 +179,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return rows
 
 
-PUBLISHED: dict[str, type[MiniCPMV | DeepseekVL2]] = {
+PUBLISHED: dict[str, type[MiniCPMV | DeepseekVL2 | Eagle]] = {
     "minicpmv": MiniCPMV,
     "minicpmo": MiniCPMV,
     "deepseek_vl_v2": DeepseekVL2,
+    "eagle_2_5_vl": Eagle,
 }
 """By `model_type`."""

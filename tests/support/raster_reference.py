@@ -61,7 +61,8 @@ class Gemma4(RasterReference):
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
         down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         positions = torch.stack([across.flatten(), down.flatten()], dim=-1).expand(len(frames), -1, -1)
-        inner = getattr(self.model.model, "encoder", self.model.model)
+        inner = getattr(self.model, "model", self.model)
+        inner = getattr(inner, "encoder", inner)
         features = inner.get_image_features(frames, positions.to(frames.device))
         rows = features.pooler_output
         return rows if isinstance(rows, Tensor) else torch.cat(tuple(rows))
@@ -97,13 +98,38 @@ class Lfm2Vl(RasterReference):
         return torch.cat(list(features.pooler_output))
 
 
+class MiniCpm(RasterReference):
+    """Asked for one strip of the patches of all frames."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        side = self.patch
+        patches = frames.reshape(-1, 3, side, side).permute(1, 2, 0, 3)
+        sizes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.model.get_image_features(patches.reshape(1, 3, side, -1), sizes)
+        return torch.cat(features.pooler_output)
+
+
+class Nemotron(RasterReference):
+    """Asked for rows of patches with their sizes."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        sizes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.get_image_features(frames.flatten(0, 1), sizes)
+        return torch.cat(features.pooler_output)
+
+
 RASTER = {
+    "nemotron_h_omni": Nemotron,
+    "minicpmv4_6": MiniCpm,
+    "minicpmv4_7": MiniCpm,
+    "minicpm_ocr": MiniCpm,
     "llava-pixtral": Pixtral,
     "mistral3": Pixtral,
     "mistral_large4": Pixtral,
     "lighton_ocr": Pixtral,
     "gemma4": Gemma4,
     "diffusion_gemma": Gemma4,
+    "embedding_gemma2": Gemma4,
     "siglip2": Siglip2,
     "lfm2_vl": Lfm2Vl,
 }

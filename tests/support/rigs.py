@@ -15,7 +15,7 @@ from torch import Tensor
 
 from reference import Array, norm_error
 from vitwire_server.core.budgets import Budget, Ladder, with_shorter
-from vitwire_server.core.geometries import CanvasGeometry
+from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
@@ -159,14 +159,14 @@ def draw_grids(rig: Rig, seed: int, count: int) -> list[Grid]:
     """Images and clips that the tower takes, the smallest and one larger than every budget included."""
     rng = np.random.default_rng(seed)
     geometry = rig.tower.geometry
-    if isinstance(geometry, TileGeometry) and not isinstance(geometry, CanvasGeometry):
+    if isinstance(geometry, TileGeometry) and not isinstance(geometry, MarginGeometry):
         drawn = [Grid(*_TILED[i]) for i in rng.permutation(len(_TILED))]
     else:
         sides = rng.integers(1, 12, size=(3 * count, 2)) * 2
         frames = rng.choice([1, 1, 2, 3, 4, 5], size=3 * count)
         drawn = [Grid(int(t), int(h), int(w)) for t, (h, w) in zip(frames, sides, strict=True)]
-        drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn]
-    if isinstance(geometry, CanvasGeometry):  # odd sides too: patches of background are averaged with others
+        drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn, Grid(1, 8, 12)]
+    if isinstance(geometry, MarginGeometry):  # odd sides too: patches of background are averaged with others
         drawn = [Grid(t, h - number % 2, w - number // 2 % 2) for number, (t, h, w) in enumerate(drawn)]
     taken = [grid for grid in drawn if takes(rig, grid)]
     return taken[:count]

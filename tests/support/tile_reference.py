@@ -136,8 +136,9 @@ _SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
 class OriginalInternVL:
     """The vision side of OpenGVLab's model, written down from its description, on its own weight names.
 
-    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, and of
-    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py).
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py) and of Skywork-R1V
+    (huggingface.co/Skywork/Skywork-R1V-38B, modeling_skywork_chat.py).
     """
 
     def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
@@ -219,5 +220,6 @@ _WRITTEN_DOWN: dict[str, Callable[..., Callable[[Tensor, Tensor | None], Tensor]
     "internvl_chat": OriginalInternVL,
     "NVLM_D": OriginalInternVL,
     "h2ovl_chat": OriginalInternVL,
+    "skywork_chat": OriginalInternVL,
 }
 """References for layouts without classes in transformers."""

@@ -18,9 +18,11 @@ from vitwire._embedding import Report
 from vitwire.integrations.transformers import Encoder, attach, detach
 from vitwire_server.core.grids import Grid
 
-_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "phi4_multimodal"}
-ANSWERLESS = ("siglip2", "colqwen2", "diffusion_gemma")
+_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "phi4_multimodal", "nemotron_h_omni"}
+ANSWERLESS = ("siglip2", "colqwen2", "embedding_gemma2", "diffusion_gemma")
 """Models that do not write one token after the other."""
+_NO_CLIPS = ("nemotron_h_omni",)
+"""Models whose clips have weights that the service does not hold."""
 _SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
@@ -61,7 +63,7 @@ def cases(model: Any) -> Iterator[tuple[str, Inputs]]:
         whole = prompt(config, pictures, [counts])
         yield "images", whole
         yield "batch", prompt(config, pictures, [counts[:1], counts[1:]])
-    if hasattr(owner, "get_video_features"):
+    if hasattr(owner, "get_video_features") and config.model_type not in _NO_CLIPS:
         pictures = clip(config)
         alone = prompt(config, pictures, [pictures.counts(owner)])
         yield "clip", alone

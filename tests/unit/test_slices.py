@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from vitwire import InvalidItem, Item
-from vitwire_server.core.capacities import PackedCapacities
+from vitwire_server.core.capacities import ResampledCapacities
 from vitwire_server.core.footprints import ResampledFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import ResampledGeometry
-from vitwire_server.towers.models.minicpm import _nearest
+from vitwire_server.towers.models.minicpmv import _nearest
 
 SIDE = 4
 SIZES = [[(3, 5), (2, 2)], [], [(1, 7)]]
@@ -73,7 +73,12 @@ def test_an_image_of_fewer_patches_than_queries_is_refused() -> None:
         ("", "must have at least 64 patches for this model, got 1x9x7")
     ]
     assert [side for side, _ in geometry.wrong(Grid(1, 1, 1025), None)] == ["w"]
-    assert PackedCapacities(1, fewest=64).budget(16, max_items=4, max_frames=4).tokens == 64
+
+
+@pytest.mark.parametrize(("tokens", "budgeted", "images"), [(16, 64, 1), (300, 300, 1), (4096, 4096, 16)])
+def test_a_budget_holds_an_image_and_has_few_slots(tokens: int, budgeted: int, images: int) -> None:
+    budget = ResampledCapacities(64).budget(tokens, max_items=64, max_frames=256)
+    assert (budget.tokens, budget.max_segments, budget.max_items) == (budgeted, images, images)
 
 
 def test_every_length_has_a_position_for_each_patch() -> None:

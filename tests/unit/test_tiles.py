@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -19,23 +20,22 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
-from published_processors import deepseek_vl2_tiles, h2ovl_tiles
+from ovis_reference import original_tiles
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._canvases import layouts_of
+from vitwire._coverings import covering_layout
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
-from vitwire._tiles import Tiles, Tiling, covering_layout
+from vitwire._tiles import Tiles, Tiling
 
 SIZES = [
-    (30, 30),
     (64, 40),
-    (40, 100),
-    (56, 56),
-    (57, 55),
     (200, 90),
     (90, 301),
-    (113, 224),
-    (12, 300),
     (400, 7),
-    (2, 2),
+    *(
+        pytest.param(size, marks=pytest.mark.matrix)
+        for size in ((30, 30), (40, 100), (56, 56), (57, 55), (113, 224), (12, 300), (2, 2))
+    ),
 ]
 BACKGROUND = (122, 116, 104)
 PLAIN = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
@@ -89,6 +89,13 @@ class TestAgainstStock:
         np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
         assert mine.grid == (len(theirs), 1, 1)
 
+    @pytest.mark.parametrize("most", [6, 12, 1])
+    def test_eagle(self, size: tuple[int, int], most: int) -> None:
+        image = picture(*size)
+        mine = ours(image, Tiling("ratio_and_area", (56, 56), "last", max_tiles=most))
+        theirs = eagle_tiles(Image.fromarray(image), 56, most)
+        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+
     @pytest.mark.parametrize("longest", [3, 2])
     def test_deepseek_vl2(self, size: tuple[int, int], longest: int) -> None:
         image = picture(*size)
@@ -117,6 +124,14 @@ class TestAgainstStock:
         mine = ours(image, Tiling("covering" if covering else "closest_ratio", (56, 56), "first", 1, 9))
         assert_near(mine.pixels, theirs["pixel_values"])
         assert mine.grid[1:] == tuple(theirs["grids"][0])
+
+    def test_aria(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = AriaImageProcessorPil(max_image_size=490, min_image_size=168)([image], **PLAIN)
+        mine = ours(image, Tiling("corner", (490, 490), min_side=168, patch=14))
+        assert_near(mine.pixels, theirs["pixel_values"])
+        mask = theirs["pixel_mask"][0].reshape(35, 14, 35, 14).any(axis=(1, 3))
+        assert mine.grid == (1, mask[:, 0].sum(), mask[0].sum())
 
     def test_mllama(self, size: tuple[int, int]) -> None:
         image = picture(*size)
@@ -222,6 +237,18 @@ class TestAgainstStock:
 def test_an_image_that_is_too_elongated_to_be_cut_out_of_is_refused() -> None:
     with pytest.raises(ValueError, match="2x200000 is too elongated"):
         ours(np.zeros((2, 200_000, 3), np.uint8), Tiling("center_crop", (336, 336), min_side=336))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (700, 300), (120, 90)])
+def test_original_ovis2(size: tuple[int, int]) -> None:
+    image = picture(*size)
+    if min(size) * 56 < max(size):
+        pytest.skip("the authors' code cannot resize to nothing")
+    theirs = np.stack(original_tiles(Image.fromarray(image), 56)).transpose(0, 3, 1, 2)
+    mine = ours(image, Tiling("covering_parts", (56, 56), "first", 1, 9, background=BACKGROUND))
+    assert mine.grid[0] == len(theirs)
+    blank = np.broadcast_to(np.reshape(BACKGROUND, (1, 3, 1, 1)), theirs.shape)
+    assert_near(mine.pixels, np.where(np.isnan(theirs), blank, theirs))
 
 
 def test_ovis2_layouts_of_random_sizes() -> None:

@@ -152,6 +152,18 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """
     TILING_RULE_LEAST_SCALING: _TilingRule.ValueType  # 12
     """The layout that scales the image least; the image is stretched to it."""
+    TILING_RULE_RATIO_AND_AREA: _TilingRule.ValueType  # 13
+    """The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+    with fewer, it counts as less near. The image is stretched to it.
+    """
+    TILING_RULE_COVERING_PARTS: _TilingRule.ValueType  # 14
+    """As many tiles; each part of the image is resized in its own shape and
+    centred on the background.
+    """
+    TILING_RULE_CORNER: _TilingRule.ValueType  # 15
+    """One tile; the longer side is resized to that of the tile, and the image is
+    at the top left.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -192,6 +204,18 @@ both are padded with the background, the image in their middle.
 """
 TILING_RULE_LEAST_SCALING: TilingRule.ValueType  # 12
 """The layout that scales the image least; the image is stretched to it."""
+TILING_RULE_RATIO_AND_AREA: TilingRule.ValueType  # 13
+"""The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+with fewer, it counts as less near. The image is stretched to it.
+"""
+TILING_RULE_COVERING_PARTS: TilingRule.ValueType  # 14
+"""As many tiles; each part of the image is resized in its own shape and
+centred on the background.
+"""
+TILING_RULE_CORNER: TilingRule.ValueType  # 15
+"""One tile; the longer side is resized to that of the tile, and the image is
+at the top left.
+"""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
 class _Pooling:
@@ -1280,6 +1304,7 @@ class Tiling(google.protobuf.message.Message):
     CROP_FIELD_NUMBER: builtins.int
     CROP_BACKGROUND_FIELD_NUMBER: builtins.int
     CROP_RESAMPLE_FIELD_NUMBER: builtins.int
+    PATCH_FIELD_NUMBER: builtins.int
     rule: Global___TilingRule.ValueType
     overview: Global___Overview.ValueType
     """Position of the tile that shows the whole of an image that was cut. In
@@ -1295,6 +1320,10 @@ class Tiling(google.protobuf.message.Message):
     """Larger images are first resized to this longer side; 0 disables this."""
     crop_resample: builtins.int
     """Resampling filter of crops, if it differs."""
+    patch: builtins.int
+    """Side of a patch, where grids are (1, rows, columns) of the patches that are
+    not background; 0 where they count tiles.
+    """
     @property
     def tile(self) -> Global___PixelSize:
         """Size of a tile: pixels are (tiles, 3, height, width)."""
@@ -1331,9 +1360,10 @@ class Tiling(google.protobuf.message.Message):
         crop: Global___PixelSize | None = ...,
         crop_background: collections.abc.Iterable[builtins.int] | None = ...,
         crop_resample: builtins.int | None = ...,
+        patch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "crop", b"crop", "crop_resample", b"crop_resample", "tile", b"tile"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "background", b"background", "crop", b"crop", "crop_background", b"crop_background", "crop_resample", b"crop_resample", "layouts", b"layouts", "max_side", b"max_side", "max_tiles", b"max_tiles", "min_side", b"min_side", "min_tiles", b"min_tiles", "overview", b"overview", "rule", b"rule", "tile", b"tile"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "background", b"background", "crop", b"crop", "crop_background", b"crop_background", "crop_resample", b"crop_resample", "layouts", b"layouts", "max_side", b"max_side", "max_tiles", b"max_tiles", "min_side", b"min_side", "min_tiles", b"min_tiles", "overview", b"overview", "patch", b"patch", "rule", b"rule", "tile", b"tile"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_crop_resample", b"_crop_resample"]) -> typing.Literal["crop_resample"] | None: ...
 
 Global___Tiling: typing_extensions.TypeAlias = Tiling

@@ -36,16 +36,29 @@ class LayoutGeometry(TileGeometry):
 
 
 @dataclass(frozen=True, slots=True)
-class CanvasGeometry(TileGeometry):
-    """An overview, and tiles of a canvas whose lower and right margins are background.
+class MarginGeometry(TileGeometry):
+    """A tile whose lower and right margins are background.
 
-    A grid is (1, rows, columns) of the patches that are not background; the tiles follow from it.
+    A grid is (1, rows, columns) of the patches that are not background.
     """
 
     @property
     def side(self) -> int:
         """Patches a side of a tile."""
         return self.tile[0] // self.patch
+
+    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        del modality
+        if grid.t != 1:
+            yield "t", f"must be 1 for an image, got {grid.t}; h and w count its patches without background"
+        for name, value in (("h", grid.h), ("w", grid.w)):
+            if value > self.side:
+                yield name, f"must be at most {self.side} for this model, got {value}"
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasGeometry(MarginGeometry):
+    """An overview, and tiles of a canvas of any size whose lower and right margins are background."""
 
     def split(self, grid: Grid) -> tuple[int, int]:
         return 1 + ceil(grid.h / self.side) * ceil(grid.w / self.side), 0

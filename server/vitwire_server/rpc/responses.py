@@ -202,6 +202,7 @@ def _tiling(tiling: Tiling) -> pb.Tiling:
         crop=_size(tiling.crop) if tiling.crop else None,
         crop_background=tiling.crop_background,
         crop_resample=tiling.crop_resample,
+        patch=tiling.patch,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
     aimv2,
+    aria,
     clip,
     cohere,
     cohere_compass,
@@ -15,6 +16,7 @@ from vitwire_server.towers.models import (
     deepseek_ocr,
     deepseek_vl2,
     dino,
+    eagle,
     ernie,
     gemma,
     glm,
@@ -31,9 +33,11 @@ from vitwire_server.towers.models import (
     llava,
     llava_video,
     minicpm,
+    minicpmv,
     minimax,
     mistral,
     muse,
+    nemotron,
     ovis,
     paddleocr,
     phi,
@@ -53,6 +57,7 @@ _MAKERS = (
     minimax,
     ernie,
     internvl,
+    eagle,
     llava,
     llava_video,
     cohere,
@@ -67,7 +72,8 @@ _MAKERS = (
     step,
     got_ocr,
     mistral,
-    minicpm,
+    minicpmv,
+    aria,
     siglip,
     idefics,
     liquid,
@@ -83,6 +89,8 @@ _MAKERS = (
     dino,
     vit,
     aimv2,
+    minicpm,
+    nemotron,
 )
 """In the order of the tables of models."""
 

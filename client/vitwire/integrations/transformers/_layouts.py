@@ -4,7 +4,7 @@ The arguments are named as in the outputs of the models' processors, so `Item.fr
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -182,31 +182,49 @@ def _tiles_of(call: Call, rows: list[Tensor]) -> list[Tensor]:
     return [own.unflatten(0, (-1, tokens)) for own in rows]
 
 
-# -- Idefics 3 -------------------------------------------------------------------------------------
+# -- tiles of prompts, padded to one number -----------------------------------------------------------
 
 
-def _real_tiles(call: Call) -> Tensor:
-    """Which tiles `(prompts, tiles)` are not padding, which is zeros; all of them if all are zeros."""
-    real = (call.pixels != 0).flatten(2).any(-1)
+def _of_prompts(real: Callable[[Call], Tensor], others: Callable[[Call], Mapping[str, Any]] = lambda _: {}) -> Layout:
+    """Models that take tiles `(prompts, tiles, 3, H, W)` and return the rows of each prompt, which may have none.
+
+    real: which tiles `(prompts, tiles)` are not padding. others: arguments that are checked too.
+    """
+
+    def features(call: Call, rows: list[Tensor]) -> Features:
+        return [own.flatten(0, 1) for own in torch.stack(rows).split(real(call).sum(1).tolist())]
+
+    return Layout(
+        arguments=lambda call: {"pixel_values": call.pixels[real(call)], **others(call)},
+        tiles=lambda call: [1] * int(real(call).sum()),
+        features=features,
+    )
+
+
+def _not_zero(call: Call) -> Tensor:
+    """All tiles if all of them are zeros. Raises ValueError where a mask covers a part of one that is not."""
+    real, mask = (call.pixels != 0).flatten(2).any(-1), call.arguments.get("pixel_attention_mask")
+    if mask is not None and not mask[real].all():
+        raise ValueError("pixel_attention_mask covers a part of a tile, which is not served: resize to whole tiles")
     return real if real.any() else torch.ones_like(real)
 
 
-def _without_padding(call: Call) -> Mapping[str, Any]:
-    """The tiles of all prompts. Raises ValueError where a mask covers a part of one."""
-    real, mask = _real_tiles(call), call.arguments.get("pixel_attention_mask")
-    if mask is not None and not mask[real].all():
-        raise ValueError("pixel_attention_mask covers a part of a tile, which is not served: resize to whole tiles")
-    return {"pixel_values": call.pixels[real]}
+def _marked(call: Call) -> Tensor:
+    marks: Tensor = call.arguments["pixel_attention_mask"]
+    return marks
 
 
-def _real_each(call: Call) -> list[int]:
-    return [1] * int(_real_tiles(call).sum())
+def _path(call: Call) -> Mapping[str, Any]:
+    """Of Granite for Docling's two paths, the one that the caller asks for."""
+    return {"tile_fine_mask": call.arguments.get("tile_fine_mask")}
 
 
-def _of_prompts(call: Call, rows: list[Tensor]) -> Features:
-    """The rows of each prompt, which may have none."""
-    tiles = torch.stack(rows)
-    return [own.flatten(0, 1) for own in tiles.split(_real_tiles(call).sum(1).tolist())]
+def _routed(**fields: Any) -> BaseModelOutputWithPooling:  # noqa: ANN401  # fields of the output
+    """With a field for the router's opinion, which generation does not need."""
+    from transformers.models.granite_docling import modeling_granite_docling  # noqa: PLC0415  # of one model
+
+    output: BaseModelOutputWithPooling = modeling_granite_docling.GraniteDoclingImageFeaturesOutput(**fields)
+    return output
 
 
 # -- Ovis 2 ----------------------------------------------------------------------------------------
@@ -216,32 +234,6 @@ def _indicators(call: Call) -> Mapping[str, Tensor]:
     """Embeddings of the tokens between tiles: the last ones of the visual vocabulary."""
     count = call.model.config.vision_config.num_visual_indicator_tokens
     return {"visual_indicator_features": call.model.visual_embeddings_table.weight[-count:]}
-
-
-# -- Granite for Docling ---------------------------------------------------------------------------
-
-
-def _marked_tiles(call: Call) -> Mapping[str, Any]:
-    mask = call.arguments["pixel_attention_mask"]
-    return {"pixel_values": call.pixels[mask], "tile_fine_mask": call.arguments.get("tile_fine_mask")}
-
-
-def _marked_each(call: Call) -> list[int]:
-    return [1] * int(call.arguments["pixel_attention_mask"].sum())
-
-
-def _of_marked(call: Call, rows: list[Tensor]) -> Features:
-    """The rows of each prompt, which may have none."""
-    tiles = torch.stack(rows)
-    return [own.flatten(0, 1) for own in tiles.split(call.arguments["pixel_attention_mask"].sum(1).tolist())]
-
-
-def _routed(**fields: Any) -> BaseModelOutputWithPooling:  # noqa: ANN401  # fields of the output
-    """With a field for the router's opinion, which generation does not need."""
-    from transformers.models.granite_docling import modeling_granite_docling  # noqa: PLC0415  # of one model
-
-    output: BaseModelOutputWithPooling = modeling_granite_docling.GraniteDoclingImageFeaturesOutput(**fields)
-    return output
 
 
 # -- Llama 3.2 Vision ------------------------------------------------------------------------------
@@ -279,7 +271,7 @@ def _placed(call: Call, rows: list[Tensor]) -> Tensor:
 _LISTED = Layout()
 """The arguments say the size of each item."""
 _TILES = Layout(tiles=_one_each, features=_stacked)
-_PADDED_TILES = Layout(_without_padding, _real_each, _of_prompts)
+_PADDED_TILES = _of_prompts(_not_zero)
 
 LAYOUTS: Mapping[str, Layout] = {
     "qwen2_vl": _LISTED,
@@ -300,6 +292,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "glm46v": _LISTED,
     "glm4v_moe": _LISTED,
     "glm_ocr": _LISTED,
+    "glmga": _LISTED,
     "glm5_next": _LISTED,
     "kimi_k25": _LISTED,
     "paddleocr_vl": _LISTED,
@@ -322,6 +315,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
+    "aria": Layout(features=_stacked),
     "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
     "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
     "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
@@ -334,9 +328,13 @@ LAYOUTS: Mapping[str, Layout] = {
     "lfm2_vl": _LISTED,
     "mistral_large4": _LISTED,
     "lighton_ocr": _LISTED,
+    "minicpmv4_6": _LISTED,
+    "minicpmv4_7": _LISTED,
+    "minicpm_ocr": _LISTED,
+    "nemotron_h_omni": _LISTED,
     "muse_glimmer": _LISTED,
     "muse_spark": _LISTED,
-    "granite_docling": Layout(_marked_tiles, _marked_each, _of_marked, _routed),
+    "granite_docling": replace(_of_prompts(_marked, _path), deepstack_output=_routed),
     "video_llama_3": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
@@ -345,7 +343,9 @@ _SAME = {
     "qwen2_5_omni": "qwen2_5_omni_thinker",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
+    "ovis": "ovis2",
     "phi4mm": "phi4_multimodal",
+    "videollama3_qwen2": "video_llama_3",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
 }

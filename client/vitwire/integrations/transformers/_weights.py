@@ -20,6 +20,7 @@ _PROJECTORS = (
     "projector",
     "multi_modal_projector",
     "mm_projector",
+    "merger",
     "vision_adapter",
     "vision_projection",
     "aligner",

@@ -68,7 +68,30 @@ _MLLAMA = demo_vlm(
     fields={"image_token_index": 500},
 )
 
+_ARIA = demo_vlm(
+    text={
+        **TEXT,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "moe_num_experts": 2,
+        "moe_num_shared_experts": 1,
+        "moe_topk": 1,
+        "pad_token_id": 0,
+    },
+    vision={"model_type": "idefics3_vision", **VISION, "image_size": 490, "patch_size": 49},
+    image={
+        **HALF,
+        "do_resize": False,
+        "image_processor_type": "AriaImageProcessor",
+        "max_image_size": 490,
+        "min_image_size": 168,
+        "resample": 3,
+    },
+    fields={"image_token_index": 500, "projector_patch_to_query_dict": {"25": 4, "100": 8}},
+)
+
 ASSEMBLED: Mapping[str, DemoModel] = {
+    "aria": _ARIA,
     "mllama": _MLLAMA,
     "phi4_multimodal": _PHI4,
     "phi4mm": replace(_PHI4, base="phi4_multimodal", save=save_phi4mm),

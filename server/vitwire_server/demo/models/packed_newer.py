@@ -104,6 +104,11 @@ PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             whole(_GLM5_TEXT, _GLM5_TOWER, MARKED),
             ("Glm5NextImageProcessor", "Glm5NextVideoProcessor"),
         ),
+        "glmga": packed_demo(
+            "glmga",
+            whole(GLM_TEXT, {"model_type": "glm4v_vision", **PACKED["glm46v"].config["vision_config"]}, MARKED),
+            ("GlmgaImageProcessor", "GlmgaVideoProcessor"),
+        ),
         "colqwen2": packed_demo(
             "colqwen2",
             {"vlm_config": {"model_type": "qwen2_vl", **PACKED["qwen2_vl"].config}, "embedding_dim": 16},

@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from vitwire_server.demo.demo_model import HALF, SHARD, TEXT, VISION, DemoModel, Json, demo_vlm, write_json
@@ -105,6 +106,35 @@ def _save_minicpm(model_type: str, architecture: str) -> Callable[[PreTrainedMod
     return save
 
 
+def _eagle(config: Any) -> Mapping[str, nn.Module]:  # noqa: ANN401 - fields of two models
+    llm: Any = AutoModelForCausalLM
+    return {
+        "vision_model": SiglipVisionModel(config.vision_config),
+        "mlp1": InternVLMultiModalProjector(config),
+        "language_model": llm.from_config(config.text_config),
+    }
+
+
+def _save_eagle(model: PreTrainedModel, out: Path) -> None:
+    config: Config = model.config
+    names = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        part, _, rest = name.partition(".")
+        inner, _, leaf = rest.partition(".")
+        own = {"mlp1": f"mlp1.{names.get(inner)}.{leaf}", "vision_model": f"vision_model.vision_model.{rest}"}
+        weights[own.get(part, name)] = tensor
+    settings = {
+        "architectures": ["Eagle2_5_VLForConditionalGeneration"],
+        "model_type": "eagle_2_5_vl",
+        "downsample_ratio": config.downsample_ratio,
+        "select_layer": -1,
+        "text_config": {"architectures": ["Qwen2ForCausalLM"], **config.text_config.to_diff_dict()},
+        "vision_config": {**_SIGLIP, "image_size": config.vision_config.image_size},
+    }
+    _write(weights, out, settings)
+
+
 def _deepseek(config: Config) -> Mapping[str, nn.Module]:
     llm: Any = AutoModelForCausalLM
     return {
@@ -155,7 +185,7 @@ def _save_deepseek(model: PreTrainedModel, out: Path) -> None:
 
 def _write(weights: Mapping[str, Tensor], out: Path, settings: Json) -> None:
     """Weights, those of the language model last, and config.json."""
-    ordered = sorted(weights, key=lambda name: name.startswith(("llm.", "language.")))
+    ordered = sorted(weights, key=lambda name: name.startswith(("llm.", "language")))
     save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
     write_json(out / "config.json", {**settings, "torch_dtype": "bfloat16"})
 
@@ -182,6 +212,24 @@ _MINICPM = demo_vlm(
 PUBLISHED: Mapping[str, DemoModel] = {
     "NVLM_D": replace(_INTERNVL, auto=_Nvlm, save=save_internvl("NVLM_D", "NVLM_D_Model")),
     "h2ovl_chat": replace(_INTERNVL, save=save_internvl("h2ovl_chat", "H2OVLChatModel", use_msac=True)),
+    "skywork_chat": replace(_INTERNVL, save=save_internvl("skywork_chat", "SkyworkR1VChatModel")),
+    "eagle_2_5_vl": demo_vlm(
+        text=_LLAMA,
+        vision={**_SIGLIP, "image_size": 112},
+        image={
+            **HALF,
+            "image_processor_type": "Eagle2_5_VLImageProcessorFast",
+            "max_dynamic_tiles": 6,
+            "min_dynamic_tiles": 1,
+            "resample": 3,
+            "size": {"height": 112, "width": 112},
+            "use_thumbnail": True,
+        },
+        fields={"downsample_ratio": 0.5, "projector_hidden_act": "gelu"},
+        base="deepseek_vl",
+        auto=_Builder(_eagle),
+        save=_save_eagle,
+    ),
     "minicpmv": _MINICPM,
     "minicpmo": replace(_MINICPM, save=_save_minicpm("minicpmo", "MiniCPMO")),
     "deepseek_vl_v2": DemoModel(

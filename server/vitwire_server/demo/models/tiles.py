@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, TEXT, VISION, DemoModel, demo_vlm
-from vitwire_server.demo.saving import save_internvl, save_step3
+from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, STEPS, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.saving import save_internvl, save_ovis, save_step3
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
@@ -44,6 +44,25 @@ _STEP3 = demo_vlm(
         "patch_size": 112,
         "resample": 2,
         "size": {"height": 168, "width": 168},
+    },
+)
+_OVIS_SIZE = {"crop_size": {"height": 112, "width": 112}, "do_center_crop": True, "size": {"shortest_edge": 112}}
+_OVIS2 = demo_vlm(
+    text=_QWEN2,
+    vision={**VISION, "hidden_stride": 2, "image_size": 112, "patch_size": 14, "vocab_size": 69},
+    image={
+        **CLIP,
+        "image_processor_type": "Ovis2ImageProcessor",
+        "crop_to_patches": True,
+        "max_patches": 6,
+        "resample": 3,
+        "size": {"height": 112, "width": 112},
+    },
+    fields={
+        "hidden_size": 64,
+        "image_token_id": 500,
+        "visual_indicator_token_ids": [502, 503, 504, 505, 506],
+        "vocab_size": 512,
     },
 )
 TILES: Mapping[str, DemoModel] = {
@@ -172,23 +191,12 @@ TILES: Mapping[str, DemoModel] = {
             },
         },
     ),
-    "ovis2": demo_vlm(
-        text=_QWEN2,
-        vision={**VISION, "hidden_stride": 2, "image_size": 112, "patch_size": 14, "vocab_size": 69},
-        image={
-            **CLIP,
-            "image_processor_type": "Ovis2ImageProcessor",
-            "crop_to_patches": True,
-            "max_patches": 6,
-            "resample": 3,
-            "size": {"height": 112, "width": 112},
-        },
-        fields={
-            "hidden_size": 64,
-            "image_token_id": 500,
-            "visual_indicator_token_ids": [502, 503, 504, 505, 506],
-            "vocab_size": 512,
-        },
+    "ovis2": _OVIS2,
+    "ovis": replace(
+        _OVIS2,
+        files=lambda _: {"preprocessor_config.json": {**CLIP, **STEPS, **_OVIS_SIZE, "resample": 3}},
+        base="ovis2",
+        save=save_ovis,
     ),
     "step3p7": _STEP3,
     "step3_vl": replace(_STEP3, base="step3p7", save=save_step3("step3_vl")),

@@ -127,7 +127,8 @@ class RasterTower(PatchTower):
         rows = self._rows(pixels, tensors, attended)
         if not self._pool:
             return rows
-        numbers = torch.searchsorted(boundaries, torch.arange(len(rows), device=rows.device), right=True) - 1
+        places = torch.arange(len(rows), dtype=boundaries.dtype, device=rows.device)
+        numbers = torch.searchsorted(boundaries, places, right=True) - 1
         return self._pool(rows, numbers, len(boundaries) - 1)
 
     @abstractmethod

@@ -38,7 +38,7 @@ def _gemma4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
     return {Modality.IMAGE: of(Modality.IMAGE, files.image), Modality.VIDEO: of(Modality.VIDEO, files.own_video)}
 
 
-def _diffusion_gemma_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _gemma4_image_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     return {Modality.IMAGE: _gemma4_settings(files, config)[Modality.IMAGE]}
 
 
@@ -152,10 +152,20 @@ _DIFFUSION_GEMMA = replace(
             config="",
         )
     },
-    processor=_diffusion_gemma_settings,
+    processor=_gemma4_image_settings,
     videos=Accepts.NOTHING,
     transformers="5.23.0",
     special="Gemma 4's tower",
+)
+
+_EMBEDDING_GEMMA2 = replace(
+    _GEMMA4,
+    model_type="embedding_gemma2",
+    title="EmbeddingGemma 2",
+    processor=_gemma4_image_settings,
+    videos=Accepts.NOTHING,
+    transformers="5.23.0",
+    special="rows of Gemma 4's tower, which the retrieval model reads",
 )
 
 _GEMMA3 = TileFamily(
@@ -194,4 +204,4 @@ _PALIGEMMA = TileFamily(
     videos=Accepts.NOTHING,
 )
 
-ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _GEMMA3, _PALIGEMMA)
+ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _EMBEDDING_GEMMA2, _GEMMA3, _PALIGEMMA)

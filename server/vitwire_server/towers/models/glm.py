@@ -45,6 +45,16 @@ _GLM_OCR = replace(
 )
 
 
+_GLMGA = replace(
+    _GLM46V,
+    model_type="glmga",
+    title="GLM-GA",
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+    transformers="5.23.0",
+)
+
+
 _GLM5_NEXT = replace(
     _GLM_OCR,
     model_type="glm5_next",
@@ -57,4 +67,4 @@ _GLM5_NEXT = replace(
 )
 
 
-ROWS: tuple[Family, ...] = (_GLM4V, _GLM46V, _GLM4V_MOE, _GLM_OCR, _GLM5_NEXT)
+ROWS: tuple[Family, ...] = (_GLM4V, _GLM46V, _GLM4V_MOE, _GLM_OCR, _GLMGA, _GLM5_NEXT)

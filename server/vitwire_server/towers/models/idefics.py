@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vitwire_server.core.items import Modality
@@ -15,6 +14,7 @@ from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_mode
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.shared.fractions import fractional_positions
 from vitwire_server.towers.shared.modules import Constants
 
 _TILE, _LONGEST = 364, 4 * 364
@@ -77,22 +77,9 @@ class Idefics3(Encoder):
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
         self.blocks = list(self._tower.encoder.layers)
-        self._constants: Any = Constants(places=self._places())
+        places = fractional_positions(patches, patches, self._tower.embeddings.num_patches_per_side)
+        self._constants: Any = Constants(places=places[None].to(self._tower.device))
         self.constants = {"constants": self._constants}
-
-    @torch.no_grad()
-    def _places(self) -> Tensor:
-        """The learned position of each patch of a full tile, as the stock module looks them up."""
-        embeddings = self._tower.embeddings
-        blank = embeddings.patch_embedding.weight.new_zeros(1, self.channels, self.tile.height, self.tile.width)
-        sides = [length // self.patch for length in blank.shape[2:]]
-        looked_up: list[Tensor] = []
-        hook = embeddings.position_embedding.register_forward_pre_hook(lambda _, given: looked_up.append(given[0]))
-        try:
-            embeddings(blank, torch.ones(1, *sides, dtype=torch.bool, device=blank.device))
-        finally:
-            hook.remove()
-        return looked_up[0].clone()
 
     def encode(self, tiles: Tensor) -> Tensor:
         tower, embeddings = self._tower, self._tower.embeddings

@@ -19,7 +19,7 @@ from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, 
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
+from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _SAME = (
@@ -131,10 +131,10 @@ class InternVL(Encoder):
         size = side(vision.image_size)
         self.patch = side(vision.patch_size)
         self.merge = round(1 / config.downsample_ratio)
-        self._side = size // self.patch
-        if self._side % self.merge:
-            raise ValueError(f"{self._side} patches a side cannot be merged by {self.merge}")
-        self.tile = TileShape(size, size, (self._side // self.merge) ** 2)
+        patches = size // self.patch
+        if patches % self.merge:
+            raise ValueError(f"{patches} patches a side cannot be merged by {self.merge}")
+        self.tile = TileShape(size, size, (patches // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)
@@ -144,13 +144,7 @@ class InternVL(Encoder):
 
     def encode(self, tiles: Tensor) -> Tensor:
         patches: Tensor = self._tower(pixel_values=tiles).last_hidden_state[:, 1:]
-        return self._projector(self._shuffled(patches))  # type: ignore[no-any-return]
-
-    def _shuffled(self, patches: Tensor) -> Tensor:
-        """`(tiles, side * side, C)` to `(tiles, tokens, C * merge * merge)`, patches of a token one after the other."""
-        merge, short = self.merge, self._side // self.merge
-        tokens: Tensor = patches.unflatten(1, (short, merge, short, merge)).permute(0, 1, 3, 2, 4, 5)
-        return tokens.flatten(3).flatten(1, 2)
+        return self._projector(shuffled(patches, self.merge))  # type: ignore[no-any-return]
 
 
 class NvlmProjector(InternVLMultiModalProjector):
@@ -237,7 +231,7 @@ _NVLM = replace(
     model_type="NVLM_D",
     title="NVLM-D",
     architecture="45 x 3200, patch 14",
-    beside={"projector": replace(_ORIGINAL_PROJECTOR, source=f"{__name__}:NvlmProjector")},
+    beside={"projector": replace(_INTERNVL_CHAT.modules["projector"], source=f"{__name__}:NvlmProjector")},
     processor=_still_settings,
     videos=Accepts.NOTHING,
     special="NVIDIA's layout; tags of tiles stay with the LLM",
@@ -284,4 +278,14 @@ _INTERN_VIT = OriginalInternViT(
     special="rows of the patches; there is no last norm",
 )
 
-ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL, _INTERN_VIT)
+_SKYWORK = replace(
+    _INTERNVL_CHAT,
+    model_type="skywork_chat",
+    title="Skywork-R1V",
+    architecture="45 x 3200, patch 14",
+    processor=_still_settings,
+    videos=Accepts.NOTHING,
+    special="Skywork's layout, which is OpenGVLab's",
+)
+
+ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL, _SKYWORK, _INTERN_VIT)

@@ -1,185 +1,139 @@
-"""MiniCPM-V and MiniCPM-o (OpenBMB) in the layout that their authors publish."""
+"""MiniCPM-V 4.6 and later (OpenBMB): a merger of windows between layers, and another one behind them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from math import isqrt
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import CONFIG_MAPPING
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.vision_utils import get_vision_nearest_position_ids, get_vision_window_index
 
-from vitwire_server.core.capacities import Capacities, PackedCapacities
-from vitwire_server.core.footprints import Footprints, ResampledFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Geometry, Preprocessing, ResampledGeometry, Resizing
-from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
+from vitwire_server.core.models import Geometry, Preprocessing, Resizing
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
-from vitwire_server.towers.metadata import Kind, Rows
+from vitwire_server.towers.metadata import Boundaries, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.resampler import LONGEST_SIDE, Resampler
-from vitwire_server.towers.shared.siglip import packed_layers, siglip
 
-_VISION = (
-    "hidden_act",
-    "hidden_size",
-    "image_size",
-    "intermediate_size",
-    "layer_norm_eps",
-    "num_attention_heads",
-    "num_channels",
-    "num_hidden_layers",
-    "patch_size",
-)
+_SIDE = 2
+"""Of the windows that become one patch, and of the squares that become one token."""
+_WINDOW = _SIDE**2
+_SQUARES = "2 by 2"
+_MERGED = "16x"
+"""The mode in which windows are merged; in the other one, they are not."""
 
 
-def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    """Pixels of slices, which the authors' processor cuts; their mean and deviation have names of their own."""
-    del config
-    names = {"image_mean": files.image.get("norm_mean"), "image_std": files.image.get("norm_std")}
-    return {Modality.IMAGE: replace(bounded(names, (1, 1), HALF), resizing=Resizing.OTHER)}
+def _of_two(sides: Sequence[int], _: Config) -> bool:
+    return list(sides) == [_SIDE, _SIDE]
 
 
-def _nearest(count: int, side: int) -> Tensor:
-    """Of each of `count` patches along an axis, the learned position, of `side`, that its share of the axis falls on.
-
-    The step is a float32, as the authors compute it: where a patch begins on a boundary, its rounding decides.
-    """
-    step = float(1 / torch.tensor(count, dtype=torch.int32))
-    return torch.bucketize(torch.arange(0, 1 - 1e-6, step), torch.arange(1 / side, 1.0, 1 / side), right=True)
-
-
-class MiniCPMTower(RasterTower):
-    """SigLIP on slices of any size, then a resampler."""
-
-    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
-        self._resampler: Resampler = parts["resampler"]
-        super().__init__(family, parts, config)
-        self._side = self.model.config.image_size // self.geometry.patch
+class MiniCpmTower(RasterTower):
+    """Learned positions of the nearest place in a table; attention goes on between merged patches."""
 
     def _geometry(self, config: Config) -> Geometry:
-        own = replace(super()._geometry(config), longest_side=LONGEST_SIDE)
-        return ResampledGeometry(**asdict(own), queries=self._resampler.queries)
-
-    @cached_property
-    def footprints(self) -> Footprints:  # type: ignore[override]
-        """See Tower."""
-        return ResampledFootprints(self._resampler.queries)
-
-    @property
-    def capacities(self) -> Capacities:
-        """See Tower."""
-        return PackedCapacities(self.geometry.merge, fewest=self._resampler.queries)
-
-    def sizes(self, most: int) -> list[int]:
-        """See Tower."""
-        return [tokens for tokens in super().sizes(most) if tokens >= self._resampler.queries]
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """See RasterTower. None has fewer patches than queries, so one of few tokens is larger than asked for."""
-        queries = self._resampler.queries
-        least = isqrt(queries - 1) + 1
-        return [grid for grid in super().samples(tokens, items) if grid.patches >= queries] or [Grid(1, least, least)]
+        self._merges = config.downsample_mode == _MERGED
+        return replace(super()._geometry(config), merge=_SIDE * (_SIDE if self._merges else 1))
 
     def _inputs(self) -> dict[str, Kind]:
-        return {"positions": Rows((), torch.int64), **self._resampler.inputs()}
+        kinds: dict[str, Kind] = {"positions": Rows((), torch.int64)}
+        if not self._merges:
+            return {**kinds, "neighbours": Sources(_WINDOW)}
+        return {
+            **kinds,
+            "window_index": Order(per_patch=True),
+            "cu_window_seqlens": Boundaries(slots=lambda c: c.patches // _WINDOW, longest=lambda _: _WINDOW),
+            "neighbours": Sources(_WINDOW, patches=_WINDOW),
+        }
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        rows, columns = (_nearest(count, self._side) for count in (grid.h, grid.w))
-        positions = (rows[:, None] * self._side + columns).flatten().repeat(grid.t)
-        return {**super()._compute(grid), "positions": positions, **self._resampler.compute(grid)}
+        """Neighbours are numbered among merged patches, which lie line by line."""
+        side, sizes = self.model.embeddings.num_patches_per_side, torch.tensor([[grid.h, grid.w]])
+        order, ends = get_vision_window_index(
+            torch.tensor([grid]), spatial_merge_size=1, window_size=_SIDE, patch_size=1
+        )
+        shrunk = _SIDE if self._merges else 1
+        return {
+            **super()._compute(grid),
+            "positions": get_vision_nearest_position_ids(sizes, side).repeat(grid.t),
+            "window_index": order,
+            "cu_window_seqlens": ends[1:].int(),
+            "neighbours": neighbours(Grid(grid.t, grid.h // shrunk, grid.w // shrunk), _SIDE),
+        }
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model, side = self.model, self.geometry.patch
-        implementation = model.config._attn_implementation  # noqa: SLF001 - set by use_attention
-        patches = model.embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
-        states = (patches + model.embeddings.position_embedding(tensors["positions"])).unsqueeze(0)
-        states = packed_layers(model.encoder.layers, states, implementation, attended)
+        embeddings, inner = model.embeddings, model.config.insert_layer_id
+        patches = embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
+        states = (patches + embeddings.position_embedding(tensors["positions"])).unsqueeze(0)
+        boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
+        for number, layer in enumerate(model.encoder.layers):
+            states = layer(states, None, cu_seqlens=boundaries, max_seqlen=longest)
+            if self._merges and number == inner:
+                states = self._merged(states, tensors)
+                boundaries, longest = boundaries // _WINDOW, -(-longest // _WINDOW)
+        merged = model.post_layernorm(states)[0]
+        return self._projector.mlp[0](merged[tensors["neighbours"]].flatten(1))  # type: ignore[no-any-return]
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            heads_first = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
-            rows, _ = ALL_ATTENTION_FUNCTIONS[implementation](
-                self._resampler, *heads_first, None, scaling=scale, dropout=0.0, is_causal=False, **attended
+    def _merged(self, states: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The stock merger; it reads sizes of images only where windows are not given."""
+        windows = {name: tensors[name] for name in ("window_index", "cu_window_seqlens")}
+        no_sizes = tensors["positions"].new_empty((0, 2))
+        merged: Tensor = self.model.vit_merger(states, no_sizes, **windows)
+        return merged
+
+
+def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    del config
+    given = {Modality.IMAGE: files.image, Modality.VIDEO: files.video}
+    return {modality: replace(bounded(own, (1, 1), HALF), resizing=Resizing.OTHER) for modality, own in given.items()}
+
+
+def _row(model_type: str, title: str, package: str, name: str) -> RasterFamily:
+    return RasterFamily(
+        model_type=model_type,
+        title=title,
+        architecture="27 x 1152, patch 14",
+        tower=Module(
+            source=f"{package}:{name}VisionModel",
+            prefixes=in_model("vision_tower."),
+            served=(
+                Served("window_kernel_size", _of_two, _SQUARES),
+                Served(
+                    "insert_layer_id",
+                    lambda at, vision: 0 <= at < vision.num_hidden_layers,
+                    "the number of a layer, counted from 0",
+                ),
+            ),
+        ),
+        beside={
+            "projector": Module(
+                source=f"{package}:{name}Merger",
+                prefixes=in_model("merger."),
+                config="",
+                served=(
+                    Served("downsample_mode", lambda mode, _: mode in ("4x", _MERGED), "'4x' or '16x'"),
+                    Served("merge_kernel_size", _of_two, _SQUARES),
+                    Served("merger_times", lambda times, _: times == 1, "1"),
+                ),
             )
-            return rows[0]  # type: ignore[no-any-return]
-
-        tokens, slots = len(tensors["answers"]), len(tensors["cu_seqlens"]) - 1
-        most = min(tokens, slots * self._resampler.queries)
-        rows = self._resampler(
-            model.post_layernorm(states[0]),
-            tensors["places"],
-            tensors["asked"],
-            tensors["answers"][:most, 0],
-            attend,
-        )
-        return functional.pad(rows, (0, 0, 0, tokens - most))
+        },
+        width="text_config.hidden_size",
+        forward=MiniCpmTower,
+        layers="encoder.layers",
+        processor=_settings,
+        images=Accepts.PIXELS,
+        videos=Accepts.PIXELS,
+        special="each slice of an image is an item, as is its overview; windows are merged between layers",
+        transformers="5.23.0",
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MiniCPMFamily(RasterFamily):
-    """Checkpoints whose config.json has the fields of the language model beside those of the tower."""
-
-    versions: Sequence[float]
-    """Values of `version` that are served."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over a version whose tower takes positions in another way."""
-        del folder
-        version = settings.get("version")
-        if version is None or float(version) not in self.versions:
-            known = ", ".join(map(str, self.versions))
-            raise ValueError(f"version is {version!r}, but must be one of {known}")
-        vision = dict(settings["vision_config"])
-        dropped = int(bool(settings.get("drop_vision_last_layer")))
-        config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-        config: Config = config_class(
-            vision_config={
-                **{name: vision[name] for name in _VISION if name in vision},
-                "num_hidden_layers": vision["num_hidden_layers"] - dropped,
-                "vision_use_head": False,
-            },
-            text_config={"model_type": "llama", "hidden_size": settings["hidden_size"]},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
-        )
-        return changed(config, {"query_num": settings["query_num"]})
-
-
-_MINICPMV = MiniCPMFamily(
-    model_type="minicpmv",
-    title="MiniCPM-V 2.6, 4.0, 4.5",
-    versions=(2.6, 4.0, 4.5),
-    tower=siglip("vpm."),
-    beside={
-        "resampler": Module(
-            source="vitwire_server.towers.shared.resampler:Resampler",
-            prefixes=stripped("resampler."),
-            config="",
-            served=(Served("query_num", lambda count, _: 0 < count < 4096, "positive"),),
-        )
-    },
-    architecture="27 x 1152, patch 14",
-    width="text_config.hidden_size",
-    forward=MiniCPMTower,
-    layers="encoder.layers",
-    processor=_settings,
-    images=Accepts.PIXELS,
-    videos=Accepts.NOTHING,
-    special="each slice is an image; a resampler makes 64 tokens of it",
+ROWS: tuple[Family, ...] = (
+    _row("minicpmv4_6", "MiniCPM-V 4.6", "minicpmv4_6.modeling_minicpmv4_6", "MiniCPMV4_6"),
+    _row("minicpmv4_7", "MiniCPM-V 4.7", "minicpmv4_7.modeling_minicpmv4_7", "MiniCPMV4_7"),
+    _row("minicpm_ocr", "MiniCPM-OCR", "minicpm_ocr.modeling_minicpm_ocr", "MiniCPMOcr"),
 )
-
-_MINICPMO = replace(
-    _MINICPMV,
-    model_type="minicpmo",
-    title="MiniCPM-o 2.6, 4.5",
-    versions=(2.6, 4.5),
-    special="each slice is an image; a resampler makes 64 tokens of it; audio stays with the LLM",
-)
-
-ROWS: tuple[Family, ...] = (_MINICPMV, _MINICPMO)

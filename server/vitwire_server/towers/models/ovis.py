@@ -1,18 +1,22 @@
-"""Ovis 2 (AIDC-AI)."""
+"""Ovis 2 (AIDC-AI), in transformers' layout and in the authors' own."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers.models.ovis2.configuration_ovis2 import Ovis2Config
 from transformers.models.ovis2.modeling_ovis2 import Ovis2VisualEmbeddingTable
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel
+from vitwire_server.towers.processors.tiles import shade, tiled
 from vitwire_server.towers.served import Served
 
 
@@ -31,6 +35,36 @@ def _ovis2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
             max_tiles=most,
         )
     return {Modality.IMAGE: tiled(image, tiling, CLIP)}
+
+
+_INDICATORS = 5
+"""Words of the visual vocabulary that mark an image's layout."""
+_BACKBONE = (
+    "hidden_size",
+    "image_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_channels",
+    "num_hidden_layers",
+    "patch_size",
+    "qkv_bias",
+    "rms_norm_eps",
+)
+_MOST_PARTS = 9
+"""That the authors' code cuts an image in, unless it is asked for another number."""
+
+
+def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """The authors' code cuts images, and has their processor resize and normalise the parts."""
+    size = side(config.vision_config.image_size)
+    tiling = Tiling(
+        TilingRule.COVERING_PARTS,
+        (size, size),
+        overview=Overview.FIRST,
+        max_tiles=_MOST_PARTS,
+        background=shade(per_channel(files.image, "image_mean", CLIP[0])),
+    )
+    return {Modality.IMAGE: tiled(files.image, tiling, CLIP)}
 
 
 def _divides(stride: int, vision: Config) -> bool:
@@ -90,4 +124,79 @@ _OVIS2 = TileFamily(
     special="rows are means of visual embeddings; those of the tokens between tiles stay with the LLM",
 )
 
-ROWS: tuple[Family, ...] = (_OVIS2,)
+
+def _converted(weights: Weights, config: Config) -> Weights:
+    """Query, key and value apart; a table of positions without an axis of length 1."""
+    del config
+    apart: Weights = {}
+    for name, tensor in weights.items():
+        if ".attn.qkv." in name:
+            for part, own in zip("qkv", tensor.chunk(3), strict=True):
+                apart[name.replace("attn.qkv", f"attention.{part}_proj")] = own
+        else:
+            apart[name] = tensor.flatten(0, -2) if name.endswith("position_embedding.weight") else tensor
+    return apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalOvis(TileFamily):
+    """Checkpoints whose config.json names the tower's fields in AIDC-AI's way."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
+        del folder
+        own = settings["visual_tokenizer_config"]
+        backbone = own["backbone_config"]
+        if backbone["model_type"] != "aimv2":
+            raise ValueError(
+                f"visual_tokenizer_config.backbone_config.model_type is {backbone['model_type']!r}, but must be 'aimv2'"
+            )
+        config: Config = Ovis2Config(
+            hidden_size=settings["hidden_size"],
+            vision_config={
+                **{name: backbone[name] for name in _BACKBONE if name in backbone},
+                **{name: own[name] for name in ("hidden_stride", "tokenize_function", "vocab_size") if name in own},
+                "mlp_bias": backbone.get("use_bias", False),
+                "num_visual_indicator_tokens": _INDICATORS,
+            },
+            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+        )
+        return config
+
+
+_OVIS = OriginalOvis(
+    model_type="ovis",
+    title="Ovis 2",
+    architecture="24 x 1024, patch 14, SwiGLU",
+    tower=Module(
+        source="ovis2.modeling_ovis2:Ovis2VisionModel",
+        prefixes={"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
+        renames=(
+            (r"^head\.0\.", "head_linear."),
+            (r"^head\.1\.", "head_norm."),
+            (r"^transformer\.preprocessor\.pos_embed$", "transformer.embeddings.position_embedding.weight"),
+            (r"^transformer\.preprocessor\.patchifier\.proj\.", "transformer.embeddings.patch_embedding."),
+            (r"^transformer\.preprocessor\.patchifier\.norm\.", "transformer.embeddings.rms_norm."),
+            (r"^transformer\.trunk\.post_trunk_norm\.", "transformer.rms_norm."),
+            (r"^transformer\.trunk\.blocks\.", "transformer.encoder.layers."),
+            (r"\.norm_([12])\.", r".rms_norm\1."),
+            (r"\.attn\.proj\.", ".attention.out_proj."),
+            (r"\.mlp\.fc1\.", ".ffn.gate_proj."),
+            (r"\.mlp\.fc2\.", ".ffn.down_proj."),
+            (r"\.mlp\.fc3\.", ".ffn.up_proj."),
+        ),
+        convert=_converted,
+        served=_OVIS2.tower.served,
+    ),
+    beside={
+        "projector": Module(
+            source="vitwire_server.towers.models.ovis:VisualEmbeddings", prefixes=stripped("vte."), config=""
+        )
+    },
+    encoder=Ovis2,
+    processor=_original_settings,
+    videos=Accepts.NOTHING,
+    special="AIDC-AI's layout",
+)
+
+ROWS: tuple[Family, ...] = (_OVIS2, _OVIS)

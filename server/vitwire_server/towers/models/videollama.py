@@ -1,17 +1,19 @@
-"""VideoLLaMA 3 (Alibaba DAMO Academy)."""
+"""VideoLLaMA 3 (Alibaba DAMO Academy), in transformers' layout and in the authors' own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import PackedFamily
 from vitwire_server.towers.metadata import Kind, Sources
@@ -19,6 +21,8 @@ from vitwire_server.towers.processors.settings import ProcessorFiles
 
 _OF_CLIPS = 2
 """Root of the patches of a clip's token; an image's token is one patch."""
+_NOT_OF_TOWERS = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype")
+"""Fields of the authors' configuration of the tower that say nothing about it."""
 
 
 class SquareMeans(Head):
@@ -58,10 +62,35 @@ class VideoLlama3Family(PackedFamily):
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Raises ValueError over processors that merge other squares of patches."""
         files = ProcessorFiles.read(folder)
-        for kind, own, merge in (("images", files.image, 1), ("clips", files.own_video, _OF_CLIPS)):
-            if (found := own.get("merge_size", merge)) != merge:
-                raise ValueError(f"merge_size of {kind} is {found!r}, but must be {merge}")
+        _check_merged("merge_size of images", files.image.get("merge_size"), 1)
+        _check_merged("merge_size of clips", files.own_video.get("merge_size"), _OF_CLIPS)
         return super().read_config(folder, settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalFamily(PackedFamily):
+    """Checkpoints of the authors' own code, whose config.json has the fields of the language model at its top."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
+        processor = optional_json(folder / "processor_config.json")
+        _check_merged("image_merge_size", processor.get("image_merge_size"), 1)
+        _check_merged("video_merge_size", processor.get("video_merge_size"), _OF_CLIPS)
+        if (projector := settings.get("mm_projector_type")) != "mlp2x_gelu":
+            raise ValueError(f"mm_projector_type is {projector!r}, but must be 'mlp2x_gelu'")
+        vision = settings["vision_encoder_config"]
+        config_class: Any = CONFIG_MAPPING["video_llama_3"]
+        config: Config = config_class(
+            vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
+            text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
+            dtype=settings.get("dtype") or settings.get("torch_dtype"),
+        )
+        return config
+
+
+def _check_merged(name: str, found: object, merge: int) -> None:
+    if found not in (None, merge):
+        raise ValueError(f"{name} is {found!r}, but must be {merge}")
 
 
 _VIDEO_LLAMA_3 = VideoLlama3Family(
@@ -85,4 +114,19 @@ _VIDEO_LLAMA_3 = VideoLlama3Family(
     "the LLM drops tokens by `video_compression_mask`",
 )
 
-ROWS: tuple[Family, ...] = (_VIDEO_LLAMA_3,)
+_ORIGINAL = OriginalFamily(
+    model_type="videollama3_qwen2",
+    title="VideoLLaMA 3, original",
+    tower=replace(_VIDEO_LLAMA_3.tower, prefixes=in_model("vision_encoder.")),
+    beside={"projector": replace(_VIDEO_LLAMA_3.modules["projector"], prefixes=in_model("mm_projector."))},
+    head=SquareMeans,
+    width="text_config.hidden_size",
+    layers="encoder.layers",
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+    architecture=_VIDEO_LLAMA_3.architecture,
+    attention="per frame",
+    special="the layout of the authors' own code, whose processor sizes the images of a prompt together",
+)
+
+ROWS: tuple[Family, ...] = (_VIDEO_LLAMA_3, _ORIGINAL)
