@@ -23,6 +23,7 @@ PROCESSORS = {
     "llava": "llava.Llava",
     "llava-siglip": "siglip.Siglip",
     "llava_next-siglip": "llava_next.LlavaNext",
+    "llava_next_video": "llava_next.LlavaNext",
     "llava_next": "llava_next.LlavaNext",
     "llava_onevision": "llava_onevision.LlavaOnevision",
     "aya_vision": "got_ocr2.GotOcr2",

@@ -119,6 +119,7 @@ STOCK: dict[str, Stock] = {
     "llava": tiles(LlavaImageProcessorPil),
     "llava-siglip": tiles(SiglipImageProcessorPil),
     "llava_next-siglip": tiles(LlavaNextImageProcessorPil, first=True),
+    "llava_next_video": tiles(LlavaNextImageProcessorPil, first=True),
     "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
     "deepseek_vl_v2": deepseek_vl2,
     "eagle_2_5_vl": eagle,
