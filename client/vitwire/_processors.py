@@ -22,6 +22,8 @@ _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
 _IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
 
+_WHOLE_IMAGES = ("idefics2",)
+"""Models whose processors emit whole images, padded to one size, that are cut into patches here."""
 _MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
 """Roots of the patches of a token that servers merge."""
 
@@ -111,6 +113,8 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         crops = [] if local is None else on_host(local, "pixel_values_local")
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
+    if model is not None and model.model_type in _WHOLE_IMAGES:
+        return _padded_images(outputs, batch, model.patch_size)
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
 
 
@@ -119,6 +123,26 @@ def _check_merged(outputs: Outputs) -> None:
     for key, served in _MERGED.items():
         if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
             raise invalid(key, f"must be {served} for each item, which is what the model was published with")
+
+
+def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
+    """Images of prompts `(prompts, images, 3, H, W)`, without padding, cut into the patches that are whole.
+
+    Images of zeros are padding, unless all are.
+    """
+    if len(batch) and rank(batch) != 5:
+        raise invalid(_PIXELS, f"expected images of prompts (prompts, images, 3, H, W), got {rank(batch)} axes")
+    key = "pixel_attention_mask"
+    masks = integers(outputs[key], key) if _has(outputs, key) else None
+    images = [(at, number, image) for at, prompt in enumerate(batch) for number, image in enumerate(prompt)]
+    real = [each for each in images if bool(each[2].any())] or images
+    sizes: list[tuple[int, ...]] = []
+    for at, number, image in real:
+        height, width = image.shape[1:]
+        if masks is not None:
+            height, width = (int(masks[at, number].any(axis).sum()) for axis in (1, 0))
+        sizes.append((height // side * side, width // side * side))
+    return cut([image for _, _, image in real], _PIXELS, Grids(key, sizes), side)
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output

@@ -84,4 +84,21 @@ class Lfm2Vl(RasterReference):
         return torch.cat(list(features.pooler_output))
 
 
-RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2, "lfm2_vl": Lfm2Vl}
+class Idefics2(RasterReference):
+    """Asked for images put together of the patches, of one prompt."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        side = self.patch
+        image = frames.view(1, height, width, 3, side, side).permute(0, 3, 1, 4, 2, 5)
+        pixels = image.reshape(1, 1, 3, height * side, width * side)
+        return self.model.model.get_image_features(pixels).pooler_output[0]  # type: ignore[no-any-return]
+
+
+RASTER = {
+    "llava": Pixtral,
+    "mistral3": Pixtral,
+    "gemma4": Gemma4,
+    "siglip2": Siglip2,
+    "lfm2_vl": Lfm2Vl,
+    "idefics2": Idefics2,
+}

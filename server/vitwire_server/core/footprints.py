@@ -32,6 +32,17 @@ class PatchFootprints:
 
 
 @dataclass(frozen=True, slots=True)
+class ResampledFootprints:
+    """Items of patches that become as many rows a frame as there are queries: a patch is a token of a budget."""
+
+    queries: int
+
+    def __call__(self, grid: Grid) -> Footprint:
+        patches = grid.patches
+        return Footprint(patches, patches, grid.t, grid.frame_patches, pooled=patches - grid.t * self.queries)
+
+
+@dataclass(frozen=True, slots=True)
 class TileFootprints:
     """Items of tiles."""
 
