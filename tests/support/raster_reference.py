@@ -91,7 +91,9 @@ class Idefics2(RasterReference):
         side = self.patch
         image = frames.view(1, height, width, 3, side, side).permute(0, 3, 1, 4, 2, 5)
         pixels = image.reshape(1, 1, 3, height * side, width * side)
-        return self.model.model.get_image_features(pixels).pooler_output[0]  # type: ignore[no-any-return]
+        rows = self.model.model.get_image_features(pixels).pooler_output
+        joined: Tensor = rows if isinstance(rows, Tensor) else torch.cat(rows)  # before 5.23, all prompts in one
+        return joined.flatten(0, -2)
 
 
 RASTER = {
