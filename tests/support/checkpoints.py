@@ -21,6 +21,7 @@ EVERYDAY = (
     "paddleocr_vl",
     "minimax_m3_vl",
     "ernie4_5_vl_moe",
+    "video_llama_3",
     "internvl_chat",
     "llava_onevision",
     "gemma3",
