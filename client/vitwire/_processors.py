@@ -42,6 +42,8 @@ _IMAGE_GRIDS = (
 _LAYOUTS = ("aspect_ratios", "grids")
 """Keys with the rows and columns of tiles that images were cut in."""
 
+_WHOLE_IMAGES = ("idefics2",)
+"""Models whose processors emit whole images, padded to one size, that are cut into patches here."""
 _MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
 """Roots of the patches of a token that servers merge."""
 
@@ -143,6 +145,8 @@ def _images(  # noqa: PLR0911  # one for each kind of output
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
     if _has(outputs, "target_sizes"):
         return cut(_patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
+    if model is not None and model.model_type in _WHOLE_IMAGES:
+        return _padded_images(outputs, batch, model.patch_size)
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
 
 
@@ -161,6 +165,26 @@ def _patches_of_strip(batch: Batch, field: str) -> Batch:
     order, apart = (2, 0, 1, 3), batch[0].reshape(channels, side, -1, side)
     patches = apart.transpose(order) if isinstance(apart, np.ndarray) else apart.permute(order)
     return patches.reshape(-1, channels * side * side)
+
+
+def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
+    """Images of prompts `(prompts, images, 3, H, W)`, without padding, cut into the patches that are whole.
+
+    Images of zeros are padding, unless all are.
+    """
+    if len(batch) and rank(batch) != 5:
+        raise invalid(_PIXELS, f"expected images of prompts (prompts, images, 3, H, W), got {rank(batch)} axes")
+    key = "pixel_attention_mask"
+    masks = integers(outputs[key], key) if _has(outputs, key) else None
+    images = [(at, number, image) for at, prompt in enumerate(batch) for number, image in enumerate(prompt)]
+    real = [each for each in images if bool(each[2].any())] or images
+    sizes: list[tuple[int, ...]] = []
+    for at, number, image in real:
+        height, width = image.shape[1:]
+        if masks is not None:
+            height, width = (int(masks[at, number].any(axis).sum()) for axis in (1, 0))
+        sizes.append((height // side * side, width // side * side))
+    return cut([image for _, _, image in real], _PIXELS, Grids(key, sizes), side)
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output

@@ -45,6 +45,7 @@ PROCESSORS = {
     "deepseek_vl": "deepseek_vl.DeepseekVL",
     "deepseek_vl_hybrid": "deepseek_vl_hybrid.DeepseekVLHybrid",
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",
+    "idefics2": "idefics2.Idefics2",
     "idefics3": "idefics3.Idefics3",
     "smolvlm": "smolvlm.SmolVLM",
     "granite_docling": "granite_docling.GraniteDocling",
@@ -66,7 +67,7 @@ def processed(model_type: str, folder: Any) -> dict[str, Any]:
         factor = {"patch_size": {"height": 28, "width": 28}} if model_type in MERGED else {}
         processor = getattr(module, f"{name}ImageProcessorPil").from_pretrained(folder, **factor)
     # LLaVA-OneVision cuts images in another way where a prompt has several; Idefics pads the tiles of prompts.
-    by_prompt = model_type in {"llava_onevision", "idefics3", "smolvlm", "granite_docling"}
+    by_prompt = model_type in {"llava_onevision", "idefics2", "idefics3", "smolvlm", "granite_docling"}
     prompts = [[first], others] if by_prompt else [first, *others]
     return dict(processor(images=prompts, return_tensors="pt"))
 

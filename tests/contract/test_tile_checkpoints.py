@@ -112,6 +112,7 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llava", edit(PROCESSOR, do_center_crop=False), "does not make tiles of 56 x 56"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
+        ("idefics2", edit(CONFIG, perceiver_config__resampler_n_latents=5), "do not fit the vision connector"),
         ("granite_docling", edit(PROCESSOR, fine_route=True), "fine_route is true, but only the coarse path is served"),
         ("granite_docling", edit(PROCESSOR, size=56), "size is 56, but must be the tower's image_size, 112"),
         (

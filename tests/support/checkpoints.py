@@ -25,6 +25,7 @@ EVERYDAY = (
     "minicpmv4_6",
     "nemotron_h_omni",
     "ernie4_5_vl_moe",
+    "video_llama_3",
     "internvl_chat",
     "llava_next",
     "gemma3",

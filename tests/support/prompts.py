@@ -165,6 +165,16 @@ def _tiles_of_prompts(config: Any) -> Pictures:
     return Pictures({"pixel_values": _random(3, 2, 3, _side(config), _side(config))})
 
 
+def _images_of_prompts(config: Any) -> Pictures:
+    """Two images of each of three prompts, padded; of each, the mask says how much is no padding."""
+    sizes = [(60, 84), (84, 57), (70, 70), (56, 84), (84, 84), (83, 56)]
+    pixels, mask = torch.zeros(6, 3, 84, 84), torch.zeros(6, 84, 84, dtype=torch.int64)
+    for number, (height, width) in enumerate(sizes):
+        pixels[number, :, :height, :width] = _random(3, height, width)
+        mask[number, :height, :width] = 1
+    return Pictures({"pixel_values": pixels.unflatten(0, (3, 2)), "pixel_attention_mask": mask.unflatten(0, (3, 2))})
+
+
 def _marked_tiles(config: Any) -> Pictures:
     """Tiles of three prompts, and which of them are not padding."""
     pixels = _random(3, 5, 3, _side(config), _side(config))
@@ -214,6 +224,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "llava_onevision": _cut_images,
     "lfm2_vl": _naflex,
     "granite_docling": _marked_tiles,
+    "idefics2": _images_of_prompts,
     "idefics3": _tiles_of_prompts,
     "smolvlm": _tiles_of_prompts,
 }

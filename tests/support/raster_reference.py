@@ -98,6 +98,18 @@ class Lfm2Vl(RasterReference):
         return torch.cat(list(features.pooler_output))
 
 
+class Idefics2(RasterReference):
+    """Asked for images put together of the patches, of one prompt."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        side = self.patch
+        image = frames.view(1, height, width, 3, side, side).permute(0, 3, 1, 4, 2, 5)
+        pixels = image.reshape(1, 1, 3, height * side, width * side)
+        rows = self.model.model.get_image_features(pixels).pooler_output
+        joined: Tensor = rows if isinstance(rows, Tensor) else torch.cat(rows)  # before 5.23, all prompts in one
+        return joined.flatten(0, -2)
+
+
 class MiniCpm(RasterReference):
     """Asked for one strip of the patches of all frames."""
 
@@ -132,4 +144,5 @@ RASTER = {
     "embedding_gemma2": Gemma4,
     "siglip2": Siglip2,
     "lfm2_vl": Lfm2Vl,
+    "idefics2": Idefics2,
 }

@@ -201,12 +201,18 @@ def _of_prompts(real: Callable[[Call], Tensor], others: Callable[[Call], Mapping
     )
 
 
-def _not_zero(call: Call) -> Tensor:
-    """All tiles if all of them are zeros. Raises ValueError where a mask covers a part of one that is not."""
-    real, mask = (call.pixels != 0).flatten(2).any(-1), call.arguments.get("pixel_attention_mask")
+def _filled(call: Call) -> Tensor:
+    """Those that are not zeros; all if all are."""
+    real = (call.pixels != 0).flatten(2).any(-1)
+    return real if real.any() else torch.ones_like(real)
+
+
+def _whole(call: Call) -> Tensor:
+    """The same. Raises ValueError where a mask covers a part of a tile."""
+    real, mask = _filled(call), call.arguments.get("pixel_attention_mask")
     if mask is not None and not mask[real].all():
         raise ValueError("pixel_attention_mask covers a part of a tile, which is not served: resize to whole tiles")
-    return real if real.any() else torch.ones_like(real)
+    return real
 
 
 def _marked(call: Call) -> Tensor:
@@ -271,7 +277,9 @@ def _placed(call: Call, rows: list[Tensor]) -> Tensor:
 _LISTED = Layout()
 """The arguments say the size of each item."""
 _TILES = Layout(tiles=_one_each, features=_stacked)
-_PADDED_TILES = _of_prompts(_not_zero)
+_PADDED_TILES = _of_prompts(_whole)
+_PADDED_IMAGES = Layout(features=_of_prompts(_filled).features)
+"""Images of any size, whose patches the client cuts."""
 
 LAYOUTS: Mapping[str, Layout] = {
     "qwen2_vl": _LISTED,
@@ -325,6 +333,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "mistral3": _LISTED,
     "idefics3": _PADDED_TILES,
     "smolvlm": _PADDED_TILES,
+    "idefics2": _PADDED_IMAGES,
     "lfm2_vl": _LISTED,
     "mistral_large4": _LISTED,
     "lighton_ocr": _LISTED,

@@ -1,4 +1,4 @@
-"""Demo models of tiles that are cut as Idefics 3 cuts them."""
+"""Demo models of Idefics 2, Idefics 3 and SmolVLM."""
 
 from collections.abc import Mapping
 
@@ -16,6 +16,29 @@ _IMAGE = {
 _FIELDS = {"image_token_id": 500, "scale_factor": 2}
 
 IDEFICS: Mapping[str, DemoModel] = {
+    "idefics2": demo_vlm(
+        text={"model_type": "mistral", **TEXT, "pad_token_id": 0},
+        vision={"model_type": "idefics2_vision", **VISION, "image_size": 112, "patch_size": 14},
+        image={
+            **HALF,
+            "do_image_splitting": False,
+            "do_pad": True,
+            "image_processor_type": "Idefics2ImageProcessor",
+            "resample": 2,
+            "size": {"longest_edge": 224, "shortest_edge": 56},
+        },
+        fields={
+            "image_token_id": 500,
+            "perceiver_config": {
+                "hidden_size": 64,
+                "num_key_value_heads": 2,
+                "resampler_depth": 2,
+                "resampler_head_dim": 16,
+                "resampler_n_heads": 4,
+                "resampler_n_latents": 4,
+            },
+        },
+    ),
     "idefics3": demo_vlm(
         text={"model_type": "llama", **TEXT, "pad_token_id": 0},
         vision={"model_type": "idefics3_vision", **_TOWER},
