@@ -24,6 +24,7 @@ PROCESSORS = {
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
     "ovis2": "ovis2.Ovis2",
+    "florence2": "clip.CLIP",
     "aria": "aria.Aria",
     "llava": "pixtral.Pixtral",
     "mistral3": "pixtral.Pixtral",

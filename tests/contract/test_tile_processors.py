@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_utils import load_image
 from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -93,6 +94,7 @@ STOCK: dict[str, Stock] = {
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     "aria": tiles(AriaImageProcessorPil),
     "mllama": mllama,
+    "florence2": tiles(CLIPImageProcessorPil),
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava": pixtral(14),
     "mistral3": pixtral(28),

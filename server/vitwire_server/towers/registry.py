@@ -9,6 +9,7 @@ from vitwire_server.towers.models import (
     deepseek,
     deepseek_ocr,
     ernie,
+    florence,
     gemma,
     glm,
     internvl,
@@ -43,6 +44,7 @@ _MAKERS = (
     step,
     mistral,
     aria,
+    florence,
     siglip,
 )
 """In the order of the tables of models."""

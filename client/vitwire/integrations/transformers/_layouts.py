@@ -200,6 +200,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
     "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
     "llama4": Layout(_one_each, _stacked, before_projector=True),
+    "florence2": _TILES,
     "ovis2": Layout(_one_each, _stacked, beside=_indicators),
     "step3p7": _LISTED,
     "llava": _LISTED,
