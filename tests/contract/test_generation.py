@@ -12,7 +12,7 @@ from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 from vitwire_server.towers.registry import FAMILIES
 from vlms import language_model
 
-WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
+WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name not in {"pix2struct", "siglip2"}]
 """Those with a language model, in a layout that transformers reads."""
 SQUARE = {"kimi_k25", "paddleocr_vl"}
 """Their processors emit patches as `(C, p, p)`."""

@@ -21,7 +21,7 @@ class RasterReference:
         model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
         self.model = model.eval().to(device)
         self.dtype = dtype
-        self.patch: int = model.config.vision_config.patch_size
+        self.patch: int = getattr(model.config.vision_config, "patch_size", 0)
 
     def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
         """Embeddings of items whose patches lie one after the other, each alone."""
@@ -74,4 +74,17 @@ class Siglip2(RasterReference):
         return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
 
 
-RASTER = {"llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}
+class Pix2Struct(RasterReference):
+    """Asked for rows of patches behind their row and column, which are counted from 1; 9 rows of zeros are padding."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        places = 1 + torch.stack([down.flatten(), across.flatten()], dim=-1).to(frames)
+        flattened = torch.cat([places[None], frames], dim=-1)
+        mask = torch.ones(1, height * width + 9, device=frames.device)
+        mask[:, height * width :] = 0
+        padded = torch.nn.functional.pad(flattened, (0, 0, 0, 9))
+        return self.model.encoder(padded, mask).last_hidden_state[0, : height * width]  # type: ignore[no-any-return]
+
+
+RASTER = {"pix2struct": Pix2Struct, "llava": Pixtral, "mistral3": Pixtral, "gemma4": Gemma4, "siglip2": Siglip2}

@@ -21,6 +21,7 @@ from vitwire_server.towers.models import (
     ovis,
     paddleocr,
     phi,
+    pix2struct,
     qwen,
     siglip,
     step,
@@ -45,6 +46,7 @@ _MAKERS = (
     mistral,
     aria,
     florence,
+    pix2struct,
     siglip,
 )
 """In the order of the tables of models."""
