@@ -12,10 +12,12 @@ import numpy as np
 
 from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
 from vitwire._canvases import (
+    FLATTENED,
     LAYOUT_IDS,
     PHI4_PIXELS,
     PIXEL_MASK,
     images_of_canvases,
+    images_of_flattened_patches,
     images_of_layouts,
     images_of_masks,
 )
@@ -65,11 +67,13 @@ def processor_items(
     clips: list[Cut] = []
     if _has(outputs, PHI4_PIXELS):
         images = images_of_canvases(outputs)
+    elif _has(outputs, FLATTENED):
+        images = images_of_flattened_patches(outputs)
     elif outputs.get(_PIXELS) is not None:
         images = _images(outputs, model, grid_thw)
     if outputs.get(_CLIPS) is not None:
         clips = _clips(outputs)
-    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, _CLIPS)):
+    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, FLATTENED, _CLIPS)):
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )

@@ -37,6 +37,7 @@ PROCESSORS = {
     "qianfan_ocr": "got_ocr2.GotOcr2",
     "diffusion_gemma": "gemma4.Gemma4",
     "llava-pixtral": "pixtral.Pixtral",
+    "florence2": "clip.CLIP",
     "aria": "aria.Aria",
     "mistral3": "pixtral.Pixtral",
     "mistral_large4": "pixtral.Pixtral",

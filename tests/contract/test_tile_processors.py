@@ -139,6 +139,7 @@ STOCK: dict[str, Stock] = {
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
     "aria": tiles(AriaImageProcessorPil),
     "mllama": mllama,
+    "florence2": tiles(CLIPImageProcessorPil),
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava-pixtral": pixtral(14),
     "mistral3": pixtral(28),

@@ -214,6 +214,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma3": _tiles,
     "llama4": _tiles,
     "ovis2": _tiles,
+    "florence2": lambda _: Pictures({"pixel_values": _random(3, 3, 96, 96)}),
     "aria": _margins,
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,

@@ -326,6 +326,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "aria": Layout(features=_stacked),
     "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
     "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
+    "florence2": _TILES,
     "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
     "ovis2": Layout(tiles=_one_each, features=_stacked, beside=_indicators),
     "step3p7": _LISTED,
