@@ -29,6 +29,7 @@ def test_bench(tmp_path: Path) -> None:
     assert {row["verb"] for row in document["codec"]} == {"write", "read"}
 
 
+@pytest.mark.matrix
 def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot, out = tmp_path / "plot.png", tmp_path / "bench.json"

@@ -81,6 +81,7 @@ def test_missing_headers_of_python_are_named(
     assert fault.endswith(remedy)
 
 
+@pytest.mark.matrix
 def test_the_check_of_an_image_without_triton_asks_for_a_cxx_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     command = [sys.executable, "-m", "vitwire_server.runtime.toolchain"]

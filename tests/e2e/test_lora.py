@@ -41,6 +41,7 @@ def test_a_server_answers_with_the_adapter_merged(checkpoints: Checkpoints, tmp_
     assert error(embedding.numpy(), before) > 1e-2
 
 
+@pytest.mark.matrix
 def test_a_server_says_that_an_adapter_is_none_of_the_tower(checkpoints: Checkpoints, tmp_path: Path) -> None:
     write_adapter(checkpoints("qwen2_vl"), tmp_path, r".*language_model.*q_proj")
     told = "adapts the language model only"

@@ -109,7 +109,7 @@ async def test_waiting_for_a_server_that_is_not_there_yet(
     await asyncio.to_thread(client.close) if isinstance(client, Client) else await client.close()
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("kind", [Client, pytest.param(AsyncClient, marks=pytest.mark.matrix)])
 async def test_a_timeout_says_that_the_server_is_loading(
     kind: type[Client | AsyncClient], checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_nan_in_one_item_does_not_reach_another(client: Client) -> None:
         assert similarity(embedding.numpy(), expected, model.deepstack_levels) > 0.9999
 
 
+@pytest.mark.matrix
 def test_what_was_measured_is_reported(client: Client, server: ServerProcess, checkpoints: Checkpoints) -> None:
     model = client.model()
     assert model.dtype == "bfloat16"

@@ -114,6 +114,7 @@ def test_two_processes_share_requests_and_a_dead_one_returns(checkpoints: Checkp
         assert all(re.search(rf"\[{re.escape(label)}\] .*draining", supervisor.log()) for label in LABELS)
 
 
+@pytest.mark.matrix
 def test_calls_end_when_all_servers_are_gone_and_succeed_when_they_are_back(checkpoints: Checkpoints) -> None:
     timeout, back = 4.0, Event()
 
@@ -153,6 +154,7 @@ def test_calls_end_when_all_servers_are_gone_and_succeed_when_they_are_back(chec
             assert "UNAVAILABLE" in told, "nobody was left to answer"
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc")
 def test_a_stopped_process_is_replaced_and_every_line_is_json(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch

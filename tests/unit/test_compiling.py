@@ -35,6 +35,7 @@ def batch(tower: Tower, *grids: Grid) -> tuple[torch.Tensor, Metadata]:
     return torch.randn(metadata.capacity.patches, columns, generator=generator), metadata
 
 
+@pytest.mark.matrix
 def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
     tower: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
