@@ -84,6 +84,7 @@ STOCK: dict[str, Stock] = {
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
+    "unlimited_ocr": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     "llava": pixtral(14),
     "mistral3": pixtral(28),
     "mistral_large4": pixtral(28),
@@ -93,7 +94,9 @@ STOCK: dict[str, Stock] = {
     "diffusion_gemma": gemma4,
     "embedding_gemma2": gemma4,
 }
-"""Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
+"""Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
+
+Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
 
 
 @pytest.mark.parametrize("model_type", STOCK)

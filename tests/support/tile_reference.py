@@ -56,6 +56,14 @@ def _cropped(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return rows  # type: ignore[no-any-return]
 
 
+def _unbroken(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """As its `get_image_features` does before it puts a line break behind each line."""
+    inner = model.model
+    views = [view for view in (crops, pixels) if view is not None and len(view)]
+    rows = [inner.multi_modal_projector(inner.vision_tower(view).last_hidden_state).flatten(0, 1) for view in views]
+    return torch.cat([*rows, inner.view_separator[None]])
+
+
 def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
     del crops
@@ -87,6 +95,7 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "deepseek_vl_hybrid": _hybrid,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
+    "unlimited_ocr": _unbroken,
 }
 
 

@@ -28,6 +28,7 @@ from vitwire_server.towers.models import (
     qwen,
     siglip,
     step,
+    unlimited_ocr,
 )
 
 _MAKERS = (
@@ -54,6 +55,7 @@ _MAKERS = (
     muse,
     minicpm,
     nemotron,
+    unlimited_ocr,
 )
 """In the order of the tables of models."""
 

@@ -3,6 +3,7 @@
 The arguments are named as in the outputs of the models' processors, so `Item.from_processor` makes the items.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,33 @@ def _packed(call: Call, rows: list[Tensor]) -> Features:
     return features  # type: ignore[no-any-return]
 
 
+# -- Unlimited-OCR ---------------------------------------------------------------------------------
+
+
+def _with_line_breaks(call: Call, rows: list[Tensor]) -> Features:
+    """As the model itself packs rows: the crops as one picture, then the overview, a break behind each line."""
+    model, sam = call.model, call.model.config.vision_config.sam_config
+    line_break = model.image_newline.to(rows[0].device)
+    whole = sam.image_size // sam.patch_size // 4
+    counts, grids = call.arguments.get("num_local_patches"), call.arguments.get("patches_grid")
+    features = []
+    for at, own in enumerate(rows):
+        crops, overview, separator = own[: -(whole**2 + 1)], own[-(whole**2 + 1) : -1], own[-1:]
+        lines = [_broken(overview.unflatten(0, (whole, whole)), line_break), separator]
+        if len(crops) and counts is not None and grids is not None:
+            columns, height = (int(side) for side in grids[at])
+            side = math.isqrt(len(crops) // int(counts[at]))
+            picture = crops.view(height, columns, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+            lines.insert(0, _broken(picture, line_break))
+        features.append(torch.cat(lines))
+    return features
+
+
+def _broken(lines: Tensor, line_break: Tensor) -> Tensor:
+    """Rows of lines `(lines, rows, width)`, one after the other, each with a break behind it."""
+    return torch.cat([lines, line_break.expand(len(lines), 1, -1)], dim=1).flatten(0, 1)
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
@@ -156,6 +184,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
+    "unlimited_ocr": Layout(features=_with_line_breaks),
     "llama4": Layout(_one_each, _stacked, before_projector=True),
     "step3p7": _LISTED,
     "llava": _LISTED,
