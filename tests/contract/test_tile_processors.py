@@ -19,6 +19,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -93,6 +94,7 @@ STOCK: dict[str, Stock] = {
     "gemma4": gemma4,
     "diffusion_gemma": gemma4,
     "embedding_gemma2": gemma4,
+    "hunyuan_vl": tiles(HunYuanVLImageProcessorPil),
 }
 """Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
 

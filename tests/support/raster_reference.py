@@ -97,7 +97,17 @@ class Nemotron(RasterReference):
         return torch.cat(features.pooler_output)
 
 
+class Hunyuan(RasterReference):
+    """Asked for rows of patches with their grid; without the rows that its merger adds."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        features = self.model.model.get_image_features(frames.flatten(0, 1), torch.tensor([[1, height, width]]))
+        lines = features.pooler_output[0][1:-1].unflatten(0, (height // 2, -1))
+        return lines[:, :-1].flatten(0, 1)
+
+
 RASTER = {
+    "hunyuan_vl": Hunyuan,
     "nemotron_h_omni": Nemotron,
     "minicpmv4_6": MiniCpm,
     "minicpmv4_7": MiniCpm,

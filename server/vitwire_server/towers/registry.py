@@ -12,6 +12,7 @@ from vitwire_server.towers.models import (
     ernie,
     gemma,
     glm,
+    hunyuan,
     hyperclova,
     internvl,
     kimi,
@@ -56,6 +57,7 @@ _MAKERS = (
     minicpm,
     nemotron,
     unlimited_ocr,
+    hunyuan,
 )
 """In the order of the tables of models."""
 

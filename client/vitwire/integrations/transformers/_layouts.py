@@ -5,7 +5,7 @@ The arguments are named as in the outputs of the models' processors, so `Item.fr
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Call:
     modality: Modality
     arguments: Mapping[str, Any]
     """By the names in the method's signature."""
+    added: Mapping[str, Tensor] = field(default_factory=dict)
+    """Rows that do not depend on the pixels, and that the service does not send."""
 
     @property
     def pixels(self) -> Tensor:
@@ -47,6 +49,8 @@ class Layout:
     """Numbers of tiles of each item, where the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Features] = _each
     """From the rows of each item to what the model's own method returns as `pooler_output`."""
+    added: Callable[[Any], Mapping[str, Tensor]] = lambda _: {}
+    """From the model, while it has its tower, to rows of that tower that do not depend on the pixels."""
     before_projector: bool = False
     """The model projects what the method returns as `last_hidden_state`."""
 
@@ -144,6 +148,29 @@ def _broken(lines: Tensor, line_break: Tensor) -> Tensor:
     return torch.cat([lines, line_break.expand(len(lines), 1, -1)], dim=1).flatten(0, 1)
 
 
+# -- Hunyuan-VL ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _added_rows(model: Any) -> dict[str, Tensor]:  # noqa: ANN401  # a module
+    """The rows that the model's merger adds to every image."""
+    merger = model.vision_tower.patch_merger
+    return {
+        "begin": merger.after_rms(merger.image_begin)[None],
+        "line_break": merger.after_rms(merger.mlp(merger.image_newline)),
+        "end": merger.after_rms(merger.image_end)[None],
+    }
+
+
+def _framed(call: Call, rows: list[Tensor]) -> Features:
+    """As the model's merger arranges rows: a break behind each line, a first and a last one."""
+    added = {name: row.to(rows[0]) for name, row in call.added.items()}
+    merge = call.model.config.vision_config.spatial_merge_size
+    heights = [int(grid[1]) // merge for grid in call.arguments["image_grid_thw"]]
+    lines = [own.unflatten(0, (height, -1)) for own, height in zip(rows, heights, strict=True)]
+    return [torch.cat([added["begin"], _broken(own, added["line_break"]), added["end"]]) for own in lines]
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
@@ -185,6 +212,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
     "unlimited_ocr": Layout(features=_with_line_breaks),
+    "hunyuan_vl": Layout(features=_framed, added=_added_rows),
     "llama4": Layout(_one_each, _stacked, before_projector=True),
     "step3p7": _LISTED,
     "llava": _LISTED,
