@@ -16,7 +16,7 @@ from reference import TOLERANCE
 from vitwire.integrations.transformers import attach
 from vlms import TowerEncoder, language_model, owner_of
 
-AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe", "video_llama_3")
+AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe", "video_llama_3", "hunyuan_vl")
 PROCESSORS = {
     **dict.fromkeys(AUTO, ""),
     "internvl": "got_ocr2.GotOcr2",

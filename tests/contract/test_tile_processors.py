@@ -22,6 +22,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
+from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -134,6 +135,7 @@ STOCK: dict[str, Stock] = {
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
+    "unlimited_ocr": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
     "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
@@ -149,8 +151,12 @@ STOCK: dict[str, Stock] = {
     "gemma4": gemma4,
     "diffusion_gemma": gemma4,
     "embedding_gemma2": gemma4,
+    "hunyuan_vl": tiles(HunYuanVLImageProcessorPil),
 }
-"""Those of llama4, cohere2_vision and step3p7 need torchvision: see tests/unit/test_tiles.py."""
+"""Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
+
+Those of llama4, cohere2_vision and step3p7 need torchvision too: see tests/unit/test_tiles.py.
+"""
 
 
 @pytest.mark.parametrize("model_type", sampled(STOCK))

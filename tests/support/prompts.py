@@ -219,6 +219,9 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),
+    "unlimited_ocr": lambda _: Pictures(
+        {**_views(128, 96).arguments, "num_local_patches": [2, 0, 3], "patches_grid": [[2, 1], [1, 1], [1, 3]]}
+    ),
     "step3p7": lambda _: _views(168, 112),
     "llava_next": _always_cut_images,
     "llava_next_video": _always_cut_images,

@@ -143,7 +143,17 @@ class Pix2Struct(RasterReference):
         return self.model.encoder(padded, mask).last_hidden_state[0, : height * width]  # type: ignore[no-any-return]
 
 
+class Hunyuan(RasterReference):
+    """Asked for rows of patches with their grid; without the rows that its merger adds."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        features = self.model.model.get_image_features(frames.flatten(0, 1), torch.tensor([[1, height, width]]))
+        lines = features.pooler_output[0][1:-1].unflatten(0, (height // 2, -1))
+        return lines[:, :-1].flatten(0, 1)
+
+
 RASTER = {
+    "hunyuan_vl": Hunyuan,
     "pix2struct": Pix2Struct,
     "nemotron_h_omni": Nemotron,
     "minicpmv4_6": MiniCpm,

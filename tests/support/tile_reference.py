@@ -62,6 +62,14 @@ def _listed(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.cat(model.model.get_image_features(pixel_values=pixels).pooler_output)
 
 
+def _unbroken(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """As its `get_image_features` does before it puts a line break behind each line."""
+    inner = model.model
+    views = [view for view in (crops, pixels) if view is not None and len(view)]
+    rows = [inner.multi_modal_projector(inner.vision_tower(view).last_hidden_state).flatten(0, 1) for view in views]
+    return torch.cat([*rows, inner.view_separator[None]])
+
+
 def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
     del crops
@@ -126,6 +134,7 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "smolvlm": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
+    "unlimited_ocr": _unbroken,
 }
 
 

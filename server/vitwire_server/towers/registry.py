@@ -23,6 +23,7 @@ from vitwire_server.towers.models import (
     glm,
     got_ocr,
     granite_docling,
+    hunyuan,
     hyperclova,
     idefics,
     idefics2,
@@ -48,6 +49,7 @@ from vitwire_server.towers.models import (
     qwen,
     siglip,
     step,
+    unlimited_ocr,
     videollama,
     vit,
 )
@@ -97,6 +99,8 @@ _MAKERS = (
     aimv2,
     minicpm,
     nemotron,
+    unlimited_ocr,
+    hunyuan,
 )
 """In the order of the tables of models."""
 

@@ -46,13 +46,14 @@ class RemoteFeatures:
         self._model = model
         self._modality = modality
         self._layout = layout
+        self._added = layout.added(model)
         self._client = client
         self._described = described
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # those of the original
         """Raises as `Layout.items` and `Client.encode`."""
-        call = Call(self._model, self._modality, self._signature.bind(*args, **kwargs).arguments)
+        call = Call(self._model, self._modality, self._signature.bind(*args, **kwargs).arguments, self._added)
         items = self._layout.items(call, self._described)
         rows = [self._placed(each.torch(), call) for each in self._client.encode(items)]
         parts = 1 + self._described.deepstack_levels

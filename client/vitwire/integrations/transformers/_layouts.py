@@ -3,8 +3,9 @@
 The arguments are named as in the outputs of the models' processors, so `Item.from_processor` makes the items.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,8 @@ class Call:
     modality: Modality
     arguments: Mapping[str, Any]
     """By the names in the method's signature."""
+    added: Mapping[str, Tensor] = field(default_factory=dict)
+    """Rows that do not depend on the pixels, and that the service does not send."""
 
     @property
     def pixels(self) -> Tensor:
@@ -58,6 +61,8 @@ class Layout:
     """From the rows of each item to what the model's own method returns as `pooler_output`."""
     deepstack_output: Callable[..., BaseModelOutputWithPooling] = BaseModelOutputWithDeepstackFeatures
     """What holds the features of several layers, which are fields of it by name."""
+    added: Callable[[Any], Mapping[str, Tensor]] = lambda _: {}
+    """From the model, while it has its tower, to rows of that tower that do not depend on the pixels."""
     before_projector: bool = False
     """The model projects what the method returns as `last_hidden_state`."""
     beside: Callable[[Call], Mapping[str, Tensor]] = lambda _: {}
@@ -272,6 +277,56 @@ def _placed(call: Call, rows: list[Tensor]) -> Tensor:
     return embeddings.masked_scatter(places[..., None], joined.to(embeddings))
 
 
+# -- Unlimited-OCR ---------------------------------------------------------------------------------
+
+
+def _with_line_breaks(call: Call, rows: list[Tensor]) -> Features:
+    """As the model itself packs rows: the crops as one picture, then the overview, a break behind each line."""
+    model, sam = call.model, call.model.config.vision_config.sam_config
+    line_break = model.image_newline.to(rows[0].device)
+    whole = sam.image_size // sam.patch_size // 4
+    counts, grids = call.arguments.get("num_local_patches"), call.arguments.get("patches_grid")
+    features = []
+    for at, own in enumerate(rows):
+        crops, overview, separator = own[: -(whole**2 + 1)], own[-(whole**2 + 1) : -1], own[-1:]
+        lines = [_broken(overview.unflatten(0, (whole, whole)), line_break), separator]
+        if len(crops) and counts is not None and grids is not None:
+            columns, height = (int(side) for side in grids[at])
+            side = math.isqrt(len(crops) // int(counts[at]))
+            picture = crops.view(height, columns, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+            lines.insert(0, _broken(picture, line_break))
+        features.append(torch.cat(lines))
+    return features
+
+
+def _broken(lines: Tensor, line_break: Tensor) -> Tensor:
+    """Rows of lines `(lines, rows, width)`, one after the other, each with a break behind it."""
+    return torch.cat([lines, line_break.expand(len(lines), 1, -1)], dim=1).flatten(0, 1)
+
+
+# -- Hunyuan-VL ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _added_rows(model: Any) -> dict[str, Tensor]:  # noqa: ANN401  # a module
+    """The rows that the model's merger adds to every image."""
+    merger = model.vision_tower.patch_merger
+    return {
+        "begin": merger.after_rms(merger.image_begin)[None],
+        "line_break": merger.after_rms(merger.mlp(merger.image_newline)),
+        "end": merger.after_rms(merger.image_end)[None],
+    }
+
+
+def _framed(call: Call, rows: list[Tensor]) -> Features:
+    """As the model's merger arranges rows: a break behind each line, a first and a last one."""
+    added = {name: row.to(rows[0]) for name, row in call.added.items()}
+    merge = call.model.config.vision_config.spatial_merge_size
+    heights = [int(grid[1]) // merge for grid in call.arguments["image_grid_thw"]]
+    lines = [own.unflatten(0, (height, -1)) for own, height in zip(rows, heights, strict=True)]
+    return [torch.cat([added["begin"], _broken(own, added["line_break"]), added["end"]]) for own in lines]
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
@@ -323,6 +378,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
+    "unlimited_ocr": Layout(features=_with_line_breaks),
+    "hunyuan_vl": Layout(features=_framed, added=_added_rows),
     "aria": Layout(features=_stacked),
     "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
     "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),

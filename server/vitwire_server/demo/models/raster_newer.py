@@ -122,6 +122,23 @@ RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             auto=AutoModel,
             save=save_gemma4,
         ),
+        "hunyuan_vl": demo_vlm(
+            text={
+                **TEXT,
+                "head_dim": 16,
+                "pad_token_id": 0,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]},
+            },
+            vision={**VISION, "max_image_size": 112, "patch_size": 14, "text_hidden_size": 64},
+            image={
+                **CLIP,
+                "image_processor_type": "HunYuanVLImageProcessor",
+                "merge_size": 2,
+                "patch_size": 14,
+                "resample": 1,
+                "size": {"shortest_edge": 56 * 56, "longest_edge": 448 * 448},
+            },
+        ),
         "muse_glimmer": demo_vlm(
             text=_MUSE_TEXT, vision=_MUSE_VISION, image=_MUSE_IMAGE, video=_MUSE_VIDEO, fields=_MUSE
         ),

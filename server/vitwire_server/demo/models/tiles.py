@@ -16,7 +16,7 @@ _SAM_OCR = {
     "patch_size": 2,
 }
 """As many patches as published, which the numbers of queries ask for, but small, and none that sees all others."""
-_SAM = {
+SAM = {
     "global_attn_indexes": [1],
     "hidden_size": 32,
     "mlp_dim": 48,
@@ -184,7 +184,7 @@ TILES: Mapping[str, DemoModel] = {
             "image_token_id": 500,
             "high_res_vision_config": {
                 "model_type": "sam_vision_model",
-                **_SAM,
+                **SAM,
                 "image_size": 128,
                 "num_pos_feats": 32,
                 "window_size": 3,
@@ -244,7 +244,7 @@ TILES: Mapping[str, DemoModel] = {
             "num_experts_per_tok": 1,
         },
         vision={
-            "sam_config": {**_SAM, **_SAM_OCR},
+            "sam_config": {**SAM, **_SAM_OCR},
             "encoder_config": {
                 "hidden_size": 32,
                 "intermediate_size": 48,
