@@ -152,7 +152,8 @@ class LlavaNextVideo(AssembledReference):
 
     def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
         if grid[1] * grid[2] == 1:
-            return self.model.model.get_video_features(tiles[None]).pooler_output[0]  # type: ignore[no-any-return]
+            rows: Tensor = self.model.model.get_video_features(tiles[None]).pooler_output[0]
+            return rows.reshape(-1, rows.shape[-1])  # transformers 5.17 has an axis for frames
         return rows_of_tiles(self.model, tiles, None).flatten(0, 1)
 
 
