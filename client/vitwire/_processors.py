@@ -115,6 +115,8 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids.of(key, outputs[key])
     if _has(outputs, "image_position_ids"):
         return _positions("image_position_ids", outputs["image_position_ids"])
+    if _has(outputs, "images_spatial_crop"):
+        return _beside_overviews("images_spatial_crop", outputs["images_spatial_crop"])
     if _has(outputs, "aspect_ratios"):
         return _with_overviews(Grids.of("aspect_ratios", outputs["aspect_ratios"]))
     if len(batch) and rank(batch) == 5:
@@ -134,6 +136,15 @@ def _with_overviews(layouts: Grids) -> Grids:
         layouts.field,
         [(count + (count > 1), *layout) for count, layout in zip(tiles, layouts.entries, strict=True)],
     )
+
+
+def _beside_overviews(key: str, value: object) -> Grids:
+    """Grids of images that were cut in (columns, rows), beside a tile of the whole image; zeros are padding."""
+    pairs = integers(value, key)
+    if pairs.ndim < 2 or pairs.shape[-1] != 2:
+        raise invalid(key, f"expected pairs (columns, rows), got the shape {pairs.shape}")
+    cuts = [(int(columns), int(rows)) for columns, rows in pairs.reshape(-1, 2) if columns and rows]
+    return Grids(key, [(1 + columns * rows, rows, columns) for columns, rows in cuts])
 
 
 def _clips(outputs: Outputs) -> list[Cut]:
