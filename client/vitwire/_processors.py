@@ -8,7 +8,27 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
+from vitwire._batches import (
+    Cut,
+    Grids,
+    beside_overviews,
+    cut,
+    cut_slices,
+    cut_with_crops,
+    patches_of_strip,
+    with_overviews,
+    without_padding,
+)
+from vitwire._canvases import (
+    FLATTENED,
+    LAYOUT_IDS,
+    PHI4_PIXELS,
+    PIXEL_MASK,
+    images_of_canvases,
+    images_of_flattened_patches,
+    images_of_layouts,
+    images_of_masks,
+)
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -19,8 +39,23 @@ if TYPE_CHECKING:
 Outputs = Mapping[str, object]
 
 _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
-_IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
+_IMAGE_GRIDS = (
+    "image_grid_thw",
+    "grid_thws",
+    "grid_thw",
+    "image_grid_hws",
+    "image_grid_hw",
+    "spatial_shapes",
+    "num_patches",
+)
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
+_LAYOUTS = ("aspect_ratios", "grids")
+"""Keys with the rows and columns of tiles that images were cut in."""
+
+_WHOLE_IMAGES = ("idefics2",)
+"""Models whose processors emit whole images, padded to one size, that are cut into patches here."""
+_MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
+"""Roots of the patches of a token that servers merge."""
 
 
 def processor_items(
@@ -34,13 +69,19 @@ def processor_items(
     """See `Item.from_processor`."""
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
+    _check_merged(outputs)
+    _check_path(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
-    if outputs.get(_PIXELS) is not None:
+    if _has(outputs, PHI4_PIXELS):
+        images = images_of_canvases(outputs)
+    elif _has(outputs, FLATTENED):
+        images = images_of_flattened_patches(outputs)
+    elif outputs.get(_PIXELS) is not None:
         images = _images(outputs, model, grid_thw)
     if outputs.get(_CLIPS) is not None:
         clips = _clips(outputs)
-    if outputs.get(_PIXELS) is None and outputs.get(_CLIPS) is None:
+    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, FLATTENED, _CLIPS)):
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
@@ -89,7 +130,19 @@ def _grids_of_batch(grid_thw: object, batch: Batch, model: "Model | None", modal
     return _image_grids({}, batch, model, grid_thw)
 
 
-def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
+def _check_path(outputs: Outputs) -> None:
+    """Pages that Granite for Docling's processor marks for more tokens than servers make of a tile."""
+    if _has(outputs, "tile_fine_mask"):
+        raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
+
+
+def _images(  # noqa: PLR0911  # one for each kind of output
+    outputs: Outputs, model: "Model | None", grid_thw: object
+) -> list[Cut]:
+    if _has(outputs, LAYOUT_IDS):
+        return images_of_layouts(outputs)
+    if _has(outputs, PIXEL_MASK) and grid_thw is None:
+        return images_of_masks(outputs, _patch_size(model))
     batch = on_host(outputs[_PIXELS], _PIXELS)
     if _has(outputs, "tgt_sizes"):
         return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")
@@ -102,7 +155,38 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         crops = [] if local is None else on_host(local, "pixel_values_local")
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
+    if _has(outputs, "target_sizes"):
+        return cut(patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
+    if model is not None and model.model_type in _WHOLE_IMAGES:
+        return _padded_images(outputs, batch, model.patch_size)
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
+
+
+def _check_merged(outputs: Outputs) -> None:
+    """VideoLLaMA 3's processors say how many patches of each item are merged; servers have one number for each kind."""
+    for key, served in _MERGED.items():
+        if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
+            raise invalid(key, f"must be {served} for each item, which is what the model was published with")
+
+
+def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
+    """Images of prompts `(prompts, images, 3, H, W)`, without padding, cut into the patches that are whole.
+
+    Images of zeros are padding, unless all are.
+    """
+    if len(batch) and rank(batch) != 5:
+        raise invalid(_PIXELS, f"expected images of prompts (prompts, images, 3, H, W), got {rank(batch)} axes")
+    key = "pixel_attention_mask"
+    masks = integers(outputs[key], key) if _has(outputs, key) else None
+    images = [(at, number, image) for at, prompt in enumerate(batch) for number, image in enumerate(prompt)]
+    real = [each for each in images if bool(each[2].any())] or images
+    sizes: list[tuple[int, ...]] = []
+    for at, number, image in real:
+        height, width = image.shape[1:]
+        if masks is not None:
+            height, width = (int(masks[at, number].any(axis).sum()) for axis in (1, 0))
+        sizes.append((height // side * side, width // side * side))
+    return cut([image for _, _, image in real], _PIXELS, Grids(key, sizes), side)
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output
@@ -116,9 +200,9 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
     if _has(outputs, "image_position_ids"):
         return _positions("image_position_ids", outputs["image_position_ids"])
     if _has(outputs, "images_spatial_crop"):
-        return _beside_overviews("images_spatial_crop", outputs["images_spatial_crop"])
-    if _has(outputs, "aspect_ratios"):
-        return _with_overviews(Grids.of("aspect_ratios", outputs["aspect_ratios"]))
+        return beside_overviews("images_spatial_crop", outputs["images_spatial_crop"])
+    if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
+        return with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):
@@ -129,28 +213,13 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
     raise invalid("grid_thw", f"is missing: {_PIXELS} alone does not show where an image ends; pass {what}")
 
 
-def _with_overviews(layouts: Grids) -> Grids:
-    """Grids of images that were cut in rows and columns, with a tile of the whole image if there are several."""
-    tiles = layouts.patches()
-    return Grids(
-        layouts.field,
-        [(count + (count > 1), *layout) for count, layout in zip(tiles, layouts.entries, strict=True)],
-    )
-
-
-def _beside_overviews(key: str, value: object) -> Grids:
-    """Grids of images that were cut in (columns, rows), beside a tile of the whole image; zeros are padding."""
-    pairs = integers(value, key)
-    if pairs.ndim < 2 or pairs.shape[-1] != 2:
-        raise invalid(key, f"expected pairs (columns, rows), got the shape {pairs.shape}")
-    cuts = [(int(columns), int(rows)) for columns, rows in pairs.reshape(-1, 2) if columns and rows]
-    return Grids(key, [(1 + columns * rows, rows, columns) for columns, rows in cuts])
-
-
 def _clips(outputs: Outputs) -> list[Cut]:
     batch = on_host(outputs[_CLIPS], _CLIPS)
     if _has(outputs, "video_grid_thw"):
         return cut(batch, _CLIPS, Grids.of("video_grid_thw", outputs["video_grid_thw"]))
+    if _has(outputs, "target_sizes_videos"):
+        sizes = Grids.of("target_sizes_videos", outputs["target_sizes_videos"])
+        return cut(patches_of_strip(batch, _CLIPS), _CLIPS, sizes)
     if _has(outputs, "video_position_ids"):
         return _padded_frames(batch, outputs)
     if len(batch) and rank(batch) != 5:
@@ -192,7 +261,13 @@ def _positions(key: str, value: object) -> Grids:
 
 def _takes_one_tile(model: "Model | None") -> bool:
     settings = model.image_preprocessor if model else None
-    return bool(settings and settings.tiling and settings.tiling.max_tiles == 1 and not settings.tiling.layouts)
+    return bool(
+        settings
+        and settings.tiling
+        and settings.tiling.max_tiles == 1
+        and not settings.tiling.layouts
+        and not settings.tiling.patch
+    )
 
 
 def _patch_size(model: "Model | None") -> int | None:

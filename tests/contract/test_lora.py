@@ -32,6 +32,7 @@ ADAPTED = {
     "glm4v": r".*visual\.(downsample|blocks\.\d+\.attn\.qkv)",
     "qwen2_5_omni_thinker": r".*visual\.blocks\.\d+\.attn\.(q|v)",
     "kimi_k25": r".*(vision_tower\.layers\.\d+\.attn\.(q_proj|k_proj|proj)|mm_projector\.in_proj)",
+    "lfm3_vl": r".*(vision_tower\.layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj)|multi_modal_projector\.linear_1)",
     "minimax_m3_vl": r".*(vision_tower\.layers\.\d+\.self_attn\.q_proj|multi_modal_projector\.merge_linear_1)",
 }
 

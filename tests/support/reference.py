@@ -29,9 +29,9 @@ class Reference:
         settings = json.loads((checkpoint / "config.json").read_text())
         model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
         self.model = model.eval().to(device)
-        thinker = getattr(model, "thinker", model)
+        thinker = getattr(model, "thinker", getattr(model, "vlm", model))
         # Before 5.18, the thinkers had their vision tower beside the language model rather than within `model`.
-        self.core: Any = thinker.model if hasattr(thinker.model.config, "vision_config") else thinker
+        self.core: Any = thinker.model if _has_tower(thinker) else thinker
         self.vision_config: Any = self.core.config.vision_config
         self.dtype = dtype
 
@@ -62,6 +62,14 @@ class Reference:
         return pixels
 
 
+class VideoLlama3(Reference):
+    """Asked with the merge sizes that its processors give: 1 for images, 2 for clips."""
+
+    def rows(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        merge = torch.ones(1, dtype=torch.int64) if grid[0, 0] == 1 else torch.full((1,), 2)
+        return torch.cat(list(self.core.get_image_features(pixels, grid, merge).pooler_output))
+
+
 class SquarePatches(Reference):
     """A model whose processor emits `(patches, C, p, p)`."""
 
@@ -86,6 +94,10 @@ class KimiVL(Kimi):
         with TemporaryDirectory() as folder:
             write("kimi_vl", replace(PACKED["kimi_vl"], save=save_plain), Path(folder), 0)
             super().__init__(Path(folder), dtype, device)
+
+
+def _has_tower(model: Any) -> bool:
+    return hasattr(getattr(getattr(model, "model", None), "config", None), "vision_config")
 
 
 def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from inspect import signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def _cropped(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return rows  # type: ignore[no-any-return]
 
 
+def _listed(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    assert crops is None
+    return torch.cat(model.model.get_image_features(pixel_values=pixels).pooler_output)
+
+
+def _unbroken(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """As its `get_image_features` does before it puts a line break behind each line."""
+    inner = model.model
+    views = [view for view in (crops, pixels) if view is not None and len(view)]
+    rows = [inner.multi_modal_projector(inner.vision_tower(view).last_hidden_state).flatten(0, 1) for view in views]
+    return torch.cat([*rows, inner.view_separator[None]])
+
+
 def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
     del crops
@@ -73,6 +87,34 @@ def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.cat(given)
 
 
+def rows_of_tiles(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Of LLaVA-NeXT, as `_onevision`; each tile stands for an image that is cut in the fewest."""
+    del crops
+    inner, given = model.model, []
+    inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
+    try:
+        smallest = min(model.config.image_grid_pinpoints, key=prod)
+        count = 1 + prod(smallest) // model.config.vision_config.image_size**2
+        inner.get_image_features(pixels.repeat_interleave(count, dim=0), torch.tensor([smallest] * len(pixels)))
+    finally:
+        del inner.pack_image_features
+    return torch.stack(given)[:, 0]
+
+
+def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt. 5.17 gives rows of each tile, 5.23 those of each prompt."""
+    assert crops is None
+    return torch.cat(list(model.model.get_image_features(pixel_values=pixels[None]).pooler_output))
+
+
+def _deepstacked(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt, whose rows come for several layers."""
+    assert crops is None
+    mask = torch.ones(1, len(pixels), dtype=torch.bool, device=pixels.device)
+    output = model.model.get_image_features(pixels[None], mask)
+    return torch.cat([own for (own,) in (output.pooler_output, *output.deepstack_features)], dim=-1)
+
+
 def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     del crops
     # 5.17 asks for a strategy, which this tower has only one of.
@@ -82,11 +124,17 @@ def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 
 
 _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
+    "llava": _listed,
+    "llava_next": rows_of_tiles,
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,
+    "granite_docling": _deepstacked,
+    "idefics3": _nested,
+    "smolvlm": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
+    "unlimited_ocr": _unbroken,
 }
 
 
@@ -113,10 +161,13 @@ class OriginalInternVL:
 
     def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
         assert crops is None
+        return self._projected(self._layers(pixels)[:, 1:])
+
+    def _layers(self, pixels: Tensor) -> Tensor:
         states = self._embedded(pixels)
         for layer in range(self._config["num_hidden_layers"]):
             states = self._layer(states, f"vision_model.encoder.layers.{layer}.")
-        return self._projected(states[:, 1:])
+        return states
 
     def _embedded(self, pixels: Tensor) -> Tensor:
         prefix = "vision_model.embeddings."

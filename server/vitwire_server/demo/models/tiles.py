@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, TEXT, VISION, DemoModel, demo_vlm
-from vitwire_server.demo.saving import save_internvl, save_step3
+from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, STEPS, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.saving import save_internvl, save_ovis, save_step3
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
@@ -16,7 +16,7 @@ _SAM_OCR = {
     "patch_size": 2,
 }
 """As many patches as published, which the numbers of queries ask for, but small, and none that sees all others."""
-_SAM = {
+SAM = {
     "global_attn_indexes": [1],
     "hidden_size": 32,
     "mlp_dim": 48,
@@ -26,8 +26,8 @@ _SAM = {
 }
 
 
-_INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
-_INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
+INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
+INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
 _STEP3 = demo_vlm(
     text={
@@ -46,26 +46,45 @@ _STEP3 = demo_vlm(
         "size": {"height": 168, "width": 168},
     },
 )
+_OVIS_SIZE = {"crop_size": {"height": 112, "width": 112}, "do_center_crop": True, "size": {"shortest_edge": 112}}
+_OVIS2 = demo_vlm(
+    text=_QWEN2,
+    vision={**VISION, "hidden_stride": 2, "image_size": 112, "patch_size": 14, "vocab_size": 69},
+    image={
+        **CLIP,
+        "image_processor_type": "Ovis2ImageProcessor",
+        "crop_to_patches": True,
+        "max_patches": 6,
+        "resample": 3,
+        "size": {"height": 112, "width": 112},
+    },
+    fields={
+        "hidden_size": 64,
+        "image_token_id": 500,
+        "visual_indicator_token_ids": [502, 503, 504, 505, 506],
+        "vocab_size": 512,
+    },
+)
 TILES: Mapping[str, DemoModel] = {
     "internvl": demo_vlm(
         text=_QWEN2,
-        vision={"model_type": "internvl_vision", **_INTERNVL_VISION},
+        vision={"model_type": "internvl_vision", **INTERNVL_VISION},
         image={
             **IMAGENET,
-            **_INTERNVL_SIZE,
+            **INTERNVL_SIZE,
             "image_processor_type": "GotOcr2ImageProcessor",
             "crop_to_patches": True,
             "min_patches": 1,
             "max_patches": 6,
         },
-        video={**IMAGENET, **_INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
+        video={**IMAGENET, **INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
         fields={"image_token_id": 500, "image_seq_length": 16},
     ),
     "internvl_chat": demo_vlm(
         text=_QWEN2,
         vision={
             "model_type": "internvl_vision",
-            **_INTERNVL_VISION,
+            **INTERNVL_VISION,
             "attention_bias": False,
             "norm_type": "rms_norm",
             "use_qk_norm": True,
@@ -165,11 +184,51 @@ TILES: Mapping[str, DemoModel] = {
             "image_token_id": 500,
             "high_res_vision_config": {
                 "model_type": "sam_vision_model",
-                **_SAM,
+                **SAM,
                 "image_size": 128,
                 "num_pos_feats": 32,
                 "window_size": 3,
             },
+        },
+    ),
+    "ovis2": _OVIS2,
+    "ovis": replace(
+        _OVIS2,
+        files=lambda _: {"preprocessor_config.json": {**CLIP, **STEPS, **_OVIS_SIZE, "resample": 3}},
+        base="ovis2",
+        save=save_ovis,
+    ),
+    "florence2": demo_vlm(
+        text={
+            "model_type": "bart",
+            "bos_token_id": 1,
+            "d_model": 64,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 96,
+            "decoder_layers": 2,
+            "decoder_start_token_id": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "encoder_layers": 2,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "vocab_size": 512,
+        },
+        vision={
+            "depths": [1, 1, 2, 1],
+            "embed_dim": [16, 32, 32, 64],
+            "max_position_embeddings": 8,
+            "num_groups": [2, 4, 4, 8],
+            "num_heads": [2, 4, 4, 8],
+            "projection_dim": 64,
+            "window_size": 5,
+        },
+        image={
+            **IMAGENET,
+            "do_center_crop": False,
+            "image_processor_type": "CLIPImageProcessor",
+            "resample": 3,
+            "size": {"height": 96, "width": 96},
         },
     ),
     "step3p7": _STEP3,
@@ -185,7 +244,7 @@ TILES: Mapping[str, DemoModel] = {
             "num_experts_per_tok": 1,
         },
         vision={
-            "sam_config": {**_SAM, **_SAM_OCR},
+            "sam_config": {**SAM, **_SAM_OCR},
             "encoder_config": {
                 "hidden_size": 32,
                 "intermediate_size": 48,

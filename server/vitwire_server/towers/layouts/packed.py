@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from vitwire_server.core.models import ClipGeometry, Geometry, Preprocessing, Re
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.heads import Head
-from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
+from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower, most_windows
 from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
 from vitwire_server.towers.processors.areas import AreaRule, read_preprocessing
 from vitwire_server.towers.tower import Metadata
@@ -47,6 +46,20 @@ def unshaped(rows: Tensor, side: int) -> Tensor:
     return rows
 
 
+class ListedGrids:
+    """An empty `grid_thw` for a forward that lists it on the host; computing with it raises RuntimeError."""
+
+    def tolist(self) -> list[list[int]]:
+        """No grids."""
+        return []
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise RuntimeError(f"the forward reads grid_thw[{index}], which is not given")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"the forward reads grid_thw.{name}, which is not given")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What a tower's forward takes beside the ends of its segments, and in which form."""
@@ -57,6 +70,8 @@ class Inputs:
     """Position ids are `(frame, row, column)`, rather than `(row, column)`."""
     grids: bool = False
     """The forward reads a row of `grid_thw` for each frame."""
+    listed_grids: bool = False
+    """The forward lists `grid_thw` on the host; the list is empty."""
     raster: bool = False
     """Patches of a frame lie line by line, rather than token by token."""
     shape: Callable[[Tensor, int], Tensor] = unshaped
@@ -80,7 +95,7 @@ class PackedFamily(PatchFamily):
     @property
     def prunes(self) -> bool:
         """See Family."""
-        return not self.head.pools_frames
+        return not (self.head.pools_frames or self.head.pools_clips)
 
     def build(self, parts: Parts, config: Config) -> "PackedTower":
         """See Family."""
@@ -109,7 +124,11 @@ class Sizes(NamedTuple):
 
 def sizes(config: Config) -> Sizes:
     """Those of a tower's configuration. Raises AttributeError."""
-    merge = config.merge_kernel_size[0] if hasattr(config, "merge_kernel_size") else config.spatial_merge_size
+    merge = (
+        config.merge_kernel_size[0]
+        if hasattr(config, "merge_kernel_size")
+        else getattr(config, "spatial_merge_size", 1)
+    )
     channels = next((getattr(config, key) for key in ("in_channels", "num_channels") if hasattr(config, key)), 3)
     return Sizes(config.patch_size, merge, getattr(config, "temporal_patch_size", 1), channels)
 
@@ -143,7 +162,7 @@ class PackedTower(PatchTower):
     def footprints(self) -> PatchFootprints:
         """See Tower."""
         geometry = self.geometry
-        pooled = geometry.pooled if isinstance(geometry, ClipGeometry) else 1
+        pooled = geometry.pooled * geometry.clip_merge**2 if isinstance(geometry, ClipGeometry) else 1
         return PatchFootprints(geometry.merge, self.family.span is AttentionSpan.CLIP, pooled)
 
     def capacity(self, budget: Budget) -> Capacity:
@@ -165,7 +184,10 @@ class PackedTower(PatchTower):
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, C*T*p*p)` to rows `(tokens, width)`: `[main | deepstack 0 | ...]`."""
         tensors, inputs = metadata.tensors, self.family.inputs
-        grids = tensors["grid_thw"] if inputs.grids else pixels.new_empty((0, 3), dtype=torch.int64)
+        none: Tensor | ListedGrids = (
+            ListedGrids() if inputs.listed_grids else pixels.new_empty((0, 3), dtype=torch.int64)
+        )
+        grids = tensors["grid_thw"] if inputs.grids else none
         given = {key: tensor for key, tensor in tensors.items() if key not in self._no_keywords}
         output = self.model(
             inputs.shape(pixels, self.geometry.patch),
@@ -200,14 +222,14 @@ class PackedTower(PatchTower):
         """transformers' own functions, on the host; rows of a frame are computed once for all frames."""
         inputs, computed = self.family.inputs, super()._compute(grid)
         frame = torch.tensor([(1, grid.h, grid.w)])
-        places = vision_utils.get_vision_position_ids(frame, self._block).repeat(grid.t, 1)
+        places = vision_utils.get_vision_position_ids(frame, self._block(grid)).repeat(grid.t, 1)
         computed["position_ids"] = places
         if self.family.span is AttentionSpan.CLIP:
             computed["cu_seqlens"] = computed["cu_seqlens"][-1:]
         if inputs.frame_positions:
             computed["position_ids"] = torch.cat([frame_of(grid)[:, None], places], dim=-1)
         if self._learned is not None:
-            taps = self._taps(frame)
+            taps = self._taps(frame, self._block(grid))
             computed["interp_indices"], computed["interp_weights"] = (rows.repeat(grid.t, 1) for rows in taps)
         if self._window_side:
             order, ends = vision_utils.get_vision_window_index(
@@ -218,31 +240,26 @@ class PackedTower(PatchTower):
             computed["grid_thw"] = frame.repeat(grid.t, 1)
         return computed | self.head.compute(grid)
 
-    @property
-    def _block(self) -> int:
+    def _block(self, grid: Grid) -> int:
         """Patches a side that lie one after the other: those of a token, unless the order is a raster's."""
-        return 1 if self.family.inputs.raster else self.geometry.merge
+        own = self.geometry
+        merge = own.merge * own.clip_merge if isinstance(own, ClipGeometry) and grid.t > 1 else own.merge
+        return 1 if self.family.inputs.raster else merge
 
-    def _taps(self, frame: Tensor) -> tuple[Tensor, Tensor]:
+    def _taps(self, frame: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """Of each patch of a frame, the learned positions that its own is resampled from, and their weights."""
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             frame,
             num_grid_per_side=self._learned.num_grid_per_side,
             mode=self._learned.interpolation_mode,
             align_corners=self._learned.interpolation_align_corners,
-            spatial_merge_size=self._block,
+            spatial_merge_size=block,
         )
         return indices, weights
 
     def _most_windows(self, tokens: int, segments: int) -> int:
-        """Bound of the windows that any items of so many tokens and frames need, padding included.
-
-        A frame of h x w tokens has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
-        """
-        if not self._window_side:
-            return 0
-        side = self._window_side // self.geometry.merge
-        return ceil(tokens / side + segments * (side - 1) / side) + 1
+        """Bound of the windows that any items of so many tokens and frames need, padding included."""
+        return most_windows(tokens, segments, self._window_side // self.geometry.merge) if self._window_side else 0
 
 
 def frame_of(grid: Grid) -> Tensor:

@@ -20,8 +20,28 @@ from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.modules import Constants, SingleParameter
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
+SAM_NAMES = (
+    (r"^sam_encoder\.blocks\.", "sam_encoder.layers."),
+    (r"^(sam_encoder\.layers\.\d+)\.norm([12])\.", r"\1.layer_norm\2."),
+    (r"^sam_encoder\.patch_embed\.proj\.", "sam_encoder.patch_embed.projection."),
+    (r"^sam_encoder\.neck\.0\.", "sam_encoder.neck.conv1."),
+    (r"^sam_encoder\.neck\.1\.", "sam_encoder.neck.layer_norm1."),
+    (r"^sam_encoder\.neck\.2\.", "sam_encoder.neck.conv2."),
+    (r"^sam_encoder\.neck\.3\.", "sam_encoder.neck.layer_norm2."),
+    (r"^sam_encoder\.net_2\.", "sam_encoder.proj.conv1."),
+    (r"^sam_encoder\.net_3\.", "sam_encoder.proj.conv2."),
+)
+"""Names of the authors' SAM, and transformers'."""
+_MOST_CROPS = 6
+"""Where the processor's files do not say."""
+
 
 def _ocr_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    return ocr_settings(files, config, _MOST_CROPS)
+
+
+def ocr_settings(files: ProcessorFiles, config: Config, most: int) -> dict[Modality, Preprocessing]:
+    """An overview of each image and crops of large ones: `most` of them where the files do not say."""
     overview, crop = config.vision_config.sam_config.image_size, config.crop_size
     image = files.image
     if not image.get("crop_to_patches", True):
@@ -30,7 +50,7 @@ def _ocr_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Prepr
         TilingRule.CLOSEST_RATIO,
         (overview, overview),
         min_tiles=int(image.get("min_patches", 2)),
-        max_tiles=int(image.get("max_patches", 6)),
+        max_tiles=int(image.get("max_patches", most)),
         background=tuple(int(value) for value in image.get("background_color", (127, 127, 127))),
         crop=(crop, crop),
     )
@@ -131,18 +151,7 @@ _DEEPSEEK_OCR2 = OcrFamily(
             "model.qwen2_model.model.model.": "vision_encoder.",
             "model.qwen2_model.query_": "query_",
         },
-        renames=(
-            (r"^sam_encoder\.blocks\.", "sam_encoder.layers."),
-            (r"^(sam_encoder\.layers\.\d+)\.norm([12])\.", r"\1.layer_norm\2."),
-            (r"^sam_encoder\.patch_embed\.proj\.", "sam_encoder.patch_embed.projection."),
-            (r"^sam_encoder\.neck\.0\.", "sam_encoder.neck.conv1."),
-            (r"^sam_encoder\.neck\.1\.", "sam_encoder.neck.layer_norm1."),
-            (r"^sam_encoder\.neck\.2\.", "sam_encoder.neck.conv2."),
-            (r"^sam_encoder\.neck\.3\.", "sam_encoder.neck.layer_norm2."),
-            (r"^sam_encoder\.net_2\.", "sam_encoder.proj.conv1."),
-            (r"^sam_encoder\.net_3\.", "sam_encoder.proj.conv2."),
-            (r"^query_(768|1024)\.", r"query_\1_resolution."),
-        ),
+        renames=(*SAM_NAMES, (r"^query_(768|1024)\.", r"query_\1_resolution.")),
         ignored=("vision_encoder.embed_tokens.",),
     ),
     beside={

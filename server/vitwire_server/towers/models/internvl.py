@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers.models.internvl.configuration_internvl import InternVLConfig
+from transformers.models.internvl.configuration_internvl import InternVLConfig, InternVLVisionConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from vitwire_server.core.items import Modality
@@ -14,11 +14,13 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
-from vitwire_server.towers.processors.tiles import stretched, tiled
+from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
+from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _SAME = (
     "hidden_size",
@@ -32,7 +34,7 @@ _SAME = (
     "patch_size",
 )
 
-_PROJECTION = (
+PROJECTION = (
     Served("downsample_ratio", shuffles, SHUFFLED),
     Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
 )
@@ -44,20 +46,34 @@ _DYNAMIC = {
     "min_dynamic_patch": 1,
     "max_dynamic_patch": 12,
 }
+"""Fields that say how images are cut, and their defaults."""
+ORIGINAL_NAMES = (
+    (r"^encoder\.layers\.", "encoder.layer."),
+    (r"\.ls([12])$", r".lambda_\1"),
+    (r"\.attn\.proj\.", ".attention.projection_layer."),
+    (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
+    (r"\.norm1\.", ".layernorm_before."),
+    (r"\.norm2\.", ".layernorm_after."),
+    (r"^embeddings\.class_embedding$", "embeddings.cls_token"),
+    (r"^embeddings\.position_embedding$", "embeddings.position_embeddings"),
+    (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
+)
+"""Names of OpenGVLab's tower, and transformers'."""
 
 
-def _internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    image = files.image
-    tile = (side(config.vision_config.image_size),) * 2
-    tiling = Tiling(
-        TilingRule.CLOSEST_RATIO,
-        tile,
-        overview=Overview.LAST,
-        min_tiles=int(image.get("min_patches", 1)),
-        max_tiles=int(image.get("max_patches", 12)),
-    )
+def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of transformers' configuration of the tower, from those of OpenGVLab's."""
+    return {
+        **{name: vision[name] for name in _SAME if name in vision},
+        "attention_bias": vision.get("qkv_bias", True),
+        "use_qk_norm": vision.get("qk_normalization", False),
+    }
+
+
+def internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    tiling = nearest_ratio({**files.image, "crop_to_patches": True}, side(config.vision_config.image_size), cuts=True)
     frames = tiled(files.video, tiling, IMAGENET)
-    return {Modality.IMAGE: tiled(image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tile)}
+    return {Modality.IMAGE: tiled(files.image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
 def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -90,7 +106,7 @@ def _h2ovl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
     return {Modality.IMAGE: settings}
 
 
-def _unfused(weights: Weights, config: Config) -> Weights:
+def unfused(weights: Weights, config: Config) -> Weights:
     """Query, key and value apart, as transformers holds them."""
     del config
     apart: Weights = {}
@@ -105,6 +121,9 @@ def _unfused(weights: Weights, config: Config) -> Weights:
 
 class InternVL(Encoder):
     """A ViT with a class token, pixel shuffle, then the projector."""
+
+    layers: ClassVar[str] = "encoder.layer"
+    """Path of the tower's layers."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
         last_layer(config)
@@ -121,7 +140,7 @@ class InternVL(Encoder):
         self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
         self._projector = parts["projector"]
-        self.blocks = list(self._tower.encoder.layer)
+        self.blocks = list(self._tower.get_submodule(self.layers))
 
     def encode(self, tiles: Tensor) -> Tensor:
         patches: Tensor = self._tower(pixel_values=tiles).last_hidden_state[:, 1:]
@@ -153,11 +172,7 @@ class OriginalInternVL(TileFamily):
                 f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
             )
         config = InternVLConfig(
-            vision_config={
-                **{name: vision[name] for name in _SAME if name in vision},
-                "attention_bias": vision.get("qkv_bias", True),
-                "use_qk_norm": vision.get("qk_normalization", False),
-            },
+            vision_config=_intern_vit(vision),
             text_config={
                 "model_type": "qwen2",
                 "hidden_size": language["hidden_size"],
@@ -180,12 +195,19 @@ _INTERNVL = TileFamily(
             source="internvl.modeling_internvl:InternVLMultiModalProjector",
             prefixes=in_model("multi_modal_projector."),
             config="",
-            served=_PROJECTION,
+            served=PROJECTION,
         )
     },
     encoder=InternVL,
-    processor=_internvl_settings,
+    processor=internvl_settings,
     special="transformers' own layout (`-hf`)",
+)
+
+_ORIGINAL_PROJECTOR = Module(
+    source="internvl.modeling_internvl:InternVLMultiModalProjector",
+    prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+    config="",
+    served=PROJECTION,
 )
 
 _INTERNVL_CHAT = OriginalInternVL(
@@ -195,27 +217,10 @@ _INTERNVL_CHAT = OriginalInternVL(
     tower=Module(
         source="internvl.modeling_internvl:InternVLVisionModel",
         prefixes=stripped("vision_model."),
-        renames=(
-            (r"^encoder\.layers\.", "encoder.layer."),
-            (r"\.ls([12])$", r".lambda_\1"),
-            (r"\.attn\.proj\.", ".attention.projection_layer."),
-            (r"\.attn\.([qk]_norm)\.", r".attention.\1."),
-            (r"\.norm1\.", ".layernorm_before."),
-            (r"\.norm2\.", ".layernorm_after."),
-            (r"^embeddings\.class_embedding$", "embeddings.cls_token"),
-            (r"^embeddings\.position_embedding$", "embeddings.position_embeddings"),
-            (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
-        ),
-        convert=_unfused,
+        renames=ORIGINAL_NAMES,
+        convert=unfused,
     ),
-    beside={
-        "projector": Module(
-            source="internvl.modeling_internvl:InternVLMultiModalProjector",
-            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
-            config="",
-            served=_PROJECTION,
-        )
-    },
+    beside={"projector": _ORIGINAL_PROJECTOR},
     encoder=InternVL,
     processor=_original_settings,
     special="OpenGVLab's layout",
@@ -242,6 +247,37 @@ _H2OVL = replace(
     special="H2O.ai's layout; with `use_msac`, tiles of two layouts as for a prompt with one image",
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalInternViT(PlainFamily):
+    """Checkpoints of the tower alone."""
+
+    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See PlainFamily."""
+        del folder
+        dtype = settings.get("torch_dtype") or settings.get("dtype")
+        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype)
+        return config
+
+
+_INTERN_VIT = OriginalInternViT(
+    model_type="intern_vit_6b",
+    title="InternViT",
+    architecture="24 x 1024 or 45 x 3200, patch 14",
+    tower=Module(
+        source="internvl.modeling_internvl:InternVLVisionModel",
+        prefixes=stripped("vision_model.", ""),
+        renames=ORIGINAL_NAMES,
+        convert=unfused,
+        config="",
+    ),
+    encoder=PlainEncoder,
+    layers="encoder.layer",
+    poolers=(class_token(), MEAN),
+    processor="CLIP",
+    special="rows of the patches; there is no last norm",
+)
+
 _SKYWORK = replace(
     _INTERNVL_CHAT,
     model_type="skywork_chat",
@@ -252,4 +288,4 @@ _SKYWORK = replace(
     special="Skywork's layout, which is OpenGVLab's",
 )
 
-ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL, _SKYWORK)
+ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL, _SKYWORK, _INTERN_VIT)

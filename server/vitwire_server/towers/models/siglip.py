@@ -1,7 +1,7 @@
-"""SigLIP 2 NaFlex (Google)."""
+"""SigLIP and SigLIP 2 (Google)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,28 @@ from torch import Tensor
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, Pooler, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_tokens
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above
+from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _SIGLIP2_PATCHES = 256
+_SIGLIP_TOWER = "siglip.modeling_siglip:SiglipVisionModel"
+_NOT_TOWER = ("head.", "embeddings.position_ids")
+
+
+def _head(stem: str, prefixes: Mapping[str, str], config: str = "vision_config") -> Module:
+    """The pooling head of a tower whose weights have these prefixes."""
+    return Module(
+        source=f"{stem}MultiheadAttentionPoolingHead",
+        prefixes={f"{prefix}head.": "" for prefix in prefixes},
+        config=config,
+    )
 
 
 def _siglip2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -57,7 +71,7 @@ class Siglip2Tower(RasterTower):
 
 @dataclass(frozen=True, kw_only=True)
 class Siglip2Family(RasterFamily):
-    """SigLIP 2, whose pooling head is left out."""
+    """SigLIP 2, whose pooling head is not a part of the tower."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Raises ValueError over a table of positions that is not square."""
@@ -65,7 +79,8 @@ class Siglip2Family(RasterFamily):
         vision = config.vision_config
         if isqrt(vision.num_patches) ** 2 != vision.num_patches:
             raise ValueError(f"{vision.num_patches} positions are not a square")
-        return changed(config, {"vision_config.vision_use_head": False})
+        used = bool(getattr(vision, "vision_use_head", True))
+        return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
 
 
 _SIGLIP2 = Siglip2Family(
@@ -84,7 +99,32 @@ _SIGLIP2 = Siglip2Family(
     layers="encoder.layers",
     processor=_siglip2_settings,
     videos=Accepts.NOTHING,
-    special="rows of the patches, without the pooling head",
+    poolers=(
+        replace(attention(_head("siglip2.modeling_siglip2:Siglip2", stripped("vision_model."))), make=SegmentAttention),
+        Pooler(pooling=Pooling.MEAN, make=SegmentMean),
+    ),
+    special="rows of the patches, after the last norm",
 )
 
-ROWS: tuple[Family, ...] = (_SIGLIP2,)
+_SIGLIP = PlainFamily(
+    model_type="siglip",
+    title="SigLIP, SigLIP 2 of fixed resolution",
+    architecture="12 x 768, 24 x 1024, 27 x 1152 or 40 x 1536, patch 14, 16 or 32",
+    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model."), ignored=_NOT_TOWER),
+    encoder=PlainEncoder,
+    leading=no_tokens,
+    head="vision_use_head",
+    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model."))), MEAN),
+    processor="Siglip",
+    special="rows of the patches, after the last norm",
+)
+
+_SIGLIP_VISION = replace(
+    _SIGLIP,
+    model_type="siglip_vision_model",
+    title="SigLIP's tower",
+    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
+    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model.", ""), config="")), MEAN),
+)
+
+ROWS: tuple[Family, ...] = (_SIGLIP2, _SIGLIP, _SIGLIP_VISION)

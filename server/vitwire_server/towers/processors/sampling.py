@@ -10,11 +10,15 @@ from vitwire_server.core.sampling import Sampling, SamplingRule
 _PROCESSORS = {
     "Qwen2VLVideoProcessor": Sampling(SamplingRule.RATE, fps=2.0, min_frames=4, max_frames=768),
     "Qwen3VLVideoProcessor": Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768),
+    "Cosmos3EdgeVideoProcessor": Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768),
+    "CohereCompassVideoProcessor": Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768),
     "Glm4vVideoProcessor": Sampling(SamplingRule.SECONDS, fps=2.0, max_seconds=300.0),
     "Glm46VVideoProcessor": Sampling(SamplingRule.RATE_BY_DURATION),
     "InternVLVideoProcessor": Sampling(SamplingRule.MIDDLES, frames=8),
+    "LlavaNextVideoVideoProcessor": Sampling(SamplingRule.COUNT, frames=8),
     "LlavaOnevisionVideoProcessor": Sampling(SamplingRule.COUNT, frames=8),
     "Gemma4VideoProcessor": Sampling(SamplingRule.COUNT, frames=32),
+    "SmolVLMVideoProcessor": Sampling(SamplingRule.RATE_WITHIN, fps=1.0, max_frames=64),
 }
 """Defaults of each class. Where a class samples only if the caller names a rate or a number, those of its examples."""
 _OF_MODELS = {
@@ -28,14 +32,22 @@ _OF_MODELS = {
     "qwen3_vl_moe": "Qwen3VLVideoProcessor",
     "qwen3_5": "Qwen3VLVideoProcessor",
     "qwen3_5_moe": "Qwen3VLVideoProcessor",
+    "qwen4_exp": "Qwen3VLVideoProcessor",
+    "cosmos3_omni": "Qwen3VLVideoProcessor",
+    "cosmos3_edge": "Cosmos3EdgeVideoProcessor",
+    "cohere_compass": "Qwen3VLVideoProcessor",
+    "lfm3_vl": "Qwen3VLVideoProcessor",
+    "hyperclovax_vision_v2": "Qwen2VLVideoProcessor",
     "glm4v": "Glm4vVideoProcessor",
     "glm4v_moe": "Glm4vVideoProcessor",
     "glm46v": "Glm46VVideoProcessor",
     "glm_ocr": "Glm46VVideoProcessor",
     "internvl": "InternVLVideoProcessor",
     "internvl_chat": "InternVLVideoProcessor",
+    "llava_next_video": "LlavaNextVideoVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "gemma4": "Gemma4VideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
 }
 _COUNTED = (SamplingRule.COUNT, SamplingRule.MIDDLES, SamplingRule.RATE, SamplingRule.RATE_TO_LAST)
 
@@ -50,6 +62,8 @@ def read_sampling(model_type: str, config: Mapping[str, Any]) -> Sampling | None
     )
     if default is None:
         return None
+    if default.rule is SamplingRule.RATE_WITHIN:
+        config = {"max_frames": config.get("num_frames"), **config, **(config.get("video_sampling") or {})}
     rate = _number(config, "fps", default.fps)
     found = replace(
         default,

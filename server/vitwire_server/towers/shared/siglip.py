@@ -26,7 +26,7 @@ class Siglip(Encoder):
         self.patch = vision.patch_size
         side = vision.image_size // self.patch
         self.merge = self._merge(config, side)
-        self.tile = TileShape(vision.image_size, vision.image_size, self._tokens(config, (side // self.merge) ** 2))
+        self.tile = TileShape(vision.image_size, vision.image_size, (side // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)
@@ -39,13 +39,9 @@ class Siglip(Encoder):
         del config, side
         return 1
 
-    def _tokens(self, config: Config, merged: int) -> int:
-        """Rows of a tile, which has `merged` tokens."""
-        del config
-        return merged
-
     def encode(self, tiles: Tensor) -> Tensor:
-        return self._projector(self._tower(pixel_values=tiles).last_hidden_state)  # type: ignore[no-any-return]
+        rows: Tensor = self._projector(self._tower(pixel_values=tiles).last_hidden_state)
+        return rows.flatten(1, -2)
 
 
 class SiglipAttention(Protocol):

@@ -1,0 +1,50 @@
+"""Demo models of tiles of newer generations."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from vitwire_server.demo.demo_model import HALF, IMAGENET, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.models.tiles import INTERNVL_SIZE, INTERNVL_VISION, SAM
+
+TILES_NEWER: Mapping[str, DemoModel] = MappingProxyType(
+    {
+        "unlimited_ocr": demo_vlm(
+            text={
+                **TEXT,
+                "mlp_layer_types": ["dense", "sparse", "sparse"],
+                "moe_intermediate_size": 64,
+                "n_routed_experts": 2,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 1,
+            },
+            vision={
+                "sam_config": {**SAM, "downsample_channels": [24, 32], "image_size": 128, "patch_size": 4},
+                "encoder_config": {**VISION, "hidden_size": 32, "image_size": 32, "patch_size": 4},
+            },
+            image={
+                **HALF,
+                "background_color": [127, 127, 127],
+                "crop_to_patches": True,
+                "image_processor_type": "UnlimitedOcrImageProcessor",
+                "max_patches": 6,
+                "min_patches": 2,
+                "resample": 3,
+                "size": {"height": 128, "width": 128},
+                "tile_size": 96,
+            },
+        ),
+        "qianfan_ocr": demo_vlm(
+            text={"model_type": "qwen3", **TEXT, "head_dim": 16},
+            vision=INTERNVL_VISION,
+            image={
+                **IMAGENET,
+                **INTERNVL_SIZE,
+                "image_processor_type": "GotOcr2ImageProcessor",
+                "crop_to_patches": True,
+                "min_patches": 1,
+                "max_patches": 6,
+            },
+            fields={"image_token_id": 500, "image_seq_length": 16},
+        ),
+    }
+)

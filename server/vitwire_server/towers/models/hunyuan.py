@@ -1,0 +1,114 @@
+"""Hunyuan-VL and HunyuanOCR (Tencent)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
+from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.processors.settings import BICUBIC, CLIP, ProcessorFiles, bounded
+from vitwire_server.towers.served import Served
+
+_TAPS = 4
+"""Neighbours that a resampled position is made of."""
+_AREAS = (512 * 512, 2048 * 2048)
+
+
+class HunyuanTower(RasterTower):
+    """Learned positions, resampled to each grid; squares of patches become tokens.
+
+    The rows that the model's own merger puts before, between and behind the lines of an image are left out.
+    """
+
+    def _inputs(self) -> dict[str, Kind]:
+        return {
+            "interp_indices": Rows((_TAPS,), torch.int64),
+            "interp_weights": Rows((_TAPS,), torch.float32),
+            "neighbours": Sources(self.geometry.merge**2),
+        }
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            torch.tensor([grid]),
+            num_grid_per_side=self.model.embeddings.position_edge,
+            mode="bilinear",
+            align_corners=False,
+            spatial_merge_size=1,
+        )
+        return {
+            **super()._compute(grid),
+            "interp_indices": indices + 1,  # before the patches' positions is one of a class token that no image has
+            "interp_weights": weights,
+            "neighbours": neighbours(grid, self.geometry.merge),
+        }
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model, embeddings, side = self.model, self.model.embeddings, self.geometry.patch
+        patches = embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
+        taken = embeddings.position_embedding(tensors["interp_indices"]).float()
+        learned = (taken * tensors["interp_weights"][:, :, None]).sum(1)
+        states = (patches + learned.to(patches.dtype)).unsqueeze(0)
+        boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
+        for layer in model.layers:
+            states = layer(states, attention_mask=None, cu_seqlens=boundaries, max_seqlen=longest)
+        return self._merged(states[0], tensors["neighbours"])
+
+    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
+        merger, side = self.model.patch_merger, self.geometry.merge
+        squares = merger.before_rms(states)[neighbours].transpose(1, 2).unflatten(2, (side, side))
+        tokens = merger.proj_out(merger.proj_act(merger.proj_conv(squares))).flatten(1)
+        return merger.after_rms(merger.mlp(tokens))  # type: ignore[no-any-return]
+
+
+def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """Its processor resizes bicubically, whatever its files say."""
+    del config
+    image = {**files.image, "resample": BICUBIC}
+    size = image.get("size") or {}
+    smallest, largest = (
+        int(image.get(key) or size.get(edge, default))
+        for key, edge, default in zip(
+            ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), _AREAS, strict=True
+        )
+    )
+    return {Modality.IMAGE: bounded(image, (smallest, largest), CLIP)}
+
+
+_HUNYUAN = RasterFamily(
+    model_type="hunyuan_vl",
+    title="HunyuanOCR",
+    architecture="27 x 1152, patch 16",
+    tower=Module(
+        source="hunyuan_vl.modeling_hunyuan_vl:HunYuanVLVisionTransformer",
+        prefixes=in_model("vision_tower.", "vit."),
+        renames=(
+            (r"\.mlp\.dense_h_to_4h\.", ".mlp.fc1."),
+            (r"\.mlp\.dense_4h_to_h\.", ".mlp.fc2."),
+            (r"\.input_layernorm\.", ".layer_norm1."),
+            (r"\.post_attention_layernorm\.", ".layer_norm2."),
+            (r"^perceive\.proj\.0\.", "patch_merger.proj_conv."),
+            (r"^perceive\.proj\.2\.", "patch_merger.proj_out."),
+            (r"^perceive\.", "patch_merger."),
+        ),
+        served=(Served("interpolate_mode", lambda mode, _: mode == "bilinear", "'bilinear'"),),
+    ),
+    width="vision_config.text_hidden_size",
+    forward=HunyuanTower,
+    merge="vision_config.spatial_merge_size",
+    layers="layers",
+    processor=_settings,
+    videos=Accepts.NOTHING,
+    special="rows of the patches; those that begin and end an image and its lines stay with the LLM",
+    transformers="5.23.0",
+)
+
+ROWS: tuple[Family, ...] = (_HUNYUAN,)
