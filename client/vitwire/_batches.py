@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vitwire._host import Batch, Tensor, invalid, rank, rows
+from vitwire._host import Batch, Tensor, integers, invalid, rank, rows
 
 _FORMS = {1: "numbers of tiles", 2: "pairs (height, width)", 3: "grids (t, h, w)"}
 _HINT = "pass one (t, h, w) per item, as in [(1, 8, 8)]"
@@ -121,15 +121,37 @@ def cut_slices(batch: Batch, field: str, sizes: object, sizes_field: str) -> lis
         raise invalid(field, f"has {len(batch)} slices, {sizes_field} has {len(grids.entries)} entries")
     found = []
     for at, (own, count, grid) in enumerate(zip(batch, grids.patches(), grids.triples(), strict=True)):
-        channels, side, length = own.shape
+        _, side, length = own.shape
         if length != count * side:
             reason = f"has {length} columns, {sizes_field} needs {count} patches of {side}"
             raise invalid(f"{field}[{at}]", reason, at)
-        order = (2, 0, 1, 3)
-        patches = own.reshape(channels, side, count, side)
-        patches = patches.permute(*order) if hasattr(patches, "permute") else patches.transpose(order)
-        found.append(Cut(patches.reshape(count, -1), grid))
+        found.append(Cut(_side_by_side(own), grid))
     return found
+
+
+def patches_of_strip(batch: Batch, field: str) -> Batch:
+    """Rows of patches of the slices of a batch, all in one strip `(1, C, p, patches * p)`."""
+    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
+        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
+    return _side_by_side(batch[0])
+
+
+def with_overviews(layouts: Grids) -> Grids:
+    """Grids of images that were cut in rows and columns, with a tile of the whole image if there are several."""
+    tiles = layouts.patches()
+    return Grids(
+        layouts.field,
+        [(count + (count > 1), *layout) for count, layout in zip(tiles, layouts.entries, strict=True)],
+    )
+
+
+def beside_overviews(key: str, value: object) -> Grids:
+    """Grids of images that were cut in (columns, rows), beside a tile of the whole image; zeros are padding."""
+    pairs = integers(value, key)
+    if pairs.ndim < 2 or pairs.shape[-1] != 2:
+        raise invalid(key, f"expected pairs (columns, rows), got the shape {pairs.shape}")
+    cuts = [(int(columns), int(rows)) for columns, rows in pairs.reshape(-1, 2) if columns and rows]
+    return Grids(key, [(1 + columns * rows, rows, columns) for columns, rows in cuts])
 
 
 def without_padding(batch: Batch) -> list[int]:
@@ -199,6 +221,14 @@ def _images(batch: Batch, field: str, grids: Grids, patch_size: int | None) -> l
         lines = blocks.permute(*order) if hasattr(blocks, "permute") else blocks.transpose(order)
         found.append(Cut(lines.reshape(down * across, -1), (1, down, across)))
     return found
+
+
+def _side_by_side(strip: Tensor) -> Tensor:
+    """Rows of patches of a strip `(C, p, patches * p)`."""
+    channels, side, _ = strip.shape
+    order, apart = (2, 0, 1, 3), strip.reshape(channels, side, -1, side)
+    patches = apart.permute(*order) if hasattr(apart, "permute") else apart.transpose(order)
+    return patches.reshape(-1, channels * side * side)
 
 
 def _flattened(patches: Tensor) -> Tensor:

@@ -8,9 +8,17 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
+from vitwire._batches import (
+    Cut,
+    Grids,
+    beside_overviews,
+    cut,
+    cut_slices,
+    cut_with_crops,
+    patches_of_strip,
+    with_overviews,
+    without_padding,
+)
 from vitwire._canvases import (
     FLATTENED,
     LAYOUT_IDS,
@@ -148,7 +156,7 @@ def _images(  # noqa: PLR0911  # one for each kind of output
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
     if _has(outputs, "target_sizes"):
-        return cut(_patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
+        return cut(patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
     if model is not None and model.model_type in _WHOLE_IMAGES:
         return _padded_images(outputs, batch, model.patch_size)
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
@@ -159,16 +167,6 @@ def _check_merged(outputs: Outputs) -> None:
     for key, served in _MERGED.items():
         if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
             raise invalid(key, f"must be {served} for each item, which is what the model was published with")
-
-
-def _patches_of_strip(batch: Batch, field: str) -> Batch:
-    """Rows of patches of MiniCPM-V's strip `(1, C, p, patches * p)`."""
-    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
-        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
-    _, channels, side, _ = batch.shape
-    order, apart = (2, 0, 1, 3), batch[0].reshape(channels, side, -1, side)
-    patches = apart.transpose(order) if isinstance(apart, np.ndarray) else apart.permute(order)
-    return patches.reshape(-1, channels * side * side)
 
 
 def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
@@ -201,8 +199,10 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids.of(key, outputs[key])
     if _has(outputs, "image_position_ids"):
         return _positions("image_position_ids", outputs["image_position_ids"])
+    if _has(outputs, "images_spatial_crop"):
+        return beside_overviews("images_spatial_crop", outputs["images_spatial_crop"])
     if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
-        return _with_overviews(Grids.of(key, outputs[key]))
+        return with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):
@@ -213,22 +213,13 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
     raise invalid("grid_thw", f"is missing: {_PIXELS} alone does not show where an image ends; pass {what}")
 
 
-def _with_overviews(layouts: Grids) -> Grids:
-    """Grids of images that were cut in rows and columns, with a tile of the whole image if there are several."""
-    tiles = layouts.patches()
-    return Grids(
-        layouts.field,
-        [(count + (count > 1), *layout) for count, layout in zip(tiles, layouts.entries, strict=True)],
-    )
-
-
 def _clips(outputs: Outputs) -> list[Cut]:
     batch = on_host(outputs[_CLIPS], _CLIPS)
     if _has(outputs, "video_grid_thw"):
         return cut(batch, _CLIPS, Grids.of("video_grid_thw", outputs["video_grid_thw"]))
     if _has(outputs, "target_sizes_videos"):
         sizes = Grids.of("target_sizes_videos", outputs["target_sizes_videos"])
-        return cut(_patches_of_strip(batch, _CLIPS), _CLIPS, sizes)
+        return cut(patches_of_strip(batch, _CLIPS), _CLIPS, sizes)
     if _has(outputs, "video_position_ids"):
         return _padded_frames(batch, outputs)
     if len(batch) and rank(batch) != 5:

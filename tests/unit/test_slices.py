@@ -1,4 +1,4 @@
-"""Slices of any size, as MiniCPM-V's processor returns them, and what their towers need of them."""
+"""Outputs of authors' own processors: MiniCPM-V's slices, and what its tower needs of them; DeepSeek-VL2's tiles."""
 
 from typing import Any
 
@@ -88,3 +88,13 @@ def test_every_length_has_a_position_for_each_patch() -> None:
         assert positions.min() == 0
         assert positions.max() <= 69
         assert (positions.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("crops", [[[2, 1], [1, 1]], [[[2, 1], [0, 0]], [[1, 1], [0, 0]]]], ids=["flat", "padded"])
+def test_tiles_come_beside_one_of_the_whole_image(crops: list[Any]) -> None:
+    given = {"pixel_values": torch.zeros(5, 3, 8, 8), "images_spatial_crop": torch.tensor(crops)}
+    assert [item.grid for item in Item.from_processor(given)] == [(3, 1, 2), (2, 1, 1)]
+    with pytest.raises(InvalidItem, match=r"images_spatial_crop\[0\]: needs rows 0 to 6 of pixel_values, which has 4"):
+        Item.from_processor({**given, "pixel_values": torch.zeros(4, 3, 8, 8)})
+    with pytest.raises(InvalidItem, match=r"expected pairs \(columns, rows\)"):
+        Item.from_processor({**given, "images_spatial_crop": torch.tensor([2, 1])})
