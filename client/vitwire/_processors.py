@@ -8,7 +8,17 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from vitwire._batches import Cut, Grids, cut, cut_with_crops, without_padding
+import numpy as np
+
+from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
+from vitwire._canvases import (
+    LAYOUT_IDS,
+    PHI4_PIXELS,
+    PIXEL_MASK,
+    images_of_canvases,
+    images_of_layouts,
+    images_of_masks,
+)
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -19,8 +29,18 @@ if TYPE_CHECKING:
 Outputs = Mapping[str, object]
 
 _PIXELS, _CLIPS = "pixel_values", "pixel_values_videos"
-_IMAGE_GRIDS = ("image_grid_thw", "grid_thws", "grid_thw", "image_grid_hws", "spatial_shapes", "num_patches")
+_IMAGE_GRIDS = (
+    "image_grid_thw",
+    "grid_thws",
+    "grid_thw",
+    "image_grid_hws",
+    "image_grid_hw",
+    "spatial_shapes",
+    "num_patches",
+)
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
+_LAYOUTS = ("aspect_ratios", "grids")
+"""Keys with the rows and columns of tiles that images were cut in."""
 
 _WHOLE_IMAGES = ("idefics2",)
 """Models whose processors emit whole images, padded to one size, that are cut into patches here."""
@@ -43,11 +63,13 @@ def processor_items(
     _check_path(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
-    if outputs.get(_PIXELS) is not None:
+    if _has(outputs, PHI4_PIXELS):
+        images = images_of_canvases(outputs)
+    elif outputs.get(_PIXELS) is not None:
         images = _images(outputs, model, grid_thw)
     if outputs.get(_CLIPS) is not None:
         clips = _clips(outputs)
-    if outputs.get(_PIXELS) is None and outputs.get(_CLIPS) is None:
+    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, _CLIPS)):
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
@@ -102,8 +124,16 @@ def _check_path(outputs: Outputs) -> None:
         raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
 
 
-def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
+def _images(  # noqa: PLR0911  # one for each kind of output
+    outputs: Outputs, model: "Model | None", grid_thw: object
+) -> list[Cut]:
+    if _has(outputs, LAYOUT_IDS):
+        return images_of_layouts(outputs)
+    if _has(outputs, PIXEL_MASK) and grid_thw is None:
+        return images_of_masks(outputs, _patch_size(model))
     batch = on_host(outputs[_PIXELS], _PIXELS)
+    if _has(outputs, "tgt_sizes"):
+        return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")
     if _has(outputs, "high_res_pixel_values"):
         high = on_host(outputs["high_res_pixel_values"], "high_res_pixel_values")
         return cut_with_crops(batch, _PIXELS, Grids(_PIXELS, [(1, 1, 1)] * len(batch)), high, "high_res_pixel_values")
@@ -115,6 +145,8 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
     if model is not None and model.model_type in _WHOLE_IMAGES:
         return _padded_images(outputs, batch, model.patch_size)
+    if _has(outputs, "target_sizes"):
+        return cut(_patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
 
 
@@ -145,6 +177,16 @@ def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
     return cut([image for _, _, image in real], _PIXELS, Grids(key, sizes), side)
 
 
+def _patches_of_strip(batch: Batch, field: str) -> Batch:
+    """Rows of patches of MiniCPM-V's strip `(1, C, p, patches * p)`."""
+    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
+        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
+    _, channels, side, _ = batch.shape
+    order, apart = (2, 0, 1, 3), batch[0].reshape(channels, side, -1, side)
+    patches = apart.transpose(order) if isinstance(apart, np.ndarray) else apart.permute(order)
+    return patches.reshape(-1, channels * side * side)
+
+
 def _image_grids(  # noqa: PLR0911  # one for each kind of output
     outputs: Outputs, batch: Batch, model: "Model | None", grid_thw: object
 ) -> Grids:
@@ -155,8 +197,8 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids.of(key, outputs[key])
     if _has(outputs, "image_position_ids"):
         return _positions("image_position_ids", outputs["image_position_ids"])
-    if _has(outputs, "aspect_ratios"):
-        return _with_overviews(Grids.of("aspect_ratios", outputs["aspect_ratios"]))
+    if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
+        return _with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):
@@ -180,6 +222,9 @@ def _clips(outputs: Outputs) -> list[Cut]:
     batch = on_host(outputs[_CLIPS], _CLIPS)
     if _has(outputs, "video_grid_thw"):
         return cut(batch, _CLIPS, Grids.of("video_grid_thw", outputs["video_grid_thw"]))
+    if _has(outputs, "target_sizes_videos"):
+        sizes = Grids.of("target_sizes_videos", outputs["target_sizes_videos"])
+        return cut(_patches_of_strip(batch, _CLIPS), _CLIPS, sizes)
     if _has(outputs, "video_position_ids"):
         return _padded_frames(batch, outputs)
     if len(batch) and rank(batch) != 5:
@@ -221,7 +266,13 @@ def _positions(key: str, value: object) -> Grids:
 
 def _takes_one_tile(model: "Model | None") -> bool:
     settings = model.image_preprocessor if model else None
-    return bool(settings and settings.tiling and settings.tiling.max_tiles == 1 and not settings.tiling.layouts)
+    return bool(
+        settings
+        and settings.tiling
+        and settings.tiling.max_tiles == 1
+        and not settings.tiling.layouts
+        and not settings.tiling.patch
+    )
 
 
 def _patch_size(model: "Model | None") -> int | None:

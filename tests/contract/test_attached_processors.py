@@ -20,11 +20,27 @@ AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe", "vid
 PROCESSORS = {
     **dict.fromkeys(AUTO, ""),
     "internvl": "got_ocr2.GotOcr2",
+    "llava": "llava.Llava",
+    "llava-siglip": "siglip.Siglip",
+    "llava_next-siglip": "llava_next.LlavaNext",
+    "llava_next": "llava_next.LlavaNext",
     "llava_onevision": "llava_onevision.LlavaOnevision",
+    "aya_vision": "got_ocr2.GotOcr2",
+    "got_ocr2": "got_ocr2.GotOcr2",
+    "janus": "janus.Janus",
+    "paligemma": "siglip.Siglip",
+    "vipllava": "llava.Llava",
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
-    "llava": "pixtral.Pixtral",
+    "ovis2": "ovis2.Ovis2",
+    "qianfan_ocr": "got_ocr2.GotOcr2",
+    "diffusion_gemma": "gemma4.Gemma4",
+    "llava-pixtral": "pixtral.Pixtral",
+    "aria": "aria.Aria",
     "mistral3": "pixtral.Pixtral",
+    "mistral_large4": "pixtral.Pixtral",
+    "lighton_ocr": "pixtral.Pixtral",
+    "minicpmv4_6": "minicpmv4_6.MiniCPMV4_6",
     "deepseek_vl": "deepseek_vl.DeepseekVL",
     "deepseek_vl_hybrid": "deepseek_vl_hybrid.DeepseekVLHybrid",
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",
@@ -34,6 +50,8 @@ PROCESSORS = {
     "granite_docling": "granite_docling.GraniteDocling",
 }
 """Package and name of the processor; those of other models need torchvision."""
+MERGED = ("mistral3", "mistral_large4", "lighton_ocr")
+"""Models whose tokens are of several of Pixtral's patches."""
 SIZES = [(300, 420), (90, 60), (200, 200)]
 
 
@@ -45,7 +63,7 @@ def processed(model_type: str, folder: Any) -> dict[str, Any]:
     else:
         package, name = PROCESSORS[model_type].split(".")
         module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
-        factor = {"patch_size": {"height": 28, "width": 28}} if model_type == "mistral3" else {}
+        factor = {"patch_size": {"height": 28, "width": 28}} if model_type in MERGED else {}
         processor = getattr(module, f"{name}ImageProcessorPil").from_pretrained(folder, **factor)
     # LLaVA-OneVision cuts images in another way where a prompt has several; Idefics pads the tiles of prompts.
     by_prompt = model_type in {"llava_onevision", "idefics2", "idefics3", "smolvlm", "granite_docling"}

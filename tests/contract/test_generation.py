@@ -10,9 +10,13 @@ from transformers import CONFIG_MAPPING
 from checkpoints import MODEL_TYPES, Checkpoints
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 from vitwire_server.towers.registry import FAMILIES
-from vlms import language_model
+from vlms import ANSWERLESS, language_model
 
-WHOLE = [name for name in MODEL_TYPES if name in CONFIG_MAPPING and name != "siglip2"]
+WHOLE = [
+    name
+    for name, row in FAMILIES.items()
+    if name in MODEL_TYPES and row.model_type in CONFIG_MAPPING and name not in ANSWERLESS and not row.poolers
+]
 """Those with a language model, in a layout that transformers reads."""
 SQUARE = {"kimi_k25", "paddleocr_vl"}
 """Their processors emit patches as `(C, p, p)`."""

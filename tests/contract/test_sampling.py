@@ -66,7 +66,9 @@ def chosen(model: str, total: int, clip_fps: float, *, group: int = 2, **setting
     return sorted({int(index) for index in indices if index < total})
 
 
-stock_of = {name: stock(name) for name in ("qwen2_vl", "qwen3_vl", "glm4v", "glm46v", "internvl", "smolvlm")}
+stock_of = {
+    name: stock(name) for name in ("qwen2_vl", "qwen3_vl", "cosmos3_edge", "glm4v", "glm46v", "internvl", "smolvlm")
+}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,7 @@ stock_of = {name: stock(name) for name in ("qwen2_vl", "qwen3_vl", "glm4v", "glm
         ("qwen2_vl", "rate", {"num_frames": 9}),
         ("qwen3_vl", "rate_to_last", {"fps": 2, "min_frames": 4, "max_frames": 768}),
         ("qwen3_vl", "rate_to_last", {"fps": 0.7, "min_frames": 2, "max_frames": 20}),
+        ("cosmos3_edge", "rate_to_last", {"fps": 2, "min_frames": 4, "max_frames": 768}),
         ("glm4v", "seconds", {"fps": 2, "max_duration": 300}),
         ("glm4v", "seconds", {"fps": 0.3, "max_duration": 20}),
         ("glm46v", "rate_by_duration", {}),

@@ -1,5 +1,6 @@
 """Checkpoints of tiles and of raster patches that are broken, or of a kind that is not served: one sentence each."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
 from checkpoints import Checkpoints
+from client_models import client_model
+from raster_reference import RASTER
 from reference import TOLERANCE, error
 from rigs import Rig
 from tile_reference import TileReference
@@ -46,7 +49,48 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llama4", edit(CONFIG, vision_config__pixel_shuffle_ratio=0.0), "pixel_shuffle_ratio is 0.0, but must be 1"),
         ("internvl", edit(CONFIG, downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
         ("internvl", edit(CONFIG, vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
-        ("llava", edit(CONFIG, vision_feature_select_strategy="default"), "strategy is 'default', but must be 'full'"),
+        (
+            "ovis2",
+            edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
+            "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
+        ),
+        (
+            "aria",
+            edit(PROCESSOR, max_image_size=980),
+            "max_image_size is 980, but must be vision_config.image_size, 490",
+        ),
+        ("aria", edit(PROCESSOR, split_image=True), "split_image"),
+        ("aria", edit(CONFIG, projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
+        (
+            "ovis",
+            edit(CONFIG, visual_tokenizer_config__backbone_config__model_type="siglip_vision_model"),
+            "backbone_config.model_type is 'siglip_vision_model', but must be 'aimv2'",
+        ),
+        ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
+        (
+            "llava-pixtral",
+            edit(CONFIG, vision_feature_select_strategy="default"),
+            "strategy is 'default', but must be 'full'",
+        ),
+        (
+            "mllama",
+            edit(PROCESSOR, max_image_tiles=2),
+            "max_image_tiles is 2, but must be vision_config.max_num_tiles, 4",
+        ),
+        (
+            "mllama",
+            edit(
+                CONFIG,
+                vision_config__supported_aspect_ratios=[[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [5, 1]],
+            ),
+            "more than 4 tiles",
+        ),
+        ("phi4_multimodal", edit(CONFIG, vision_config__crop_size=224), "image_size is 112, but must be crop_size"),
+        (
+            "phi4mm",
+            edit(CONFIG, embd_layer__image_embd_layer__hd_transform_order="glb_sub"),
+            "embd_layer.image_embd_layer.hd_transform_order is 'glb_sub', but must be 'sub_glb'",
+        ),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
         (
@@ -56,7 +100,16 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("deepseek_ocr2", edit(PROCESSOR, tile_size=80), "does not become 144 tokens"),
         ("deepseek_ocr2", edit(PROCESSOR, crop_to_patches=False), "crop_to_patches"),
-        ("llava", edit(CONFIG, vision_config={"model_type": "clip_vision_model"}), "only Pixtral's is served"),
+        (
+            "llava",
+            edit(CONFIG, vision_config={"model_type": "dinov2"}),
+            "model_type is 'dinov2', but must be 'clip_vis",
+        ),
+        ("mistral3", edit(CONFIG, vision_config=CLIP), "'clip_vision_model', but must be 'pixtral'"),
+        ("llava", edit(CONFIG, vision_feature_layer=-5), "vision_feature_layer -5 is not served, as the tower has 3"),
+        ("llava_next", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size must be image_size, 56"),
+        ("llava", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size 28 .* does not make tiles of 56"),
+        ("llava", edit(PROCESSOR, do_center_crop=False), "does not make tiles of 56 x 56"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
         ("idefics2", edit(CONFIG, perceiver_config__resampler_n_latents=5), "do not fit the vision connector"),
@@ -71,6 +124,22 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("smolvlm", edit(PROCESSOR, size={"longest_edge": 5000}), "size.longest_edge is 5000, but must be"),
         ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
         ("lfm2_vl", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("minicpmv", edit(CONFIG, version=2.5), r"version is 2\.5, but must be one of 2\.6, 4\.0, 4\.5"),
+        ("minicpmv", edit(CONFIG, version=None), "version is None, but must be one of"),
+        ("minicpmv", edit(CONFIG, query_num=0), "query_num is 0, but must be positive"),
+        ("minicpmv", edit(CONFIG, query_num=64), "do not fit the vision resampler"),
+        ("minicpmv", edit(CONFIG, drop_vision_last_layer=True), "unexpected keys"),
+        ("deepseek_vl_v2", edit(CONFIG, vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
+        ("deepseek_vl_v2", edit(CONFIG, projector_config__projector_type="linear"), "projector_type is 'linear'"),
+        (
+            "deepseek_vl_v2",
+            edit("processor_config.json", candidate_resolutions=[[76, 80]]),
+            r"candidate_resolutions \[76, 80\] are not multiples of 76",
+        ),
+        ("eagle_2_5_vl", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
+        ("eagle_2_5_vl", edit(CONFIG, vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
+        ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "pad_during_tiling is not served"),
+        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -96,6 +165,18 @@ def test_a_pooling_head_is_left_out(model_type: str, checkpoints: Checkpoints, t
     assert load(tmp_path).fingerprint == load(source).fingerprint
 
 
+def test_features_are_normalised_where_the_language_model_predicts_ahead(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("nemotron_h_omni"), tmp_path / "copy"))
+    plain = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
+    edit(CONFIG, text_config__num_nextn_predict_layers=1)(folder)
+    rig, grid = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), Grid(1, 8, 6)
+    (rows,), (before,) = rig.run(rig.items([grid])), plain.run(plain.items([grid]))
+    assert error(rows, RASTER["nemotron_h_omni"](folder).item(grid, rig.pixels(grid, 0))) <= TOLERANCE
+    assert error(rows, before) > 1e-2
+
+
 def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoints("llava_onevision"), tmp_path / "copy"))
     edit(CONFIG, vision_feature_select_strategy="default")(folder)
@@ -106,3 +187,39 @@ def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpo
     assert len(expected) == len(whole) - grid.t
     (rows,) = rig.run(rig.items([grid]))
     assert error(rows, expected) <= TOLERANCE
+
+
+def test_clients_get_no_settings_of_a_processor_that_pads_images_before_it_resizes_them(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("llava"), tmp_path / "copy"))
+    assert client_model(folder).image_preprocessor
+    edit(PROCESSOR, do_pad=True)(folder)
+    assert client_model(folder).image_preprocessor is None
+
+
+def test_published_files_of_vipllava_call_the_layers_by_another_name(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("vipllava"), tmp_path / "copy"))
+    settings = json.loads((folder / CONFIG).read_text())
+    settings["vision_feature_layers"] = settings.pop("vision_feature_layer")
+    (folder / CONFIG).write_text(json.dumps(settings))
+    grid = Grid(1, 1, 1)
+    rows, expected = (
+        rig.run(rig.items([grid]))[0]
+        for rig in (
+            Rig.of(own, torch.float32, torch.device("cpu"), sizes=()) for own in (folder, checkpoints("vipllava"))
+        )
+    )
+    assert error(rows, expected) == 0
+
+
+def test_rows_depend_on_the_layout_where_the_tower_knows_it(checkpoints: Checkpoints) -> None:
+    rig = Rig.of(checkpoints("mllama"), torch.float32, torch.device("cpu"), sizes=())
+    pixels = rig.pixels(Grid(2, 1, 2), 0)
+    beside, above, blank = rig.run(
+        [rig.item(grid, pixels) for grid in (Grid(2, 1, 2), Grid(2, 2, 1))]
+        + [rig.item(Grid(4, 1, 2), torch.cat([pixels, torch.ones_like(pixels)]))]
+    )
+    assert error(beside, above) > 10 * TOLERANCE
+    assert error(beside, blank[: len(beside)]) <= TOLERANCE
+    assert len(blank) == 2 * len(beside)

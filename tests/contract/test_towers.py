@@ -124,7 +124,7 @@ class TestGraphs:
         self, model_type: str, rigs: Rigs, references: References
     ) -> None:
         rig, reference = rigs(model_type, graphs=True), references(model_type, torch.float32)
-        large, small = (Grid(2, 1, 2), Grid(1, 1, 1)) if tiled(rig) else (Grid(1, 12, 12), Grid(1, 6, 6))
+        large, small = (Grid(2, 1, 2), Grid(1, 1, 1)) if tiled(rig) else (Grid(1, 12, 12), half(rig))
         large = large if takes(rig, large) else small
         crops = rig.crops(large, 0)
         hole = torch.full_like(rig.pixels(large, 0), torch.nan)
@@ -194,7 +194,7 @@ class TestItems:
 
     def test_uint8_equals_normalised_floats(self, model_type: str, rigs: Rigs) -> None:
         rig = rigs(model_type, graphs=True)
-        grid = Grid(1, 1, 1) if tiled(rig) else Grid(1, 12, 6)
+        grid = Grid(1, 1, 1) if tiled(rig) else Grid(1, 12, half(rig).w)
         settings = rig.modalities[Modality.IMAGE]
         raw, crops = (
             torch.randint(0, 256, own.shape, dtype=torch.uint8) if own is not None else None
@@ -225,6 +225,12 @@ class TestItems:
         half, full = (rigs(model_type, dtype, graphs=False).tower.model for dtype in (torch.bfloat16, torch.float32))
         for (name, buffer), (_, exact) in zip(half.named_buffers(), full.named_buffers(), strict=True):
             assert torch.equal(buffer, exact), name
+
+
+def half(rig: Rig) -> Grid:
+    """A square of about half of twelve patches a side, in whole tokens."""
+    side = 4 if rig.tower.geometry.merge == 4 else 6
+    return Grid(1, side, side)
 
 
 def tiled(rig: Rig) -> bool:

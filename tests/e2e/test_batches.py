@@ -23,6 +23,9 @@ from vitwire import AsyncClient, Client, Embedding, InvalidItem, Item
 References = Callable[..., Reference | TileReference | RasterReference]
 OTHERS = (
     "llava_onevision",
+    "llava_next",
+    "llava",
+    "got_ocr2",
     "qwen2_vl",
     "glm4v",
     "paddleocr_vl",

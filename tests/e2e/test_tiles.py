@@ -31,7 +31,7 @@ SERVED = (
     "step3p7",
     "deepseek_vl_hybrid",
     "mistral3",
-    pytest.param("smolvlm", marks=pytest.mark.matrix),
+    *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llava_next", "llava", "cohere2_vision", "smolvlm")),
 )
 CLIPS = ("internvl", "internvl_chat", "smolvlm")
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"

@@ -13,10 +13,12 @@ Grid = tuple[int, int, int]
 Inputs = dict[str, Any]
 _IMAGES: list[Grid] = [(1, 8, 12), (1, 4, 4), (1, 6, 4)]
 _CLIP: Grid = (2, 8, 8)
-_PER_FRAME = ("qwen3_vl", "qwen3_5", "glm")
+_PER_FRAME = ("qwen3_vl", "qwen3_5", "qwen4", "cosmos3", "cohere_compass", "glm")
 """Beginnings of the types of models whose prompts mark each frame of a clip."""
 _SQUARE = ("kimi_k25", "paddleocr_vl")
 """Their processors emit patches as `(C, p, p)`."""
+_STRIPS = ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
+"""Their processors emit the patches of all images as one strip."""
 _SINGLE = (*_SQUARE, "ernie4_5_vl_moe", "video_llama_3")
 """Their patches are of one frame."""
 
@@ -45,7 +47,7 @@ class Pictures:
 
 def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     vision = config.vision_config
-    temporal = 1 if config.model_type in _SINGLE else vision.temporal_patch_size
+    temporal = 1 if config.model_type in _SINGLE else _frames_of_a_patch(vision)
     rows = _random(sum(prod(grid) for grid in grids), 3 * temporal * vision.patch_size**2)
     if config.model_type in _SQUARE:
         rows = rows.view(len(rows), 3, vision.patch_size, vision.patch_size)
@@ -57,6 +59,10 @@ def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
         arguments["video_merge_sizes"] = torch.full((len(grids),), 2)  # of VideoLLaMA 3
         arguments["video_second_per_grid"] = torch.tensor([1.0])  # of omni models
     return Pictures(arguments, modality)
+
+
+def _frames_of_a_patch(vision: Any) -> int:
+    return int(getattr(vision, "patch_temporal", None) or getattr(vision, "temporal_patch_size", 1))
 
 
 def _padded_images(config: Any) -> Pictures:
@@ -94,6 +100,18 @@ def _naflex(config: Any) -> Pictures:
     return Pictures({"pixel_values": pixels, "spatial_shapes": torch.tensor(sizes), "pixel_attention_mask": mask})
 
 
+def _sized(config: Any) -> Pictures:
+    patches = _patches(config, _IMAGES, "image").arguments
+    return Pictures({"pixel_values": patches["pixel_values"], "image_grid_hw": patches["image_grid_thw"][:, 1:]})
+
+
+def _strip(config: Any, sizes: Sequence[tuple[int, int]], modality: str) -> Pictures:
+    side = config.vision_config.patch_size
+    pixels = _random(1, 3, side, side * sum(map(prod, sizes)))
+    suffix = "_videos" if modality == "video" else ""
+    return Pictures({f"pixel_values{suffix}": pixels, f"target_sizes{suffix}": torch.tensor(sizes)}, modality)
+
+
 def _side(config: Any) -> int:
     size = config.vision_config.image_size
     return int(size if isinstance(size, int) else size[0])
@@ -101,6 +119,14 @@ def _side(config: Any) -> int:
 
 def _tiles(config: Any) -> Pictures:
     return Pictures({"pixel_values": _random(3, 3, _side(config), _side(config))})
+
+
+def _margins(config: Any) -> Pictures:
+    side = _side(config)
+    masks = torch.zeros(3, side, side, dtype=torch.bool)
+    for mask, (height, width) in zip(masks, ((side, side), (side, 61), (44, side)), strict=True):
+        mask[:height, :width] = True
+    return Pictures({**_tiles(config).arguments, "pixel_mask": masks})
 
 
 def _pairs(config: Any) -> Pictures:
@@ -159,17 +185,39 @@ def _frames(config: Any) -> Pictures:
     return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
 
 
+def _always_cut_images(config: Any) -> Pictures:
+    """The same, of a model that cuts every image."""
+    arguments = _cut_images(config).arguments
+    del arguments["batch_num_images"]
+    return Pictures(arguments)
+
+
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
-    "llava": _padded_images,
+    "llava": lambda config: (_padded_images if config.vision_config.model_type == "pixtral" else _tiles)(config),
     "mistral3": _padded_images,
+    "mistral_large4": _padded_images,
+    "nemotron_h_omni": _sized,
+    **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 12), (4, 4), (8, 4)], "image")),
+    "lighton_ocr": _padded_images,
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
+    "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
+    "paligemma": _tiles,
+    "vipllava": _tiles,
+    "qianfan_ocr": _tiles,
+    "got_ocr2": _tiles,
+    "janus": _tiles,
+    "aya_vision": _tiles,
+    "cohere2_vision": _tiles,
     "gemma3": _tiles,
     "llama4": _tiles,
+    "ovis2": _tiles,
+    "aria": _margins,
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),
     "step3p7": lambda _: _views(168, 112),
+    "llava_next": _always_cut_images,
     "llava_onevision": _cut_images,
     "lfm2_vl": _naflex,
     "granite_docling": _marked_tiles,
@@ -178,6 +226,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "smolvlm": _tiles_of_prompts,
 }
 _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
+    **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 8), (8, 8)], "video")),
     "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),
     "llava_onevision": _frames,
 }
@@ -208,7 +257,8 @@ def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> 
     video = pictures.modality == "video"
     placeholder = config.video_token_id if video and not config.model_type.startswith("glm") else config.image_token_id
     frames = _CLIP[0] if video and config.model_type.startswith(_PER_FRAME) else 1
-    rows = [_ids(placeholder, [count // frames for count in own for _ in range(frames)]) for own in counts]
+    marks = (504, 505) if video and config.model_type == "glm5_next" else (502, 503)
+    rows = [_ids(placeholder, marks, [count // frames for count in own for _ in range(frames)]) for own in counts]
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(own)) + own for own in rows])
     return {
@@ -219,5 +269,6 @@ def prompt(config: Any, pictures: Pictures, counts: Sequence[Sequence[int]]) -> 
     }
 
 
-def _ids(placeholder: int, counts: Sequence[int]) -> list[int]:
-    return [5, 6, *(token for count in counts for token in (502, *[placeholder] * count, 503)), 7, 8]
+def _ids(placeholder: int, marks: tuple[int, int], counts: Sequence[int]) -> list[int]:
+    start, end = marks
+    return [5, 6, *(token for count in counts for token in (start, *[placeholder] * count, end)), 7, 8]

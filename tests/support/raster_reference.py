@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from reference import Array
+from vitwire_server.core.pooling import Pooling
 
 
 class RasterReference:
@@ -60,18 +61,31 @@ class Gemma4(RasterReference):
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
         down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         positions = torch.stack([across.flatten(), down.flatten()], dim=-1).expand(len(frames), -1, -1)
-        features = self.model.model.get_image_features(frames, positions.to(frames.device))
-        return torch.cat(list(features.pooler_output))
+        inner = getattr(self.model, "model", self.model)
+        inner = getattr(inner, "encoder", inner)
+        features = inner.get_image_features(frames, positions.to(frames.device))
+        rows = features.pooler_output
+        return rows if isinstance(rows, Tensor) else torch.cat(tuple(rows))
 
 
 class Siglip2(RasterReference):
     """Asked for rows of patches with their shape; its rows before pooling."""
 
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        return self._features(frames, height, width).last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def pooled(self, pooling: Pooling, pixels: Tensor, grid: tuple[int, int, int]) -> Array:
+        """One row for each frame."""
+        frames = pixels.to(self.model.device, self.dtype).unflatten(0, (grid[0], -1))
+        features = self._features(frames, grid[1], grid[2])
+        own = features.pooler_output if pooling is Pooling.ATTENTION else features.last_hidden_state.mean(1)
+        return own.float().cpu().numpy()  # type: ignore[no-any-return]
+
+    def _features(self, frames: Tensor, height: int, width: int) -> Any:
         mask = torch.ones(frames.shape[:2], dtype=torch.int32, device=frames.device)
         shapes = torch.tensor([[height, width]] * len(frames))
-        features = self.model.get_image_features(frames, mask, shapes)
-        return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
+        return self.model.get_image_features(frames, mask, shapes)
 
 
 class Lfm2Vl(RasterReference):
@@ -96,10 +110,38 @@ class Idefics2(RasterReference):
         return joined.flatten(0, -2)
 
 
+class MiniCpm(RasterReference):
+    """Asked for one strip of the patches of all frames."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        side = self.patch
+        patches = frames.reshape(-1, 3, side, side).permute(1, 2, 0, 3)
+        sizes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.model.get_image_features(patches.reshape(1, 3, side, -1), sizes)
+        return torch.cat(features.pooler_output)
+
+
+class Nemotron(RasterReference):
+    """Asked for rows of patches with their sizes."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        sizes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.get_image_features(frames.flatten(0, 1), sizes)
+        return torch.cat(features.pooler_output)
+
+
 RASTER = {
-    "llava": Pixtral,
+    "nemotron_h_omni": Nemotron,
+    "minicpmv4_6": MiniCpm,
+    "minicpmv4_7": MiniCpm,
+    "minicpm_ocr": MiniCpm,
+    "llava-pixtral": Pixtral,
     "mistral3": Pixtral,
+    "mistral_large4": Pixtral,
+    "lighton_ocr": Pixtral,
     "gemma4": Gemma4,
+    "diffusion_gemma": Gemma4,
+    "embedding_gemma2": Gemma4,
     "siglip2": Siglip2,
     "lfm2_vl": Lfm2Vl,
     "idefics2": Idefics2,

@@ -29,9 +29,9 @@ class Reference:
         settings = json.loads((checkpoint / "config.json").read_text())
         model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
         self.model = model.eval().to(device)
-        thinker = getattr(model, "thinker", model)
+        thinker = getattr(model, "thinker", getattr(model, "vlm", model))
         # Before 5.18, the thinkers had their vision tower beside the language model rather than within `model`.
-        self.core: Any = thinker.model if hasattr(thinker.model.config, "vision_config") else thinker
+        self.core: Any = thinker.model if _has_tower(thinker) else thinker
         self.vision_config: Any = self.core.config.vision_config
         self.dtype = dtype
 
@@ -94,6 +94,10 @@ class KimiVL(Kimi):
         with TemporaryDirectory() as folder:
             write("kimi_vl", replace(PACKED["kimi_vl"], save=save_plain), Path(folder), 0)
             super().__init__(Path(folder), dtype, device)
+
+
+def _has_tower(model: Any) -> bool:
+    return hasattr(getattr(getattr(model, "model", None), "config", None), "vision_config")
 
 
 def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:

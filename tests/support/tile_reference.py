@@ -22,8 +22,8 @@ class TileReference:
         settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
         self._features: Callable[[Tensor, Tensor | None], Tensor]
-        if settings["model_type"] == "internvl_chat":
-            self._features = OriginalInternVL(checkpoint, settings, dtype, device)
+        if settings["model_type"] in _WRITTEN_DOWN:
+            self._features = _WRITTEN_DOWN[settings["model_type"]](checkpoint, settings, dtype, device)
         else:
             model_type = _SAME.get(settings["model_type"], settings["model_type"])
             config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
@@ -56,6 +56,11 @@ def _cropped(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return rows  # type: ignore[no-any-return]
 
 
+def _listed(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    assert crops is None
+    return torch.cat(model.model.get_image_features(pixel_values=pixels).pooler_output)
+
+
 def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
     del crops
@@ -71,6 +76,19 @@ def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     finally:
         del inner.pack_image_features
     return torch.cat(given)
+
+
+def _next(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """As `_onevision`; an image has two tiles at least, so each tile stands for an image of two."""
+    del crops
+    inner, given = model.model, []
+    inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
+    try:
+        size = model.config.vision_config.image_size
+        inner.get_image_features(pixels.repeat_interleave(2, dim=0), torch.tensor([[size, size]] * len(pixels)))
+    finally:
+        del inner.pack_image_features
+    return torch.stack(given)[:, 0]
 
 
 def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
@@ -96,6 +114,8 @@ def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 
 
 _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
+    "llava": _listed,
+    "llava_next": _next,
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,
@@ -112,7 +132,12 @@ _SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
 
 
 class OriginalInternVL:
-    """The vision side of OpenGVLab's model, written down from its description, on its own weight names."""
+    """The vision side of OpenGVLab's model, written down from its description, on its own weight names.
+
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py) and of Skywork-R1V
+    (huggingface.co/Skywork/Skywork-R1V-38B, modeling_skywork_chat.py).
+    """
 
     def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
         self._config = settings["vision_config"]
@@ -125,10 +150,13 @@ class OriginalInternVL:
 
     def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
         assert crops is None
+        return self._projected(self._layers(pixels)[:, 1:])
+
+    def _layers(self, pixels: Tensor) -> Tensor:
         states = self._embedded(pixels)
         for layer in range(self._config["num_hidden_layers"]):
             states = self._layer(states, f"vision_model.encoder.layers.{layer}.")
-        return self._projected(states[:, 1:])
+        return states
 
     def _embedded(self, pixels: Tensor) -> Tensor:
         prefix = "vision_model.embeddings."
@@ -184,3 +212,12 @@ class OriginalInternVL:
 
     def _linear(self, states: Tensor, prefix: str) -> Tensor:
         return functional.linear(states, self._weights[f"{prefix}weight"], self._weights.get(f"{prefix}bias"))
+
+
+_WRITTEN_DOWN: dict[str, Callable[..., Callable[[Tensor, Tensor | None], Tensor]]] = {
+    "internvl_chat": OriginalInternVL,
+    "NVLM_D": OriginalInternVL,
+    "h2ovl_chat": OriginalInternVL,
+    "skywork_chat": OriginalInternVL,
+}
+"""References for layouts without classes in transformers."""

@@ -18,13 +18,17 @@ from vitwire._embedding import Report
 from vitwire.integrations.transformers import Encoder, attach, detach
 from vitwire_server.core.grids import Grid
 
-_OMNI = {"qwen2_5_omni", "qwen3_omni_moe"}
+_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "phi4_multimodal", "nemotron_h_omni"}
+ANSWERLESS = ("siglip2", "colqwen2", "embedding_gemma2", "diffusion_gemma")
+"""Models that do not write one token after the other."""
+_NO_CLIPS = ("nemotron_h_omni",)
+"""Models whose clips have weights that the service does not hold."""
 _SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
 def language_model(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The part that generates text: of omni models the thinker, as audio needs voices that are files of their own."""
-    auto: Any = AutoModelForMultimodalLM if model_type in _OMNI else AutoModelForImageTextToText
+    auto: Any = AutoModelForMultimodalLM if model_type in _MULTIMODAL else AutoModelForImageTextToText
     model = auto.from_pretrained(folder, dtype=dtype).eval()
     model = getattr(model, "thinker", model)
     if model_type == "kimi_k25":
@@ -43,6 +47,7 @@ def _kimi_clips(model: Any, pixel_values_videos: Tensor, video_grid_thw: Tensor,
 def owner_of(model: Any) -> Any:
     """The module whose feature methods its forward calls."""
     inner = getattr(model, "model", None)
+    inner = getattr(inner, "encoder", inner)
     return inner if hasattr(inner, "get_image_features") else model
 
 
@@ -58,7 +63,7 @@ def cases(model: Any) -> Iterator[tuple[str, Inputs]]:
         whole = prompt(config, pictures, [counts])
         yield "images", whole
         yield "batch", prompt(config, pictures, [counts[:1], counts[1:]])
-    if hasattr(owner, "get_video_features"):
+    if hasattr(owner, "get_video_features") and config.model_type not in _NO_CLIPS:
         pictures = clip(config)
         alone = prompt(config, pictures, [pictures.counts(owner)])
         yield "clip", alone

@@ -240,6 +240,8 @@ def test_tiles() -> None:
     assert [item.grid for item in layouts] == [(4, 3, 1), (1, 1, 1)]
     ratios = {"pixel_values": torch.cat([TILES, TILES]), "aspect_ratios": torch.tensor([[2, 4], [1, 1]])}
     assert [item.grid for item in Item.from_processor(ratios)] == [(9, 2, 4), (1, 1, 1)]
+    cut = {"pixel_values": ratios["pixel_values"], "grids": ratios["aspect_ratios"]}
+    assert [item.grid for item in Item.from_processor(cut)] == [(9, 2, 4), (1, 1, 1)]
 
 
 def test_crops() -> None:
@@ -346,3 +348,68 @@ def test_the_error_of_missing_sizes_says_what_to_pass() -> None:
         batch_items(ROWS)
     with pytest.raises(InvalidItem, match=r"pass the number of tiles of each image$"):
         batch_items(np.zeros((3, 3, 8, 8), np.float32))
+
+
+def layouts(**changes: object) -> dict[str, object]:
+    """Outputs of Llama 3.2 Vision's processor: one prompt of two images of up to four tiles."""
+    return {
+        "pixel_values": torch.randn(1, 2, 4, 3, 4, 4),
+        "aspect_ratio_ids": torch.tensor([[2, 6]]),
+        "aspect_ratio_mask": torch.ones(1, 2, 4),
+        **changes,
+    }
+
+
+def test_layouts_follow_from_their_numbers() -> None:
+    outputs = layouts()
+    items = Item.from_processor(outputs)
+    assert [item.grid for item in items] == [(2, 1, 2), (4, 2, 2)]
+    np.testing.assert_array_equal(values(items[0]), np.asarray(outputs["pixel_values"])[0, 0, :2])
+    (alone,) = Item.from_processor(layouts(aspect_ratio_ids=torch.tensor([[0, 1]])))
+    assert alone.grid == (1, 1, 1)
+
+
+def canvases(**changes: object) -> dict[str, object]:
+    """Outputs of Phi-4's processor: an image of 3 x 6 patches on a canvas of 1 x 2 crops of 4 x 4 patches."""
+    masks = torch.ones(1, 4, 4, 4)
+    masks[0, 1:3, 3:] = 0
+    masks[0, 2, :, 2:] = 0
+    return {
+        "image_pixel_values": torch.randn(1, 4, 3, 8, 8),
+        "image_sizes": torch.tensor([[8, 16]]),
+        "image_attention_mask": masks,
+        **changes,
+    }
+
+
+def test_masks_of_crops_give_the_grid() -> None:
+    (item,) = Item.from_processor(canvases())
+    assert item.grid == (1, 3, 6)
+    assert values(item).shape == (3, 3, 8, 8)
+
+
+MASK = torch.zeros(1, 4, 4, 4)
+HOLE = torch.ones(1, 4, 4, 4)
+HOLE[0, 1, 1, 1] = 0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (layouts(aspect_ratio_ids=torch.tensor([[2, 9]])), "aspect_ratio_ids: expected 0 to 8, got 9"),
+        (layouts(aspect_ratio_ids=torch.tensor([[2]])), "aspect_ratio_ids: expected one for each image"),
+        (layouts(pixel_values=TILES), "aspect_ratio_ids: expected one for each image"),
+        (canvases(image_attention_mask=MASK), "image_attention_mask: expected background at the bottom"),
+        (canvases(image_attention_mask=HOLE), "image_attention_mask: expected background at the bottom"),
+        (canvases(image_sizes=torch.tensor([[16, 32]])), "image_attention_mask: expected masks of 2 x 4 crops"),
+        (canvases(image_sizes=torch.tensor([[8, 16]] * 2)), "image_attention_mask: expected one entry"),
+        (canvases(image_pixel_values=TILES), "image_pixel_values: expected .* got 4 axes"),
+        (
+            {"pixel_values": TILES, "pixel_mask": torch.ones(len(TILES), 4, 4)},
+            "pixel_mask: counts pixels: pass the model",
+        ),
+    ],
+)
+def test_layouts_that_contradict_the_pixels_are_refused(outputs: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidItem, match=message):
+        Item.from_processor(outputs)

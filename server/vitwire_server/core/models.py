@@ -8,6 +8,7 @@ from uuid import uuid4
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.sampling import Sampling
 from vitwire_server.core.tilings import Tiling
 
@@ -32,6 +33,8 @@ class Geometry:
     """The columns of a patch are (p, p, C), rather than (C, T, p, p)."""
     longest_side: int | None = None
     """Rows and columns of a frame at most, in patches, where positions are looked up in a table."""
+    one_row: bool = False
+    """Rows are pooled: an image, and each frame of a clip, has one."""
 
     def columns(self, *, frames: int) -> int:
         """Columns of a patch that holds `frames` frames."""
@@ -65,7 +68,7 @@ class Geometry:
     @property
     def prunes(self) -> bool:
         """Whether each token is of one frame, so that those of a clip can be left out one by one."""
-        return True
+        return not self.one_row
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
         """What is wrong about a grid of positive sides: the side, empty for all of them, and why."""
@@ -300,3 +303,6 @@ class ModelCard:
     """Attention backends, graphs or fused blocks that do not run on this device, and why."""
     precision: Precision | None = None
     """None if all layers are computed in `dtype`."""
+    pooling: Pooling = Pooling.NONE
+    poolings: tuple[Pooling, ...] = (Pooling.NONE,)
+    """What the checkpoint offers."""

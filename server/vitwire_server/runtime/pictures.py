@@ -71,7 +71,7 @@ def _pixels(shape: Sequence[int], grid: Grid, geometry: Geometry, generator: tor
     blocks = picture.view(3, grid.h // merge, merge, patch, grid.w // merge, merge, patch)
     columns = (3, 6, 0) if geometry.channels_last else (0, 3, 6)
     rows = blocks.permute(1, 4, 2, 5, *columns).reshape(grid.h * grid.w, 3 * patch**2)
-    return _bytes(rows)
+    return _bytes(rows.repeat(1, geometry.channels // 3))
 
 
 def _tiles(shape: Sequence[int], generator: torch.Generator) -> Pixels:

@@ -79,10 +79,13 @@ class Sources:
     columns: int
     patches: int = 1
     """Patches of one numbered row."""
+    per_patch: bool = False
+    """Of each patch, rather than of each token."""
     on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
-        return torch.zeros((capacity.tokens, self.columns), dtype=torch.int64, device=device)
+        rows = capacity.patches if self.per_patch else capacity.tokens
+        return torch.zeros((rows, self.columns), dtype=torch.int64, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         firsts = [used // self.patches for used in accumulate(patches[:-1], initial=0)]
@@ -106,16 +109,18 @@ class Grids:
 class Order:
     """A permutation of the tokens, `(tokens,)` int64, identity on padding."""
 
+    per_patch: bool = False
+    """Of the patches, rather than of the tokens."""
     on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
-        return torch.arange(capacity.tokens, device=device)
+        return torch.arange(capacity.patches if self.per_patch else capacity.tokens, device=device)
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         ends = list(accumulate((len(order) for order in measured), initial=0))
         _copy(_counted_on(measured, ends[:-1]), buffer)
-        if (at := ends[-1]) < capacity.tokens:
-            torch.arange(at, capacity.tokens, out=buffer[at:])
+        if (at := ends[-1]) < len(buffer):
+            torch.arange(at, len(buffer), out=buffer[at:])
 
 
 @dataclass(frozen=True, slots=True)

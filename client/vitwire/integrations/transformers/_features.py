@@ -1,8 +1,7 @@
 """A model's feature method that calls the service."""
 
-from collections.abc import Callable, Sequence
-from functools import update_wrapper
-from inspect import signature
+from collections.abc import Sequence
+from inspect import Signature
 from typing import Any, Protocol
 
 import torch
@@ -27,18 +26,23 @@ class Encoder(Protocol):
 
 
 class RemoteFeatures:
-    """Replaces a model's `get_image_features` or `get_video_features`, with the same signature.
+    """Replaces a model's `get_image_features` or `get_video_features`, or a module's `forward`.
 
     The rows are on the device of the embedding layer and in its dtype. No gradient flows through them. Of the
     output's fields only those are set that the language model reads.
     """
 
     def __init__(
-        self, model: PreTrainedModel, modality: Modality, layout: Layout, client: Encoder, described: Model
+        self,
+        model: PreTrainedModel,
+        arguments: Signature,
+        modality: Modality,
+        layout: Layout,
+        client: Encoder,
+        described: Model,
     ) -> None:
-        original: Callable[..., Any] = getattr(model, f"get_{modality}_features")
-        update_wrapper(self, original)  # `generate` passes the arguments that are in the signature
-        self._signature = signature(original)
+        """`arguments` are those of what it replaces."""
+        self._signature = arguments
         self._model = model
         self._modality = modality
         self._layout = layout
@@ -46,14 +50,18 @@ class RemoteFeatures:
         self._described = described
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Output | tuple[Any, ...]:  # noqa: ANN401  # those of the original
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # those of the original
         """Raises as `Layout.items` and `Client.encode`."""
         call = Call(self._model, self._modality, self._signature.bind(*args, **kwargs).arguments)
         items = self._layout.items(call, self._described)
         rows = [self._placed(each.torch(), call) for each in self._client.encode(items)]
         parts = 1 + self._described.deepstack_levels
+        if self._layout.replaces:
+            return self._layout.returns(call, rows)
         levels = list(zip(*(each.chunk(parts, dim=-1) for each in rows), strict=True))
         output = self._output(*(self._layout.features(call, list(level)) for level in levels))
+        for name, value in self._layout.beside(call).items():
+            setattr(output, name, value)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def _placed(self, rows: Tensor, call: Call) -> Tensor:

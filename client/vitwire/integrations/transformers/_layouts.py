@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
+from vitwire._canvases import images_of_layouts
 from vitwire._items import Item, Modality
 from vitwire._model import Model
 
@@ -31,7 +32,8 @@ class Call:
     @property
     def pixels(self) -> Tensor:
         """The main argument."""
-        pixels: Tensor = self.arguments["pixel_values_videos" if self.modality == "video" else "pixel_values"]
+        names = ("pixel_values_videos",) if self.modality == "video" else ("pixel_values", "image_pixel_values")
+        pixels: Tensor = next(self.arguments[name] for name in names if name in self.arguments)
         return pixels
 
 
@@ -58,11 +60,24 @@ class Layout:
     """What holds the features of several layers, which are fields of it by name."""
     before_projector: bool = False
     """The model projects what the method returns as `last_hidden_state`."""
+    beside: Callable[[Call], Mapping[str, Tensor]] = lambda _: {}
+    """Other fields of the method's output, which do not depend on the pixels."""
+
+    replaces: str = ""
+    """Path of the module whose `forward` is replaced, in models without feature methods."""
+    returns: Callable[[Call, list[Tensor]], Any] = _each
+    """From the rows of each item to what that `forward` returns."""
+    attributes: tuple[str, ...] = ()
+    """What the model reads of that module."""
+    cut: Callable[[Mapping[str, Any]], list[Item]] | None = None
+    """From the arguments to items, where these are not as for other clients."""
 
     def items(self, call: Call, described: Model) -> list[Item]:
         """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""
         dtype: torch.dtype = getattr(torch, described.dtype, torch.float32)
         outputs = {name: _sent(name, value, dtype) for name, value in self.arguments(call).items()}
+        if self.cut:
+            return self.cut(outputs)
         return Item.from_processor(outputs, described, grid_thw=self.tiles(call))
 
 
@@ -80,12 +95,22 @@ def _stacked(call: Call, rows: list[Tensor]) -> Features:
     return torch.stack(rows)
 
 
+def _joined(call: Call, rows: list[Tensor]) -> Features:
+    del call
+    return torch.cat(rows)
+
+
 def _one_each(call: Call) -> list[int]:
     """Each tile by itself: which tiles are of one image is not known here, and no row depends on it."""
     return [1] * len(call.pixels)
 
 
-# -- LLaVA-OneVision -------------------------------------------------------------------------------
+def _one_each_unless_listed(call: Call) -> list[int] | None:
+    """Pixtral's processor gives the sizes of images, which are not tiles."""
+    return None if call.arguments.get("image_sizes") is not None else _one_each(call)
+
+
+# -- LLaVA-NeXT and LLaVA-OneVision ----------------------------------------------------------------
 
 
 def _cut_images(call: Call) -> list[int] | None:
@@ -106,9 +131,7 @@ def _cut_images(call: Call) -> list[int] | None:
 
 def _packed(call: Call, rows: list[Tensor]) -> Features:
     """As the model itself packs rows of tiles: without padding, with line breaks; frames pooled."""
-    model, vision = call.model, call.model.config.vision_config
-    tokens = (vision.image_size // vision.patch_size) ** 2
-    tiles = [own.unflatten(0, (-1, tokens)) for own in rows]
+    model, tiles = call.model, _tiles_of(call, rows)
     if call.modality == "video":
         line_break = model.image_newline[None].to(rows[0].device)
         return torch.stack([torch.cat([model.apply_pooling(clip).flatten(0, 1), line_break]) for clip in tiles])
@@ -119,6 +142,25 @@ def _packed(call: Call, rows: list[Tensor]) -> Features:
         vision_aspect_ratio=call.arguments.get("vision_aspect_ratio") or model.config.vision_aspect_ratio,
     )
     return features  # type: ignore[no-any-return]
+
+
+def _packed_next(call: Call, rows: list[Tensor]) -> Features:
+    """As the model itself packs rows of tiles: without padding, with line breaks."""
+    model = call.model
+    features, _ = model.pack_image_features(
+        _tiles_of(call, rows),
+        call.arguments["image_sizes"],
+        vision_feature_select_strategy=model.config.vision_feature_select_strategy,
+        image_newline=model.image_newline,
+    )
+    return features  # type: ignore[no-any-return]
+
+
+def _tiles_of(call: Call, rows: list[Tensor]) -> list[Tensor]:
+    """Rows of each item by tile, `(tiles, rows, width)`."""
+    vision = call.model.config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    return [own.unflatten(0, (-1, tokens)) for own in rows]
 
 
 # -- tiles of prompts, padded to one number -----------------------------------------------------------
@@ -172,6 +214,45 @@ def _routed(**fields: Any) -> BaseModelOutputWithPooling:  # noqa: ANN401  # fie
     return output
 
 
+# -- Ovis 2 ----------------------------------------------------------------------------------------
+
+
+def _indicators(call: Call) -> Mapping[str, Tensor]:
+    """Embeddings of the tokens between tiles: the last ones of the visual vocabulary."""
+    count = call.model.config.vision_config.num_visual_indicator_tokens
+    return {"visual_indicator_features": call.model.visual_embeddings_table.weight[-count:]}
+
+
+# -- Llama 3.2 Vision ------------------------------------------------------------------------------
+
+
+def _with_blank_tiles(outputs: Mapping[str, Any]) -> list[Item]:
+    """Blank tiles have rows too, as tokens before an image attend to all rows in transformers."""
+    return [Item(own.pixels, own.grid) for own in images_of_layouts(outputs, blank=True)]
+
+
+def _states(call: Call, rows: list[Tensor]) -> Any:  # noqa: ANN401  # an output of transformers
+    """Projected already, `(prompts, images, tiles, rows of a tile, width)`. Raises ValueError over padding."""
+    prompts, images, tiles = call.pixels.shape[:3]
+    if len(rows) != prompts * images:
+        raise ValueError("aspect_ratio_ids: the prompts of a batch must have as many images each, got padding (0)")
+    states = torch.stack(rows)
+    return BaseModelOutput(last_hidden_state=states.view(prompts, images, tiles, -1, states.shape[-1]))
+
+
+# -- Phi-4 -----------------------------------------------------------------------------------------
+
+
+def _placed(call: Call, rows: list[Tensor]) -> Tensor:
+    """Embeddings of the prompt with the rows in place of its image tokens."""
+    embeddings: Tensor = call.arguments["inputs_embeds"]
+    places = call.arguments["input_ids"] == call.model.config.vision_config.image_token_id
+    joined = torch.cat(rows)
+    if int(places.sum()) != len(joined):
+        raise ValueError(f"input_ids: {int(places.sum())} image tokens, but the images have {len(joined)} rows")
+    return embeddings.masked_scatter(places[..., None], joined.to(embeddings))
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 _LISTED = Layout()
@@ -188,31 +269,60 @@ LAYOUTS: Mapping[str, Layout] = {
     "qwen3_vl_moe": _LISTED,
     "qwen3_5": _LISTED,
     "qwen3_5_moe": _LISTED,
+    "qwen4_exp": _LISTED,
+    "cosmos3_omni": _LISTED,
+    "cosmos3_edge": _LISTED,
+    "cohere_compass": _LISTED,
+    "lfm3_vl": _LISTED,
+    "hyperclovax_vision_v2": _LISTED,
     "qwen2_5_omni_thinker": _LISTED,
     "qwen3_omni_moe_thinker": _LISTED,
     "glm4v": _LISTED,
     "glm46v": _LISTED,
     "glm4v_moe": _LISTED,
     "glm_ocr": _LISTED,
+    "glmga": _LISTED,
+    "glm5_next": _LISTED,
     "kimi_k25": _LISTED,
     "paddleocr_vl": _LISTED,
     "minimax_m3_vl": _LISTED,
     "ernie4_5_vl_moe": _LISTED,
     "internvl": _TILES,
+    "llava_next": Layout(tiles=_cut_images, features=_packed_next),
     "llava_onevision": Layout(tiles=_cut_images, features=_packed),
+    "qianfan_ocr": _TILES,
+    "aya_vision": _TILES,
+    "cohere2_vision": _TILES,
+    "got_ocr2": _TILES,
+    "janus": _TILES,
     "gemma4": _LISTED,
+    "diffusion_gemma": Layout(features=_joined),
     "gemma3": _TILES,
+    "paligemma": _TILES,
+    "vipllava": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
+    "aria": Layout(features=_stacked),
+    "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
+    "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
     "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
+    "ovis2": Layout(tiles=_one_each, features=_stacked, beside=_indicators),
     "step3p7": _LISTED,
-    "llava": _LISTED,
+    "llava": Layout(tiles=_one_each_unless_listed),
     "mistral3": _LISTED,
     "idefics3": _PADDED_TILES,
     "smolvlm": _PADDED_TILES,
     "idefics2": _PADDED_IMAGES,
     "lfm2_vl": _LISTED,
+    "mistral_large4": _LISTED,
+    "lighton_ocr": _LISTED,
+    "minicpmv4_6": _LISTED,
+    "minicpmv4_7": _LISTED,
+    "minicpm_ocr": _LISTED,
+    "nemotron_h_omni": _LISTED,
+    "muse_glimmer": _LISTED,
+    "muse_spark": _LISTED,
     "granite_docling": replace(_of_prompts(_marked, _path), deepstack_output=_routed),
     "video_llama_3": _LISTED,
 }
@@ -222,6 +332,8 @@ _SAME = {
     "qwen2_5_omni": "qwen2_5_omni_thinker",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
+    "ovis": "ovis2",
+    "phi4mm": "phi4_multimodal",
     "videollama3_qwen2": "video_llama_3",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",

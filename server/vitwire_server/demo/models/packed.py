@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, VISION, DemoModel, Json, save_plain
 from vitwire_server.demo.saving import save_kimi, save_kimi_vl, save_qwen2_5_omni, save_videollama3
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts
+from vitwire_server.towers.family import Accepts, Family
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
 from vitwire_server.towers.registry import FAMILIES
 
@@ -19,9 +19,9 @@ _IMAGE_TOKENS = (16, 1280)
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _TEXT = {**TEXT, "pad_token_id": 0, "rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_QWEN3_TEXT = {**_TEXT, "head_dim": 16}
-_HYBRID = {
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+QWEN3_TEXT = {**_TEXT, "head_dim": 16}
+HYBRID = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 2,
     "linear_key_head_dim": 16,
@@ -30,8 +30,8 @@ _HYBRID = {
     "linear_num_value_heads": 4,
     "shared_expert_intermediate_size": 64,
 }
-_GLM_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
-_ROUTED = {
+GLM_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+ROUTED = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -42,7 +42,7 @@ _ROUTED = {
 }
 _DEEPSEEK_TEXT = {
     **_TEXT,
-    **_ROUTED,
+    **ROUTED,
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -53,7 +53,7 @@ _DEEPSEEK_TEXT = {
     "rope_parameters": _ROPE,
 }
 _MINIMAX_TEXT = {
-    **_QWEN3_TEXT,
+    **QWEN3_TEXT,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "dense_intermediate_size": 128,
@@ -73,16 +73,16 @@ _ERNIE_TEXT = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
 
-_TOWER = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
-_QWEN2_5_TOWER = {**_TOWER, "fullatt_block_indexes": [1, 3]}
-_QWEN3_TOWER = {**_TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2]}
-_QWEN3_5_TOWER = {**_TOWER, "num_position_embeddings": 256}
-_GLM_TOWER = {**_TOWER, "image_size": 112}
-_LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-_KIMI_TOWER = {**_LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
+TOWER = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+QWEN2_5_TOWER = {**TOWER, "fullatt_block_indexes": [1, 3]}
+QWEN3_TOWER = {**TOWER, "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2]}
+QWEN3_5_TOWER = {**TOWER, "num_position_embeddings": 256}
+_GLM_TOWER = {**TOWER, "image_size": 112}
+LAYERS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_KIMI_TOWER = {**LAYERS, "pos_emb_height": 8, "pos_emb_width": 8}
 
-_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
-_MARKED = {
+TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+MARKED = {
     "image_token_id": 500,
     "video_token_id": 501,
     "image_start_token_id": 502,
@@ -104,41 +104,42 @@ _AUDIO = {
 }
 
 
-def _whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str, Any] = _TOKENS) -> Json:
+def whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str, Any] = TOKENS) -> Json:
+    """The configuration of a whole model; `more` are its own fields."""
     return {"text_config": dict(text), "vision_config": dict(vision), **more}
 
 
-_THINKER_2_5 = _whole(_TEXT, _QWEN2_5_TOWER, {**_INDEXED, **_STARTS, "audio_config": _AUDIO})
-_THINKER_3 = _whole({**_QWEN3_TEXT, **_EXPERTS}, _QWEN3_TOWER, {**_TOKENS, "audio_config": _AUDIO})
+_THINKER_2_5 = whole(_TEXT, QWEN2_5_TOWER, {**_INDEXED, **_STARTS, "audio_config": _AUDIO})
+_THINKER_3 = whole({**QWEN3_TEXT, **EXPERTS}, QWEN3_TOWER, {**TOKENS, "audio_config": _AUDIO})
 
 _VIDEO_LLAMA: Json = {
     "text_config": {"model_type": "qwen2", **TEXT, "pad_token_id": 0},
     "vision_config": {**VISION, "patch_size": 14},
-    **_TOKENS,
+    **TOKENS,
 }
 
 _CONFIGS: Mapping[str, Json] = {
-    "qwen2_vl": _whole(_TEXT, {"depth": 4, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}),
-    "qwen2_5_vl": _whole(_TEXT, _QWEN2_5_TOWER),
-    "qwen3_vl": _whole(_QWEN3_TEXT, _QWEN3_TOWER),
-    "qwen3_vl_moe": _whole({**_QWEN3_TEXT, **_EXPERTS}, _QWEN3_TOWER),
-    "qwen3_5": _whole({**_QWEN3_TEXT, **_HYBRID}, _QWEN3_5_TOWER),
-    "qwen3_5_moe": _whole({**_QWEN3_TEXT, **_HYBRID, **_EXPERTS}, _QWEN3_5_TOWER),
+    "qwen2_vl": whole(_TEXT, {"depth": 4, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}),
+    "qwen2_5_vl": whole(_TEXT, QWEN2_5_TOWER),
+    "qwen3_vl": whole(QWEN3_TEXT, QWEN3_TOWER),
+    "qwen3_vl_moe": whole({**QWEN3_TEXT, **EXPERTS}, QWEN3_TOWER),
+    "qwen3_5": whole({**QWEN3_TEXT, **HYBRID}, QWEN3_5_TOWER),
+    "qwen3_5_moe": whole({**QWEN3_TEXT, **HYBRID, **EXPERTS}, QWEN3_5_TOWER),
     "qwen2_5_omni": {"thinker_config": _THINKER_2_5, "enable_audio_output": False},
     "qwen2_5_omni_thinker": _THINKER_2_5,
     "qwen3_omni_moe": {"thinker_config": _THINKER_3, "enable_audio_output": False},
     "qwen3_omni_moe_thinker": _THINKER_3,
-    "glm4v": _whole(_GLM_TEXT, _GLM_TOWER, _MARKED),
-    "glm46v": _whole(_GLM_TEXT, {"model_type": "glm4v_vision", **_GLM_TOWER}, _MARKED),
-    "glm4v_moe": _whole({**_GLM_TEXT, **_ROUTED}, _GLM_TOWER, _MARKED),
-    "glm_ocr": _whole(_GLM_TEXT, _GLM_TOWER, _MARKED),
-    "kimi_k25": _whole(_DEEPSEEK_TEXT, _KIMI_TOWER, {**_TOKENS, "projection_hidden_size": 64}),
-    "kimi_vl": _whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**_TOKENS, "projection_hidden_size": 64}),
-    "paddleocr_vl": _whole(_QWEN3_TEXT, {**_LAYERS, "image_size": 112}),
-    "minimax_m3_vl": _whole(_MINIMAX_TEXT, _LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
+    "glm4v": whole(GLM_TEXT, _GLM_TOWER, MARKED),
+    "glm46v": whole(GLM_TEXT, {"model_type": "glm4v_vision", **_GLM_TOWER}, MARKED),
+    "glm4v_moe": whole({**GLM_TEXT, **ROUTED}, _GLM_TOWER, MARKED),
+    "glm_ocr": whole(GLM_TEXT, _GLM_TOWER, MARKED),
+    "kimi_k25": whole(_DEEPSEEK_TEXT, _KIMI_TOWER, {**TOKENS, "projection_hidden_size": 64}),
+    "kimi_vl": whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**TOKENS, "projection_hidden_size": 64}),
+    "paddleocr_vl": whole(QWEN3_TEXT, {**LAYERS, "image_size": 112}),
+    "minimax_m3_vl": whole(_MINIMAX_TEXT, LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
     "video_llama_3": _VIDEO_LLAMA,
     "videollama3_qwen2": _VIDEO_LLAMA,
-    "ernie4_5_vl_moe": _whole(_ERNIE_TEXT, {**_TOWER, "rms_norm_eps": 1e-6}, _MARKED),
+    "ernie4_5_vl_moe": whole(_ERNIE_TEXT, {**TOWER, "rms_norm_eps": 1e-6}, MARKED),
 }
 _QWEN = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
 _GLM = ("Glm4vImageProcessor", "Glm4vVideoProcessor")
@@ -163,7 +164,18 @@ _OF_CLIPS: Mapping[str, Json] = {"video_llama_3": {"merge_size": 2}}
 """Settings of clips that differ from those of images."""
 
 
-def _files(family: PackedFamily, config: Config) -> dict[str, Json]:
+def packed_demo(
+    model_type: str,
+    config: Json,
+    processors: tuple[str, str | None] = _QWEN,
+    **others: Any,  # noqa: ANN401 - those of DemoModel
+) -> DemoModel:
+    """A demo model of packed patches; `processors` are the classes of its image and video processors."""
+    return DemoModel(config=config, files=partial(_files, FAMILIES[model_type], processors), **others)
+
+
+def _files(family: Family, processors: tuple[str, str | None], config: Config) -> dict[str, Json]:
+    assert isinstance(family, PackedFamily)
     size = sizes(family.tower.configuration(config))
     shared = {
         **STEPS,
@@ -173,7 +185,7 @@ def _files(family: PackedFamily, config: Config) -> dict[str, Json]:
         "resample": 3,
         "temporal_patch_size": size.temporal,
     }
-    image_type, video_type = _PROCESSORS.get(family.model_type, _QWEN)
+    image_type, video_type = processors
     area = (size.patch * size.merge) ** 2
     size_bounds = (
         {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384}
@@ -204,14 +216,14 @@ _AUTO = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), AutoModelForMultimodal
 
 PACKED: Mapping[str, DemoModel] = MappingProxyType(
     {
-        row.model_type: DemoModel(
-            config=_CONFIGS[row.model_type],
-            files=partial(_files, row),
-            base=_BASE.get(row.model_type),
-            auto=_AUTO.get(row.model_type, AutoModelForImageTextToText),
-            save=_SAVE.get(row.model_type, save_plain),
+        model_type: packed_demo(
+            model_type,
+            config,
+            _PROCESSORS.get(model_type, _QWEN),
+            base=_BASE.get(model_type),
+            auto=_AUTO.get(model_type, AutoModelForImageTextToText),
+            save=_SAVE.get(model_type, save_plain),
         )
-        for row in FAMILIES.values()
-        if isinstance(row, PackedFamily)
+        for model_type, config in _CONFIGS.items()
     }
 )

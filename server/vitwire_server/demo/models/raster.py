@@ -8,16 +8,47 @@ from transformers import AutoModel, PreTrainedModel
 
 from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm, save_plain
 
-_PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
-_LONGEST = {
+PIXTRAL = {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 448, "patch_size": 14}
+LONGEST = {
     "image_processor_type": "PixtralImageProcessor",
     "patch_size": 14,
     "resample": 3,
     "size": {"longest_edge": 448},
 }
 
+GEMMA4_TEXT = {
+    **TEXT,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 512,
+}
+GEMMA4_VISION = {
+    "model_type": "gemma4_vision",
+    **VISION,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "patch_size": 14,
+    "position_embedding_size": 128,
+    "standardize": True,
+}
+GEMMA4_IMAGE = {
+    "do_convert_rgb": True,
+    "do_normalize": False,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_processor_type": "Gemma4ImageProcessor",
+    "max_soft_tokens": 70,
+    "patch_size": 14,
+    "pooling_kernel_size": 3,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+}
 
-def _save_gemma4(model: PreTrainedModel, out: Path) -> None:
+
+def save_gemma4(model: PreTrainedModel, out: Path) -> None:
     """With other numbers in the buffers that it standardises by than those that change nothing."""
     for name, buffer in model.named_buffers():
         if name.endswith("std_bias"):
@@ -29,10 +60,11 @@ def _save_gemma4(model: PreTrainedModel, out: Path) -> None:
 
 RASTER: Mapping[str, DemoModel] = MappingProxyType(
     {
-        "llava": demo_vlm(
+        "llava-pixtral": demo_vlm(
+            base="llava",
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
-            vision=_PIXTRAL,
-            image={**CLIP, **_LONGEST},
+            vision=PIXTRAL,
+            image={**CLIP, **LONGEST},
             fields={
                 "image_token_index": 500,
                 "vision_feature_layer": -1,
@@ -41,44 +73,16 @@ RASTER: Mapping[str, DemoModel] = MappingProxyType(
         ),
         "mistral3": demo_vlm(
             text={"model_type": "mistral", **TEXT, "head_dim": 16},
-            vision=_PIXTRAL,
-            image={**CLIP, **_LONGEST},
+            vision=PIXTRAL,
+            image={**CLIP, **LONGEST},
             fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
         ),
         "gemma4": demo_vlm(
-            text={
-                "model_type": "gemma4_text",
-                **TEXT,
-                "head_dim": 16,
-                "global_head_dim": 16,
-                "hidden_size_per_layer_input": 0,
-                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-                "num_kv_shared_layers": 0,
-                "vocab_size_per_layer_input": 512,
-            },
-            vision={
-                "model_type": "gemma4_vision",
-                **VISION,
-                "head_dim": 16,
-                "num_key_value_heads": 4,
-                "patch_size": 14,
-                "position_embedding_size": 128,
-                "standardize": True,
-            },
-            image={
-                "do_convert_rgb": True,
-                "do_normalize": False,
-                "do_rescale": True,
-                "do_resize": True,
-                "image_processor_type": "Gemma4ImageProcessor",
-                "max_soft_tokens": 70,
-                "patch_size": 14,
-                "pooling_kernel_size": 3,
-                "resample": 3,
-                "rescale_factor": 1 / 255,
-            },
+            text={"model_type": "gemma4_text", **GEMMA4_TEXT},
+            vision=GEMMA4_VISION,
+            image=GEMMA4_IMAGE,
             fields={"audio_config": None, "image_token_id": 500, "video_token_id": 501, "boi_token_id": 498},
-            save=_save_gemma4,
+            save=save_gemma4,
         ),
         "siglip2": demo_vlm(
             text={"model_type": "siglip2_text_model", **TEXT, "projection_size": 64},

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, TEXT, VISION, DemoModel, demo_vlm
-from vitwire_server.demo.saving import save_internvl, save_step3
+from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, STEPS, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.saving import save_internvl, save_ovis, save_step3
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
@@ -26,8 +26,8 @@ _SAM = {
 }
 
 
-_INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
-_INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
+INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
+INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
 _STEP3 = demo_vlm(
     text={
@@ -46,33 +46,52 @@ _STEP3 = demo_vlm(
         "size": {"height": 168, "width": 168},
     },
 )
+_OVIS_SIZE = {"crop_size": {"height": 112, "width": 112}, "do_center_crop": True, "size": {"shortest_edge": 112}}
+_OVIS2 = demo_vlm(
+    text=_QWEN2,
+    vision={**VISION, "hidden_stride": 2, "image_size": 112, "patch_size": 14, "vocab_size": 69},
+    image={
+        **CLIP,
+        "image_processor_type": "Ovis2ImageProcessor",
+        "crop_to_patches": True,
+        "max_patches": 6,
+        "resample": 3,
+        "size": {"height": 112, "width": 112},
+    },
+    fields={
+        "hidden_size": 64,
+        "image_token_id": 500,
+        "visual_indicator_token_ids": [502, 503, 504, 505, 506],
+        "vocab_size": 512,
+    },
+)
 TILES: Mapping[str, DemoModel] = {
     "internvl": demo_vlm(
         text=_QWEN2,
-        vision={"model_type": "internvl_vision", **_INTERNVL_VISION},
+        vision={"model_type": "internvl_vision", **INTERNVL_VISION},
         image={
             **IMAGENET,
-            **_INTERNVL_SIZE,
+            **INTERNVL_SIZE,
             "image_processor_type": "GotOcr2ImageProcessor",
             "crop_to_patches": True,
             "min_patches": 1,
             "max_patches": 6,
         },
-        video={**IMAGENET, **_INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
+        video={**IMAGENET, **INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
         fields={"image_token_id": 500, "image_seq_length": 16},
     ),
     "internvl_chat": demo_vlm(
         text=_QWEN2,
         vision={
             "model_type": "internvl_vision",
-            **_INTERNVL_VISION,
+            **INTERNVL_VISION,
             "attention_bias": False,
             "norm_type": "rms_norm",
             "use_qk_norm": True,
         },
         image={**IMAGENET, "crop_size": 112, "size": 112, "feature_extractor_type": "CLIPFeatureExtractor"},
         base="internvl",
-        save=save_internvl,
+        save=save_internvl(),
     ),
     "llava_onevision": demo_vlm(
         text=_QWEN2,
@@ -171,6 +190,13 @@ TILES: Mapping[str, DemoModel] = {
                 "window_size": 3,
             },
         },
+    ),
+    "ovis2": _OVIS2,
+    "ovis": replace(
+        _OVIS2,
+        files=lambda _: {"preprocessor_config.json": {**CLIP, **STEPS, **_OVIS_SIZE, "resample": 3}},
+        base="ovis2",
+        save=save_ovis,
     ),
     "step3p7": _STEP3,
     "step3_vl": replace(_STEP3, base="step3p7", save=save_step3("step3_vl")),

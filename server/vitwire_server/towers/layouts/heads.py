@@ -83,6 +83,15 @@ class Projected(Head):
         return rows
 
 
+class ProjectedTokens(Head):
+    """A projector that takes the tokens that the tower merged."""
+
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
+        del tensors
+        rows: Tensor = self.projector(output.pooler_output)
+        return rows
+
+
 def of_clips(
     geometry: Geometry, *, most_frames: int | None = None, pooled: int = 1, clip_merge: int = 1
 ) -> ClipGeometry:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from vitwire_server.core.models import ClipGeometry, Geometry, Preprocessing, Re
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.heads import Head
-from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
+from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower, most_windows
 from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
 from vitwire_server.towers.processors.areas import AreaRule, read_preprocessing
 from vitwire_server.towers.tower import Metadata
@@ -47,6 +46,20 @@ def unshaped(rows: Tensor, side: int) -> Tensor:
     return rows
 
 
+class ListedGrids:
+    """An empty `grid_thw` for a forward that lists it on the host; computing with it raises RuntimeError."""
+
+    def tolist(self) -> list[list[int]]:
+        """No grids."""
+        return []
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise RuntimeError(f"the forward reads grid_thw[{index}], which is not given")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"the forward reads grid_thw.{name}, which is not given")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What a tower's forward takes beside the ends of its segments, and in which form."""
@@ -57,6 +70,8 @@ class Inputs:
     """Position ids are `(frame, row, column)`, rather than `(row, column)`."""
     grids: bool = False
     """The forward reads a row of `grid_thw` for each frame."""
+    listed_grids: bool = False
+    """The forward lists `grid_thw` on the host; the list is empty."""
     raster: bool = False
     """Patches of a frame lie line by line, rather than token by token."""
     shape: Callable[[Tensor, int], Tensor] = unshaped
@@ -169,7 +184,10 @@ class PackedTower(PatchTower):
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, C*T*p*p)` to rows `(tokens, width)`: `[main | deepstack 0 | ...]`."""
         tensors, inputs = metadata.tensors, self.family.inputs
-        grids = tensors["grid_thw"] if inputs.grids else pixels.new_empty((0, 3), dtype=torch.int64)
+        none: Tensor | ListedGrids = (
+            ListedGrids() if inputs.listed_grids else pixels.new_empty((0, 3), dtype=torch.int64)
+        )
+        grids = tensors["grid_thw"] if inputs.grids else none
         given = {key: tensor for key, tensor in tensors.items() if key not in self._no_keywords}
         output = self.model(
             inputs.shape(pixels, self.geometry.patch),
@@ -240,14 +258,8 @@ class PackedTower(PatchTower):
         return indices, weights
 
     def _most_windows(self, tokens: int, segments: int) -> int:
-        """Bound of the windows that any items of so many tokens and frames need, padding included.
-
-        A frame of h x w tokens has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
-        """
-        if not self._window_side:
-            return 0
-        side = self._window_side // self.geometry.merge
-        return ceil(tokens / side + segments * (side - 1) / side) + 1
+        """Bound of the windows that any items of so many tokens and frames need, padding included."""
+        return most_windows(tokens, segments, self._window_side // self.geometry.merge) if self._window_side else 0
 
 
 def frame_of(grid: Grid) -> Tensor:

@@ -114,6 +114,11 @@ class PatchTower(Tower):
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """The metadata of an item that is alone, on the host."""
+        return self._ends(grid)
+
+    @staticmethod
+    def _ends(grid: Grid) -> dict[str, Tensor]:
+        """The ends of an item's frames."""
         return {"cu_seqlens": torch.arange(1, grid.t + 1, dtype=torch.int32) * grid.frame_patches}
 
     def _measure(self, grid: Grid) -> dict[str, Tensor]:
@@ -138,6 +143,14 @@ def neighbours(grid: Grid, merge: int) -> Tensor:
     """Numbers of the patches of each token, `(tokens, merge**2)`, where they lie in raster order."""
     patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
     return patches.permute(0, 1, 3, 2, 4).reshape(-1, merge**2)
+
+
+def most_windows(cells: int, segments: int, side: int) -> int:
+    """Bound of the windows of this side that any frames of so many cells need, padding included.
+
+    A frame of h x w cells has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
+    """
+    return ceil(cells / side + segments * (side - 1) / side) + 1
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

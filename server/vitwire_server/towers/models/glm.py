@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vitwire_server.towers.family import Family, Module, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
 from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
 
@@ -45,4 +45,26 @@ _GLM_OCR = replace(
 )
 
 
-ROWS: tuple[Family, ...] = (_GLM4V, _GLM46V, _GLM4V_MOE, _GLM_OCR)
+_GLMGA = replace(
+    _GLM46V,
+    model_type="glmga",
+    title="GLM-GA",
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+    transformers="5.23.0",
+)
+
+
+_GLM5_NEXT = replace(
+    _GLM_OCR,
+    model_type="glm5_next",
+    title="GLM-5.3 Flash",
+    tower=Module(source="glm5_next.modeling_glm5_next:Glm5NextVisionModel", prefixes=_VISUAL),
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+    transformers="5.23.0",
+    special="no learned positions; its processor pads images",
+)
+
+
+ROWS: tuple[Family, ...] = (_GLM4V, _GLM46V, _GLM4V_MOE, _GLM_OCR, _GLMGA, _GLM5_NEXT)

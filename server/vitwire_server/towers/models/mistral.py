@@ -1,7 +1,7 @@
-"""Pixtral and Mistral 3."""
+"""Pixtral and Mistral 3, and models of other makers with their tower."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, last_layer
-from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, Weights, in_model
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows, Sources
@@ -65,22 +65,53 @@ class PixtralTower(RasterTower):
 
 @dataclass(frozen=True, kw_only=True)
 class PixtralFamily(RasterFamily):
-    """Checkpoints of which only those with Pixtral's tower are served."""
+    """Checkpoints of which only those with rows of the last layer are served."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over another tower."""
+        """See Family. Raises ValueError over another layer."""
         config = super().read_config(folder, settings)
-        if config.vision_config.model_type != "pixtral":
-            raise ValueError(f"its tower is {config.vision_config.model_type}, only Pixtral's is served")
         last_layer(config)
         return config
 
 
+_ORIGINAL = {
+    "attention.wq.": "attention.q_proj.",
+    "attention.wk.": "attention.k_proj.",
+    "attention.wv.": "attention.v_proj.",
+    "attention.wo.": "attention.o_proj.",
+    "feed_forward.w1.": "feed_forward.gate_proj.",
+    "feed_forward.w2.": "feed_forward.down_proj.",
+    "feed_forward.w3.": "feed_forward.up_proj.",
+}
+"""Names of Mistral's own checkpoints, and transformers'."""
+
+
+def _from_original(weights: Weights, config: Config) -> Weights:
+    """transformers' names; rotary pairs, which are neighbours in Mistral's checkpoints, as halves of a head."""
+    renamed = {}
+    for name, own in weights.items():
+        original = next((part for part in _ORIGINAL if part in name), "")
+        paired = original.startswith(("attention.wq", "attention.wk"))
+        renamed[name.replace(original, _ORIGINAL[original]) if original else name] = (
+            _halves(own, config.num_attention_heads) if paired else own
+        )
+    return renamed
+
+
+def _halves(rows: Tensor, heads: int) -> Tensor:
+    """Of each head, the even rows and then the odd ones."""
+    apart: Tensor = rows.unflatten(0, (heads, -1, 2))
+    return apart.transpose(1, 2).flatten(0, 2)
+
+
 _PIXTRAL = PixtralFamily(
     model_type="llava",
+    tower_type="pixtral",
     title="Pixtral",
     architecture="24 x 1024, patch 16",
-    tower=Module(source="pixtral.modeling_pixtral:PixtralVisionModel", prefixes=in_model("vision_tower.")),
+    tower=Module(
+        source="pixtral.modeling_pixtral:PixtralVisionModel", prefixes=in_model("vision_tower.", "vision_encoder.")
+    ),
     beside={
         "projector": Module(
             source="llava.modeling_llava:LlavaMultiModalProjector",
@@ -105,7 +136,7 @@ _MISTRAL3 = PixtralFamily(
     beside={
         "projector": Module(
             source="mistral3.modeling_mistral3:Mistral3MultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
+            prefixes=in_model("multi_modal_projector.", "vision_projection."),
             config="",
         )
     },
@@ -117,4 +148,41 @@ _MISTRAL3 = PixtralFamily(
     videos=Accepts.NOTHING,
 )
 
-ROWS: tuple[Family, ...] = (_PIXTRAL, _MISTRAL3)
+_MISTRAL_LARGE4 = replace(
+    _MISTRAL3,
+    model_type="mistral_large4",
+    title="Mistral Large 4",
+    architecture="30 x 2048, patch 14",
+    tower=replace(_PIXTRAL.tower, convert=_from_original, prefixes=in_model("vision_tower.", "vision_encoder.")),
+    beside={
+        "projector": Module(
+            source="mistral_large4.modeling_mistral_large4:MistralLarge4MultiModalProjector",
+            prefixes={
+                **in_model("multi_modal_projector."),
+                "pre_mm_projector_norm.": "norm.",
+                "patch_merger.": "patch_merger.",
+                "vision_language_adapter.w_in.": "linear_1.",
+                "vision_language_adapter.w_out.": "linear_2.",
+            },
+            config="",
+        )
+    },
+    transformers="5.23.0",
+)
+
+_LIGHTON_OCR = replace(
+    _MISTRAL3,
+    model_type="lighton_ocr",
+    title="LightOnOCR",
+    architecture="24 x 1024, patch 14",
+    beside={
+        "projector": Module(
+            source="lighton_ocr.modeling_lighton_ocr:LightOnOcrMultiModalProjector",
+            prefixes=in_model("vision_projection.", "multi_modal_projector."),
+            config="",
+        )
+    },
+    special="images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token",
+)
+
+ROWS: tuple[Family, ...] = (_PIXTRAL, _MISTRAL3, _MISTRAL_LARGE4, _LIGHTON_OCR)

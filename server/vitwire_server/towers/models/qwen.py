@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vitwire_server.towers.family import Family, Module, in_model, stripped
+from vitwire_server.towers.family import Accepts, Family, Module, in_model, stripped
 from vitwire_server.towers.layouts.heads import Deepstack, Head
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
@@ -28,7 +28,7 @@ _QWEN2_VL = PackedFamily(
 )
 
 
-_QWEN2_5_VL = PackedFamily(
+QWEN2_5_VL = PackedFamily(
     model_type="qwen2_5_vl",
     title="Qwen2.5-VL",
     tower=Module(
@@ -43,7 +43,7 @@ _QWEN2_5_VL = PackedFamily(
 )
 
 
-_QWEN3_VL = PackedFamily(
+QWEN3_VL = PackedFamily(
     model_type="qwen3_vl",
     title="Qwen3-VL",
     tower=Module(source="qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel", prefixes=_VISUAL),
@@ -58,7 +58,7 @@ _QWEN3_VL = PackedFamily(
 
 
 _QWEN3_VL_MOE = replace(
-    _QWEN3_VL,
+    QWEN3_VL,
     model_type="qwen3_vl_moe",
     title="Qwen3-VL MoE",
     tower=Module(source="qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen3VLMoeVisionModel", prefixes=_VISUAL),
@@ -66,7 +66,7 @@ _QWEN3_VL_MOE = replace(
 
 
 _QWEN3_5 = replace(
-    _QWEN3_VL,
+    QWEN3_VL,
     model_type="qwen3_5",
     title="Qwen3.5, Qwen3.6",
     tower=Module(source="qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel", prefixes=_VISUAL),
@@ -83,8 +83,17 @@ _QWEN3_5_MOE = replace(
 )
 
 
+_QWEN4_EXP = replace(
+    _QWEN3_5,
+    model_type="qwen4_exp",
+    title="Qwen4 (experimental)",
+    tower=Module(source="qwen4_exp.modeling_qwen4_exp:Qwen4ExpVisionModel", prefixes=_VISUAL),
+    transformers="5.23.0",
+)
+
+
 _QWEN2_5_OMNI = replace(
-    _QWEN2_5_VL,
+    QWEN2_5_VL,
     model_type="qwen2_5_omni",
     title="Qwen2.5-Omni",
     tower=Module(
@@ -108,7 +117,7 @@ _QWEN2_5_OMNI_THINKER = replace(
 
 
 _QWEN3_OMNI = replace(
-    _QWEN3_VL,
+    QWEN3_VL,
     model_type="qwen3_omni_moe",
     title="Qwen3-Omni",
     tower=Module(
@@ -131,15 +140,31 @@ _QWEN3_OMNI_THINKER = replace(
 )
 
 
+_COLQWEN2 = replace(
+    _QWEN2_VL,
+    model_type="colqwen2",
+    title="ColQwen2",
+    tower=replace(
+        _QWEN2_VL.tower, prefixes=stripped("vlm.visual.", "vlm.model.visual."), config="vlm_config.vision_config"
+    ),
+    width="vlm_config.vision_config.hidden_size",
+    videos=Accepts.NOTHING,
+    transformers="5.23.0",
+    special="rows of the tower, which the retrieval model reads",
+)
+
+
 ROWS: tuple[Family, ...] = (
     _QWEN2_VL,
-    _QWEN2_5_VL,
-    _QWEN3_VL,
+    QWEN2_5_VL,
+    QWEN3_VL,
     _QWEN3_VL_MOE,
     _QWEN3_5,
     _QWEN3_5_MOE,
+    _QWEN4_EXP,
     _QWEN2_5_OMNI,
     _QWEN2_5_OMNI_THINKER,
     _QWEN3_OMNI,
     _QWEN3_OMNI_THINKER,
+    _COLQWEN2,
 )

@@ -79,7 +79,8 @@ def read_settings(
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder}: the preprocessor's settings cannot be used: {reason}") from error
-    drops = not files.image.get("do_convert_rgb", converts)
+    said = files.image.get("do_convert_rgb")  # null leaves it to the class, too
+    drops = not (converts if said is None else said)
     return found | {Modality.IMAGE: replace(found[Modality.IMAGE], drops_transparency=drops)}
 
 

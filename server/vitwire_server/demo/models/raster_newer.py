@@ -1,0 +1,152 @@
+"""Demo models with Pixtral's tower, in language models of a newer generation or of other makers."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from transformers import AutoModel, AutoModelForMultimodalLM
+
+from vitwire_server.demo.demo_model import CLIP, HALF, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.models.packed import HYBRID, QWEN3_TEXT
+from vitwire_server.demo.models.raster import GEMMA4_IMAGE, GEMMA4_TEXT, GEMMA4_VISION, LONGEST, PIXTRAL, save_gemma4
+
+_MERGED = {**LONGEST, **CLIP, "patch_size": 28}
+_LATENT = {
+    **TEXT,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+_ROUTED = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+
+_MUSE_TEXT = {**TEXT, "head_dim": 16, "intermediate_size": 512, "sliding_window": 64}
+_MUSE_EXPERTS = {
+    "moe_hidden_size": 32,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+}
+_MUSE_VISION = {
+    **VISION,
+    "num_hidden_layers": 4,
+    "layer_types": ["window_attention", "full_attention", "window_attention", "full_attention"],
+    "pos_emb_height": 8,
+    "pos_emb_width": 8,
+}
+_MUSE_SIZES = {**HALF, "merge_size": 2, "patch_size": 14, "resample": 1, "temporal_patch_size": 2}
+_MUSE_IMAGE = {**_MUSE_SIZES, "image_processor_type": "MuseGlimmerImageProcessor"}
+_MUSE_VIDEO = {**_MUSE_SIZES, "video_processor_type": "MuseGlimmerVideoProcessor"}
+_MUSE = {"image_token_id": 500, "video_token_id": 501, "out_hidden_size": 256, "projector_hidden_size": 96}
+_MUSE_AUDIO = {
+    "depths": [1],
+    "hidden_sizes": [16],
+    "num_hidden_layers": 1,
+    "out_hidden_size": 64,
+    "patch_sizes": [16],
+}
+
+_CPM_TEXT = {"model_type": "qwen3_5_text", **QWEN3_TEXT, **HYBRID, "intermediate_size": 512}
+_CPM_SIZES = {**HALF, "max_slice_nums": 4, "patch_size": 14, "resample": 3, "scale_resolution": 112}
+
+
+def _minicpm(processor: str) -> DemoModel:
+    return demo_vlm(
+        text=_CPM_TEXT,
+        vision={**VISION, "image_size": 112, "patch_size": 14},
+        image={**_CPM_SIZES, "image_processor_type": f"{processor}ImageProcessor"},
+        video={**_CPM_SIZES, "video_processor_type": f"{processor}VideoProcessor"},
+        fields={"image_token_id": 500, "video_token_id": 501, "insert_layer_id": 1},
+    )
+
+
+_NEMOTRON_TEXT = {
+    "model_type": "nemotron_h",
+    **TEXT,
+    "chunk_size": 16,
+    "head_dim": 16,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 4,
+    "n_groups": 1,
+    "ssm_state_size": 16,
+}
+_RADIO = {
+    "model_type": "radio",
+    "hidden_size": 64,
+    "max_img_size": 112,
+    "mlp_ratio": 1.5,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": 14,
+    "video_temporal_patch_size": 2,
+}
+
+_EMBEDDER = {
+    **TEXT,
+    "embedding_dim": 64,
+    "global_head_dim": 16,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 32,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+
+RASTER_NEWER: Mapping[str, DemoModel] = MappingProxyType(
+    {
+        "mistral_large4": demo_vlm(
+            text=_LATENT,
+            vision=PIXTRAL,
+            image=_MERGED,
+            fields={"image_token_index": 500, "spatial_merge_size": 2, "vision_feature_layer": -1},
+        ),
+        "diffusion_gemma": demo_vlm(
+            text={**GEMMA4_TEXT, **_ROUTED},
+            vision=GEMMA4_VISION,
+            image=GEMMA4_IMAGE,
+            fields={"image_token_id": 500, "boi_token_id": 498, "canvas_length": 8},
+            auto=AutoModelForMultimodalLM,
+            save=save_gemma4,
+        ),
+        "embedding_gemma2": demo_vlm(
+            text=_EMBEDDER,
+            vision=GEMMA4_VISION,
+            image=GEMMA4_IMAGE,
+            fields={"image_token_id": 500, "boi_token_id": 498},
+            auto=AutoModel,
+            save=save_gemma4,
+        ),
+        "muse_glimmer": demo_vlm(
+            text=_MUSE_TEXT, vision=_MUSE_VISION, image=_MUSE_IMAGE, video=_MUSE_VIDEO, fields=_MUSE
+        ),
+        "muse_spark": demo_vlm(
+            text={**_MUSE_TEXT, **_MUSE_EXPERTS},
+            vision=_MUSE_VISION,
+            image=_MUSE_IMAGE,
+            video=_MUSE_VIDEO,
+            fields={**_MUSE, "audio_token_id": 502, "audio_config": _MUSE_AUDIO},
+        ),
+        "minicpmv4_6": _minicpm("MiniCPMV4_6"),
+        "minicpmv4_7": _minicpm("MiniCPMV4_6"),
+        "minicpm_ocr": _minicpm("MiniCPMOcr"),
+        "nemotron_h_omni": demo_vlm(
+            text=_NEMOTRON_TEXT,
+            vision=_RADIO,
+            image={**CLIP, "image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 14},
+            fields={"image_token_id": 500, "vision_hidden_size": 64, "projector_hidden_size": 96},
+            auto=AutoModelForMultimodalLM,
+        ),
+        "lighton_ocr": demo_vlm(
+            text={"model_type": "qwen3", **TEXT, "head_dim": 16},
+            vision=PIXTRAL,
+            image=_MERGED,
+            fields={"image_token_id": 500, "spatial_merge_size": 2},
+        ),
+    }
+)

@@ -1,0 +1,122 @@
+"""LFM3-VL (Liquid AI): convolutions over the patches of a frame between layers of attention."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.lfm3_vl.modeling_lfm3_vl import Lfm3VlVisionShortConv
+from transformers.vision_utils import get_vision_position_ids
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model
+from vitwire_server.towers.layouts.heads import Projected
+from vitwire_server.towers.layouts.packed import Inputs, PackedFamily, PackedTower
+from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.processors.areas import AreaRule
+from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.grouped_queries import copied, ungrouped
+
+
+class GatheredConvolution(nn.Module):
+    """A stock layer's convolution with the neighbours of each patch given, so that it needs no grid on the host."""
+
+    def __init__(self, stock: Lfm3VlVisionShortConv) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def forward(self, hidden_states: Tensor, neighbours: Tensor, inside: Tensor, **_: object) -> Tensor:
+        """`(patches, C)`; of each patch the numbers of its neighbours, and 1 or 0 for those within the frame or not."""
+        before, after, states = self.stock.in_proj(hidden_states).chunk(3, dim=-1)
+        gated, kernel = before * states, self.stock.spatial_conv.weight.flatten(1).float()
+        total = torch.zeros_like(gated, dtype=torch.float32)
+        for tap in range(kernel.shape[1]):
+            total = total + gated[neighbours[:, tap]] * inside[:, tap, None] * kernel[:, tap]
+        rows: Tensor = self.stock.out_proj(after * total.to(gated.dtype))
+        return rows
+
+
+class ConvolvedHead(Projected):
+    """The projector, and what the tower's convolutions read."""
+
+    @property
+    def _side(self) -> int:
+        side: int = self.config.conv_kernel_size
+        return side
+
+    def inputs(self) -> dict[str, Kind]:
+        taps = self._side**2
+        return {"neighbours": Sources(taps, per_patch=True), "inside": Rows((taps,), torch.float32)}
+
+    def compute(self, grid: Grid) -> dict[str, Tensor]:
+        places = get_vision_position_ids(torch.tensor([(1, grid.h, grid.w)]), self.geometry.merge)
+        numbers = torch.empty(grid.h, grid.w, dtype=torch.int64)
+        numbers[places[:, 0], places[:, 1]] = torch.arange(grid.frame_patches)
+        steps = torch.arange(self._side) - self._side // 2
+        around = places[:, None] + torch.cartesian_prod(steps, steps)
+        limits = torch.tensor([grid.h, grid.w])
+        inside = ((around >= 0) & (around < limits)).all(dim=-1)
+        rows, columns = torch.where(inside[..., None], around, places[:, None]).unbind(dim=-1)
+        frames = torch.arange(grid.t)[:, None, None] * grid.frame_patches
+        return {
+            "neighbours": (numbers[rows, columns] + frames).flatten(0, 1),
+            "inside": inside.float().repeat(grid.t, 1),
+        }
+
+    def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[name] for name in ("neighbours", "inside")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm3Family(PackedFamily):
+    """LFM3-VL, whose attention has grouped queries."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family."""
+        return ungrouped(super().read_config(folder, settings))
+
+    def build(self, parts: Parts, config: Config) -> PackedTower:
+        """See Family."""
+        for layer in parts["tower"].layers:
+            if not layer.is_attention_layer:
+                layer.conv = GatheredConvolution(layer.conv)
+        return super().build(parts, config)
+
+
+def _ungrouped_heads(weights: Weights, config: Config) -> Weights:
+    grouped = (".k_proj.", ".v_proj.")
+    return {name: copied(own, config) if any(map(name.count, grouped)) else own for name, own in weights.items()}
+
+
+_LFM3_VL = Lfm3Family(
+    model_type="lfm3_vl",
+    title="LFM3-VL",
+    tower=Module(
+        source="lfm3_vl.modeling_lfm3_vl:Lfm3VlVisionModel",
+        prefixes=in_model("vision_tower."),
+        renames=((r"^patchifier\.", "patch_embed."), (r"\.([qk])_layernorm\.", r".\1_norm.")),
+        convert=_ungrouped_heads,
+        served=(Served("conv_kernel_size", lambda side, _: side % 2 == 1, "odd"),),
+    ),
+    beside={
+        "projector": Module(
+            source="lfm3_vl.modeling_lfm3_vl:Lfm3VlMultiModalProjector",
+            prefixes=in_model("multi_modal_projector."),
+            config="",
+        )
+    },
+    head=ConvolvedHead,
+    width="text_config.hidden_size",
+    layers="layers",
+    inputs=Inputs(listed_grids=True),
+    video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),
+    architecture="14 x 1024, patch 16",
+    attention="per frame",
+    special="convolutions over the patches of a frame; projector",
+    transformers="5.23.0",
+)
+
+ROWS: tuple[Family, ...] = (_LFM3_VL,)

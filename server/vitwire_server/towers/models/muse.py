@@ -1,0 +1,183 @@
+"""Muse (Meta): windows of patches in most layers, learned and rotary positions, pixel shuffle."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerRMSNorm
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_window_index
+
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Geometry, Preprocessing, Resizing
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.layouts.patches import most_windows, neighbours
+from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
+from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded, per_channel, read_settings
+
+_TAPS = 4
+"""Neighbours that a resampled position is made of."""
+
+
+class Projection(nn.Linear):
+    """The last projection, which transformers keeps as a bare layer of the whole model."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.projector_hidden_size, config.text_config.hidden_size, bias=False)
+
+
+class MuseTower(RasterTower):
+    """Patches are brought into the order of windows for all layers; some of these see the whole frame."""
+
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        self._adapter, self._projection = parts["adapter"], parts["projector"]
+        self._norm = MuseGlimmerRMSNorm(eps=config.text_config.rms_norm_eps, with_scale=False)
+        self._side: int = self.model.window_size // self.model.patch_size
+        self._full = [kind == "full_attention" for kind in self.model.config.layer_types]
+
+    def _geometry(self, config: Config) -> Geometry:
+        """Columns of a patch are `(T, C, p, p)`, so frames count as channels."""
+        return replace(super()._geometry(config), channels=3 * config.vision_config.patch_temporal)
+
+    def capacity(self, budget: Budget) -> Capacity:
+        """See Tower."""
+        own = super().capacity(budget)
+        return replace(own, windows=most_windows(own.patches, budget.max_segments, self._side))
+
+    def exact(self, grids: Sequence[Grid]) -> Capacity:
+        """See Tower."""
+        windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids)
+        return replace(super().exact(grids), windows=windows)
+
+    def _inputs(self) -> dict[str, Kind]:
+        window = self._side**2
+        return {
+            "positions": Rows((2,), torch.int64),
+            "interp_indices": Rows((_TAPS,), torch.int64),
+            "interp_weights": Rows((_TAPS,), torch.float32),
+            "window_index": Order(per_patch=True),
+            "cu_window_seqlens": Boundaries(slots=lambda c: c.windows, longest=lambda _: window),
+            "neighbours": Sources(self.geometry.merge**2),
+        }
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        """Neighbours are numbered in the order of windows."""
+        embedder = self.model.patch_embedder
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            torch.tensor([self._looked_up(grid)]),
+            num_grid_per_side=embedder.num_grid_per_side,
+            mode=embedder.interpolation_mode,
+            align_corners=embedder.interpolation_align_corners,
+            spatial_merge_size=1,
+            padding=embedder.interpolation_padding,
+        )
+        order, ends = get_vision_window_index(
+            torch.tensor([grid]), spatial_merge_size=1, window_size=self._side, patch_size=1
+        )
+        return {
+            **super()._compute(grid),
+            "positions": places(grid)[order].flip(-1) + 1,
+            "interp_indices": indices.repeat(grid.t, 1),
+            "interp_weights": weights.repeat(grid.t, 1),
+            "window_index": order,
+            "cu_window_seqlens": ends[1:].int(),
+            "neighbours": torch.argsort(order)[neighbours(grid, self.geometry.merge)],
+        }
+
+    def _looked_up(self, grid: Grid) -> tuple[int, int, int]:
+        """The grid of one frame, as the learned positions are resampled to it."""
+        return 1, grid.h, grid.w
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model, embedder = self.model, self.model.patch_embedder
+        learned = embedder.position_embedding_table(tensors["interp_indices"]) * tensors["interp_weights"][:, :, None]
+        states = embedder.patch_embedding(pixels)
+        states = model.ln_pre(states + learned.sum(1).to(states.dtype))[tensors["window_index"]]
+        rotary = model.rotary_emb(states, tensors["positions"])
+        windows, frames = (
+            (tensors["cu_window_seqlens"], self._side**2),
+            (tensors["cu_seqlens"], attended["max_length_q"]),
+        )
+        for layer, full in zip(model.layers, self._full, strict=True):
+            boundaries, longest = frames if full else windows
+            states = layer(states, position_embeddings=rotary, cu_seqlens=boundaries, max_seqlen=longest)
+        beside = model.ln_post(states)[tensors["neighbours"]].transpose(1, 2).flatten(1)
+        rows: Tensor = self._norm(self._projection(self._adapter(beside)))
+        return rows
+
+
+class MuseSparkTower(MuseTower):
+    """The patch at (row, column) has the learned position of (column, row)."""
+
+    def _looked_up(self, grid: Grid) -> tuple[int, int, int]:
+        return 1, grid.w, grid.h
+
+
+def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    frames = config.vision_config.patch_temporal
+
+    def of(own: Mapping[str, Any]) -> Preprocessing:
+        mean, std = (
+            per_channel(own, key, default) * frames
+            for key, default in zip(("image_mean", "image_std"), HALF, strict=True)
+        )
+        rest = {**own, "image_mean": mean, "image_std": std}
+        return replace(bounded(rest, (1, 1), (mean, std)), resizing=Resizing.OTHER)
+
+    return {Modality.IMAGE: of(files.image), Modality.VIDEO: of(files.video)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuseFamily(RasterFamily):
+    """Muse, whose patches have a mean and a deviation for each channel of each frame."""
+
+    def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
+        """See Family."""
+        channels = 3 * config.vision_config.patch_temporal
+        return read_settings(folder, lambda files: self.processor(files, config), channels=channels)
+
+
+_GLIMMER = MuseFamily(
+    model_type="muse_glimmer",
+    title="Muse Glimmer",
+    architecture="50 x 1536, patch 14",
+    attention="within windows, full in some layers",
+    tower=Module(
+        source="muse_glimmer.modeling_muse_glimmer:MuseGlimmerVisionModel", prefixes=in_model("vision_tower.")
+    ),
+    beside={
+        "adapter": Module(
+            source="muse_glimmer.modeling_muse_glimmer:MuseGlimmerVisionAdapter",
+            prefixes=in_model("vision_adapter."),
+            config="",
+        ),
+        "projector": Module(source=f"{__name__}:Projection", prefixes=in_model("vision_projection."), config=""),
+    },
+    width="text_config.hidden_size",
+    forward=MuseTower,
+    merge="vision_config.merge_size",
+    layers="layers",
+    processor=_settings,
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+    special="columns of a patch are (T, C, p, p); projector",
+    transformers="5.23.0",
+)
+
+_SPARK = replace(
+    _GLIMMER,
+    model_type="muse_spark",
+    title="Muse Spark",
+    tower=Module(source="muse_spark.modeling_muse_spark:MuseSparkVisionModel", prefixes=in_model("vision_tower.")),
+    forward=MuseSparkTower,
+    special="columns of a patch are (T, C, p, p); projector; audio stays with the LLM",
+)
+
+ROWS: tuple[Family, ...] = (_GLIMMER, _SPARK)
