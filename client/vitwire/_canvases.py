@@ -12,6 +12,7 @@ from vitwire._host import integers, invalid, on_host, rank, rows
 PHI4_PIXELS = "image_pixel_values"
 LAYOUT_IDS = "aspect_ratio_ids"
 PIXEL_MASK = "pixel_mask"
+FLATTENED = "flattened_patches"
 _SIZES, _MASK, _PIXELS = "image_sizes", "image_attention_mask", "pixel_values"
 
 
@@ -75,6 +76,22 @@ def images_of_masks(outputs: Mapping[str, object], patch: int | None) -> list[Cu
         if not height or not own[:height, :width].all() or own.sum() != height * width:
             raise invalid(PIXEL_MASK, "expected background at the bottom and at the right", at)
         found.append(Cut(rows(batch, at, at + 1), (1, ceil(height / patch), ceil(width / patch))))
+    return found
+
+
+def images_of_flattened_patches(outputs: Mapping[str, object]) -> list[Cut]:
+    """Images of Pix2Struct `(images, patches, 2 + columns)`, padded: rows of patches behind their row and column."""
+    batch = on_host(outputs[FLATTENED], FLATTENED)
+    if len(batch) and rank(batch) != 3:
+        raise invalid(FLATTENED, f"expected (images, patches, 2 + columns), got {rank(batch)} axes")
+    found = []
+    for at, patches in enumerate(batch):
+        height, width = (int(patches[:, axis].max()) for axis in (0, 1))
+        if height < 1 or width < 1 or height * width > len(patches):
+            raise invalid(
+                FLATTENED, f"expected rows and columns from 1, and a patch for each, got {height} x {width}", at
+            )
+        found.append(Cut(patches[: height * width, 2:], (1, height, width)))
     return found
 
 

@@ -12,10 +12,12 @@ import numpy as np
 
 from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
 from vitwire._canvases import (
+    FLATTENED,
     LAYOUT_IDS,
     PHI4_PIXELS,
     PIXEL_MASK,
     images_of_canvases,
+    images_of_flattened_patches,
     images_of_layouts,
     images_of_masks,
 )
@@ -65,11 +67,13 @@ def processor_items(
     clips: list[Cut] = []
     if _has(outputs, PHI4_PIXELS):
         images = images_of_canvases(outputs)
+    elif _has(outputs, FLATTENED):
+        images = images_of_flattened_patches(outputs)
     elif outputs.get(_PIXELS) is not None:
         images = _images(outputs, model, grid_thw)
     if outputs.get(_CLIPS) is not None:
         clips = _clips(outputs)
-    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, _CLIPS)):
+    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, FLATTENED, _CLIPS)):
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
@@ -143,10 +147,10 @@ def _images(  # noqa: PLR0911  # one for each kind of output
         crops = [] if local is None else on_host(local, "pixel_values_local")
         views = Grids(grids.field, [(1 + count, 1, 1) for count in grids.patches()])
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
-    if model is not None and model.model_type in _WHOLE_IMAGES:
-        return _padded_images(outputs, batch, model.patch_size)
     if _has(outputs, "target_sizes"):
         return cut(_patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
+    if model is not None and model.model_type in _WHOLE_IMAGES:
+        return _padded_images(outputs, batch, model.patch_size)
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
 
 
@@ -155,6 +159,16 @@ def _check_merged(outputs: Outputs) -> None:
     for key, served in _MERGED.items():
         if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
             raise invalid(key, f"must be {served} for each item, which is what the model was published with")
+
+
+def _patches_of_strip(batch: Batch, field: str) -> Batch:
+    """Rows of patches of MiniCPM-V's strip `(1, C, p, patches * p)`."""
+    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
+        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
+    _, channels, side, _ = batch.shape
+    order, apart = (2, 0, 1, 3), batch[0].reshape(channels, side, -1, side)
+    patches = apart.transpose(order) if isinstance(apart, np.ndarray) else apart.permute(order)
+    return patches.reshape(-1, channels * side * side)
 
 
 def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
@@ -175,16 +189,6 @@ def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
             height, width = (int(masks[at, number].any(axis).sum()) for axis in (1, 0))
         sizes.append((height // side * side, width // side * side))
     return cut([image for _, _, image in real], _PIXELS, Grids(key, sizes), side)
-
-
-def _patches_of_strip(batch: Batch, field: str) -> Batch:
-    """Rows of patches of MiniCPM-V's strip `(1, C, p, patches * p)`."""
-    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
-        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
-    _, channels, side, _ = batch.shape
-    order, apart = (2, 0, 1, 3), batch[0].reshape(channels, side, -1, side)
-    patches = apart.transpose(order) if isinstance(apart, np.ndarray) else apart.permute(order)
-    return patches.reshape(-1, channels * side * side)
 
 
 def _image_grids(  # noqa: PLR0911  # one for each kind of output

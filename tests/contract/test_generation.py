@@ -49,4 +49,5 @@ def test_a_demo_checkpoint_generates(model_type: str, checkpoints: Checkpoints) 
         prompts.append(image_prompt(model_type, model))
     for prompt in prompts:
         tokens = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-        assert tokens.shape == (1, prompt["input_ids"].shape[1] + NEW)
+        before = 1 if model.config.is_encoder_decoder else prompt["input_ids"].shape[1]
+        assert tokens.shape == (1, before + NEW)

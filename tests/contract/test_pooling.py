@@ -52,8 +52,15 @@ def expected(rig: Rig, reference: Pooled, pooling: Pooling, grids: list[Grid], s
 class TestRows:
     """What a pooled tower returns."""
 
-    @pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
-    @pytest.mark.parametrize("graphs", [False, True], ids=["off", "simulated"])
+    @pytest.mark.parametrize(
+        ("graphs", "packed"),
+        [
+            pytest.param(False, False, id="off-alone"),
+            pytest.param(False, True, id="off-packed", marks=pytest.mark.matrix),
+            pytest.param(True, False, id="simulated-alone", marks=pytest.mark.matrix),
+            pytest.param(True, True, id="simulated-packed"),
+        ],
+    )
     def test_float32_equals_transformers(
         self,
         model_type: str,
@@ -73,6 +80,7 @@ class TestRows:
             assert own.shape == (grid.t, rig.tower.geometry.width), "a row for each image or frame"
             assert error(own, other) <= TOLERANCE, grid
 
+    @pytest.mark.matrix
     def test_bfloat16_loses_no_more_than_transformers_does(
         self, model_type: str, pooling: Pooling, checkpoints: Checkpoints, references: References
     ) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints of tiles and of raster patches that are broken, or of a kind that is not served: one sentence each."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,14 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             edit(PROCESSOR, max_image_size=980),
             "max_image_size is 980, but must be vision_config.image_size, 490",
         ),
+        ("florence2", edit(CONFIG, vision_config={"model_type": "davit"}), "depths"),
+        (
+            "florence2",
+            edit(CONFIG, vision_config={"model_type": "davit", "image_feature_source": ["last_frame"]}),
+            "image_feature_source is \\['last_frame'\\], but must be",
+        ),
+        ("florence2", edit(PROCESSOR, size={"height": 288, "width": 288}), "9 rows of patches are more than"),
+        ("florence2", edit(PROCESSOR, do_center_crop=True), "do_center_crop is not served"),
         ("aria", edit(PROCESSOR, split_image=True), "split_image"),
         ("aria", edit(CONFIG, projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
         (
@@ -223,3 +232,48 @@ def test_rows_depend_on_the_layout_where_the_tower_knows_it(checkpoints: Checkpo
     assert error(beside, above) > 10 * TOLERANCE
     assert error(beside, blank[: len(beside)]) <= TOLERANCE
     assert len(blank) == 2 * len(beside)
+
+
+_FLORENCE = {
+    r"^model\.multi_modal_projector\.image_position_embed\.": "image_pos_embed.",
+    r"^model\.multi_modal_projector\.image_projection\.weight$": "image_projection",
+    r"^model\.(multi_modal_projector\.)?": "",
+    r"^(vision_tower\.convs\.\d+)\.conv\.": r"\1.proj.",
+    r"(_block\.conv[12])\.": r"\1.fn.dw.",
+    r"_block\.ffn\.": "_block.ffn.fn.net.",
+    r"_attn\.": "_attn.fn.",
+    r"spatial_block\.norm1\.": "spatial_block.window_attn.norm.",
+    r"channel_block\.norm1\.": "channel_block.channel_attn.norm.",
+    r"_block\.norm2\.": "_block.ffn.norm.",
+}
+"""From transformers' names to those of microsoft/Florence-2-base and -large."""
+
+
+def test_florence_in_the_layout_of_its_authors(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoints("florence2")
+    weights = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        for name, tensor in load_file(shard).items():
+            for pattern, replacement in _FLORENCE.items():
+                name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
+            weights[name] = tensor.T.contiguous() if name == "image_projection" else tensor
+    save_file(weights, tmp_path / "model.safetensors")
+    shutil.copy(source / PROCESSOR, tmp_path)
+    settings = json.loads((source / CONFIG).read_text())
+    vision = settings["vision_config"]
+    vision |= {
+        "dim_embed": vision.pop("embed_dim"),
+        "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
+        "image_pos_embed": {"max_pos_embeddings": vision.pop("max_position_embeddings"), "type": "learned_abs_2d"},
+        "model_type": "davit",
+        "visual_temporal_embedding": {
+            "max_temporal_embeddings": vision.pop("max_temporal_embeddings"),
+            "type": "COSINE",
+        },
+    }
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    assert "vision_tower.blocks.2.1.channel_block.ffn.fn.net.fc1.weight" in weights
+    own, theirs = (Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()) for folder in (tmp_path, source))
+    assert load(tmp_path).fingerprint == load(source).fingerprint
+    (mine,), (other,) = (rig.run(rig.items([Grid(1, 1, 1)])) for rig in (own, theirs))
+    assert error(mine, other) <= TOLERANCE

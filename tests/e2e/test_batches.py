@@ -36,6 +36,9 @@ OTHERS = (
     "deepseek_vl",
     "deepseek_vl_hybrid",
     "deepseek_ocr2",
+    "ovis2",
+    "aria",
+    "florence2",
     "mistral3",
     "siglip2",
 )

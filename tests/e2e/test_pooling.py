@@ -23,6 +23,7 @@ from plain_reference import PlainReference
 from reference import TOLERANCE, error
 from servers import ServerProcess, serving
 from vitwire import Client, InvalidItem, Item, NotCached
+from vitwire.router.encoding import content_id_of
 from vitwire_server.core.pooling import Pooling
 
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
@@ -78,7 +79,7 @@ def test_every_pooling_of_a_model_is_known_to_clients_and_has_its_own_fingerprin
     folder, pixels = checkpoints("clip"), np.random.default_rng(0).standard_normal((1, 3, 56, 56), dtype=np.float32)
     item = Item(pixels, (1, 1, 1), content_id="same")
     first = client.encode([item])[0]
-    found = {client.model().weights_fingerprint}
+    found = {client.model().weights_fingerprint: content_id_of(b"digest", client.model())}
     for pooling, rows in ((Pooling.NONE, 16), (Pooling.MEAN, 1)):
         with serving(folder, *CLIP, "--pooling", pooling) as other, Client(other.target) as its:
             model = its.model()
@@ -89,8 +90,8 @@ def test_every_pooling_of_a_model_is_known_to_clients_and_has_its_own_fingerprin
             assert embedding.shape[0] == rows
             expected = references("clip", torch.float32).pooled(pooling, torch.from_numpy(pixels))
             assert error(embedding.numpy(), expected) <= TOLERANCE
-            found.add(model.weights_fingerprint)
-    assert len(found) == 3, "caches must not mix their rows"
+            found[model.weights_fingerprint] = content_id_of(b"digest", model)
+    assert len(found) == len(set(found.values())) == 3, "neither caches nor the router's engines mix their rows"
     (again,) = client.encode([Item(None, (1, 1, 1), content_id="same")])
     np.testing.assert_array_equal(again.numpy(), first.numpy())
 

@@ -17,6 +17,7 @@ from reference import TOLERANCE, error
 from servers import ServerProcess, serving
 from vitwire import Client, EncodeFailed, InvalidItem, Item
 
+pytestmark = pytest.mark.matrix
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 SIDE = 14
 

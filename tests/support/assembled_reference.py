@@ -20,6 +20,7 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 )
 
 from reference import Array
+from tile_reference import rows_of_tiles
 
 
 class AssembledReference:
@@ -143,8 +144,21 @@ class Aria(AssembledReference):
         return self.model.model.get_image_features(tiles, mask).pooler_output[0]  # type: ignore[no-any-return]
 
 
+class LlavaNextVideo(AssembledReference):
+    """Clips by the model's own `get_video_features`, images as LLaVA-NeXT's."""
+
+    def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+
+    def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        if grid[1] * grid[2] == 1:
+            return self.model.model.get_video_features(tiles[None]).pooler_output[0]  # type: ignore[no-any-return]
+        return rows_of_tiles(self.model, tiles, None).flatten(0, 1)
+
+
 ASSEMBLED: dict[str, type[AssembledReference]] = {
     "aria": Aria,
+    "llava_next_video": LlavaNextVideo,
     "mllama": Mllama,
     "phi4_multimodal": Phi4,
     "phi4mm": Phi4MM,

@@ -186,10 +186,12 @@ def _frames(config: Any) -> Pictures:
 
 
 def _always_cut_images(config: Any) -> Pictures:
-    """The same, of a model that cuts every image."""
-    arguments = _cut_images(config).arguments
-    del arguments["batch_num_images"]
-    return Pictures(arguments)
+    """Three images, cut in 3, 3 and 5 tiles, the whole image among them, padded to 5."""
+    side = _side(config)
+    pixels = _random(3, 5, 3, side, side)
+    pixels[:2, 3:] = 0
+    sizes = [[side, 2 * side], [2 * side - 6, side], [2 * side, 2 * side - 9]]
+    return Pictures({"pixel_values": pixels, "image_sizes": torch.tensor(sizes)})
 
 
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
@@ -212,12 +214,14 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma3": _tiles,
     "llama4": _tiles,
     "ovis2": _tiles,
+    "florence2": lambda _: Pictures({"pixel_values": _random(3, 3, 96, 96)}),
     "aria": _margins,
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),
     "step3p7": lambda _: _views(168, 112),
     "llava_next": _always_cut_images,
+    "llava_next_video": _always_cut_images,
     "llava_onevision": _cut_images,
     "lfm2_vl": _naflex,
     "granite_docling": _marked_tiles,
@@ -229,6 +233,7 @@ _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
     **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 8), (8, 8)], "video")),
     "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),
     "llava_onevision": _frames,
+    "llava_next_video": _frames,
 }
 
 

@@ -22,7 +22,7 @@ class RasterReference:
         model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
         self.model = model.eval().to(device)
         self.dtype = dtype
-        self.patch: int = model.config.vision_config.patch_size
+        self.patch: int = getattr(model.config.vision_config, "patch_size", 0)
 
     def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
         """Embeddings of items whose patches lie one after the other, each alone."""
@@ -130,7 +130,21 @@ class Nemotron(RasterReference):
         return torch.cat(features.pooler_output)
 
 
+class Pix2Struct(RasterReference):
+    """Asked for rows of patches behind their row and column, which are counted from 1; 9 rows of zeros are padding."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        places = 1 + torch.stack([down.flatten(), across.flatten()], dim=-1).to(frames)
+        flattened = torch.cat([places[None], frames], dim=-1)
+        mask = torch.ones(1, height * width + 9, device=frames.device)
+        mask[:, height * width :] = 0
+        padded = torch.nn.functional.pad(flattened, (0, 0, 0, 9))
+        return self.model.encoder(padded, mask).last_hidden_state[0, : height * width]  # type: ignore[no-any-return]
+
+
 RASTER = {
+    "pix2struct": Pix2Struct,
     "nemotron_h_omni": Nemotron,
     "minicpmv4_6": MiniCpm,
     "minicpmv4_7": MiniCpm,

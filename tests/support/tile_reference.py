@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from inspect import signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,15 @@ def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.cat(given)
 
 
-def _next(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
-    """As `_onevision`; an image has two tiles at least, so each tile stands for an image of two."""
+def rows_of_tiles(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Of LLaVA-NeXT, as `_onevision`; each tile stands for an image that is cut in the fewest."""
     del crops
     inner, given = model.model, []
     inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
     try:
-        size = model.config.vision_config.image_size
-        inner.get_image_features(pixels.repeat_interleave(2, dim=0), torch.tensor([[size, size]] * len(pixels)))
+        smallest = min(model.config.image_grid_pinpoints, key=prod)
+        count = 1 + prod(smallest) // model.config.vision_config.image_size**2
+        inner.get_image_features(pixels.repeat_interleave(count, dim=0), torch.tensor([smallest] * len(pixels)))
     finally:
         del inner.pack_image_features
     return torch.stack(given)[:, 0]
@@ -115,7 +117,7 @@ def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 
 _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "llava": _listed,
-    "llava_next": _next,
+    "llava_next": rows_of_tiles,
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,

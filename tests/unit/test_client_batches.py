@@ -19,6 +19,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+from transformers.models.pix2struct.image_processing_pil_pix2struct import Pix2StructImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -413,3 +414,13 @@ HOLE[0, 1, 1, 1] = 0
 def test_layouts_that_contradict_the_pixels_are_refused(outputs: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidItem, match=message):
         Item.from_processor(outputs)
+
+
+def test_flattened_patches_have_their_places() -> None:
+    processor = Pix2StructImageProcessorPil(patch_size={"height": 14, "width": 14}, max_patches=40)
+    outputs = processor([np.full((60, 90, 3), 7, np.uint8), np.zeros((70, 30, 3), np.uint8)], return_tensors="pt")
+    items = Item.from_processor(dict(outputs))
+    assert [item.grid for item in items] == [(1, 5, 7), (1, 9, 4)]
+    np.testing.assert_array_equal(values(items[0]), np.asarray(outputs["flattened_patches"])[0, :35, 2:])
+    with pytest.raises(InvalidItem, match="flattened_patches: expected rows and columns from 1"):
+        Item.from_processor({"flattened_patches": torch.zeros(1, 4, 5)})

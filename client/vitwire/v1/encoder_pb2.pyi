@@ -441,7 +441,7 @@ Global___SamplingRule: typing_extensions.TypeAlias = SamplingRule
 @typing.final
 class Grid(google.protobuf.message.Message):
     """Patch grid of an item: frames (after temporal merging), rows and columns, in
-    patches; for tile towers: tiles, tile rows, tile columns.
+    patches; for tile towers: tiles, tile rows, tile columns (see Tiling).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1286,8 +1286,9 @@ class Tiling(google.protobuf.message.Message):
     """How images are cut into tiles of one size. In the item's grid, t is the number
     of tiles, and h and w are the rows and columns of the layout; with several
     tiles, t may count one more that shows the whole image. If the layout is
-    unknown, (tiles, 1, 1) is accepted: embeddings do not depend on it. Each frame
-    of a clip is one tile: (frames, 1, 1).
+    unknown, (tiles, 1, 1) is accepted, as embeddings do not depend on it; except
+    on Llama 3.2 Vision, which refuses it. Each frame of a clip is one tile:
+    (frames, 1, 1). With `patch`, grids count patches instead.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

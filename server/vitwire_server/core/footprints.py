@@ -114,3 +114,19 @@ class CanvasFootprints:
         rows = self.tokens + ceil(grid.h / self.merge) * (ceil(grid.w / self.merge) + 1)
         tokens = tiles * self.tokens
         return Footprint(tiles, tokens, tiles, self.side**2, pooled=tokens - rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledFrameFootprints:
+    """Items of tiles, which give fewer rows as frames of a clip, whose grid is (frames, 1, 1), than of an image."""
+
+    tokens: int
+    """Of one tile."""
+    frame: int
+    """Rows of one frame."""
+    longest: int
+    """Patches of one tile."""
+
+    def __call__(self, grid: Grid) -> Footprint:
+        pooled = self.tokens - self.frame if grid.h * grid.w == 1 else 0
+        return Footprint(grid.t, grid.t * self.tokens, grid.t, self.longest, pooled=grid.t * pooled)

@@ -67,3 +67,21 @@ class CanvasGeometry(MarginGeometry):
         del modality
         if grid.t != 1:
             yield "t", f"must be 1 for an image, got {grid.t}; h and w count its patches without background"
+
+
+@dataclass(frozen=True, slots=True)
+class PooledFrameGeometry(TileGeometry):
+    """Frames of clips give fewer rows than tiles of images, so (t, 1, 1) is always a clip.
+
+    An image has several tiles beside the one that shows all of it.
+    """
+
+    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        tiles = grid.h * grid.w
+        if modality is Modality.VIDEO:
+            # Not super(): slots=True creates a second class, which super() does not refer to.
+            yield from TileGeometry.wrong(self, grid, modality)
+        elif modality is Modality.IMAGE and tiles == 1:
+            yield "", f"of an image must be (1 + rows * columns, rows, columns) for this model, got {grid}"
+        elif tiles > 1 and grid.t != tiles + 1:
+            yield "t", f"must be {tiles + 1} for {grid.h} rows and {grid.w} columns of tiles, got {grid.t}"

@@ -5,7 +5,7 @@ The arguments are named as in the outputs of the models' processors, so `Item.fr
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ class Layout:
 
     arguments: Callable[[Call], Mapping[str, Any]] = _given
     """What the items are made of, in the form of a processor's output."""
-    tiles: Callable[[Call], list[int] | None] = lambda _: None
-    """Numbers of tiles of each item, where the arguments do not say them."""
+    tiles: Callable[[Call], list[int] | list[tuple[int, int, int]] | None] = lambda _: None
+    """Numbers of tiles of each item, or its grid, where the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Features] = _each
     """From the rows of each item to what the model's own method returns as `pooler_output`."""
     deepstack_output: Callable[..., BaseModelOutputWithPooling] = BaseModelOutputWithDeepstackFeatures
@@ -154,6 +154,25 @@ def _packed_next(call: Call, rows: list[Tensor]) -> Features:
         image_newline=model.image_newline,
     )
     return features  # type: ignore[no-any-return]
+
+
+def _layouts_of_images(call: Call) -> list[tuple[int, int, int]] | None:
+    """Grids of images, whose rows are not those of a clip with as many frames."""
+    from transformers.models.llava_next_video import modeling_llava_next_video  # noqa: PLC0415  # of one model
+
+    if call.modality == "video":
+        return None
+    config, layout = call.model.config, cast("Any", modeling_llava_next_video).get_anyres_image_grid_shape
+    found = [
+        layout(size, config.image_grid_pinpoints, config.vision_config.image_size)
+        for size in call.arguments["image_sizes"]
+    ]
+    return [(1 + rows * columns, rows, columns) for rows, columns in found]
+
+
+def _packed_or_pooled(call: Call, rows: list[Tensor]) -> Features:
+    """Rows of frames are pooled already."""
+    return _stacked(call, rows) if call.modality == "video" else _packed_next(call, rows)
 
 
 def _tiles_of(call: Call, rows: list[Tensor]) -> list[Tensor]:
@@ -288,6 +307,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "minimax_m3_vl": _LISTED,
     "ernie4_5_vl_moe": _LISTED,
     "internvl": _TILES,
+    "llava_next_video": Layout(tiles=_layouts_of_images, features=_packed_or_pooled),
     "llava_next": Layout(tiles=_cut_images, features=_packed_next),
     "llava_onevision": Layout(tiles=_cut_images, features=_packed),
     "qianfan_ocr": _TILES,
@@ -306,6 +326,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "aria": Layout(features=_stacked),
     "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
     "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
+    "florence2": _TILES,
     "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
     "ovis2": Layout(tiles=_one_each, features=_stacked, beside=_indicators),
     "step3p7": _LISTED,

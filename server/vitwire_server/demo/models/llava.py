@@ -16,6 +16,7 @@ _SIGLIP = {
     "vision_use_head": False,
 }
 _CUT = {"image_grid_pinpoints": [[56 * h, 56 * w] for h in (1, 2, 3) for w in (1, 2, 3)]}
+_SEVERAL = {"image_grid_pinpoints": _CUT["image_grid_pinpoints"][1:]}
 _CROPPED = {
     **CLIP,
     "crop_size": {"height": 56, "width": 56},
@@ -59,6 +60,13 @@ LLAVA: Mapping[str, DemoModel] = {
         vision=_CLIP,
         image={**_CROPPED, **_CUT, "do_pad": True, "image_processor_type": "LlavaNextImageProcessor"},
         fields={**_IMAGE_TOKEN, **_CUT},
+    ),
+    "llava_next_video": demo_vlm(
+        text=_QWEN2,
+        vision=_CLIP,
+        image={**_CROPPED, **_SEVERAL, "do_pad": True, "image_processor_type": "LlavaNextImageProcessor"},
+        video={**_CROPPED, "video_processor_type": "LlavaNextVideoVideoProcessor"},
+        fields={**_IMAGE_TOKEN, **_SEVERAL, "video_token_index": 501},
     ),
     "llava_next-siglip": demo_vlm(
         base="llava_next",

@@ -149,7 +149,8 @@ class AssembledTower(TileTower):
             own, order = self._laid_alone(grid)
             footprint = self.footprint(grid)
             for name, each in self.encoder.inputs.items():
-                host[name][unit : unit + footprint.segments] = own[name] + (tile if each.counts_tiles else 0)
+                values = own[name] + tile if each.counts_tiles else own[name]
+                host[name][unit : unit + footprint.segments] = values
             host["order"][row : row + footprint.rows] = order + unit * self.encoder.unit.rows
             unit, tile, row = unit + footprint.segments, tile + footprint.patches, row + footprint.rows
 
@@ -157,3 +158,13 @@ class AssembledTower(TileTower):
         tiles = pixels.view(-1, self.geometry.channels, *self.geometry.tile)
         rows = self.encoder.encode_units(tiles, metadata.tensors).flatten(0, 1)
         return rows.index_select(0, metadata.tensors["order"])
+
+
+def mask_of_keys(attended: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores, `(units, 1, N, N)`; `attended` is for patches, `(units, rows, columns)`.
+
+    Attention layers would make it of booleans again and again.
+    """
+    keys = attended.flatten(1)
+    added = torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, -torch.inf)
+    return added[:, None, None].expand(-1, 1, keys.shape[1], -1)

@@ -20,7 +20,6 @@ _AIMV2_VISION = PlainFamily(
     head="use_head",
     poolers=(attention(Module(source=_HEAD, prefixes=stripped("vision_model.head.", "head."), config="")), MEAN),
     processor="CLIP",
-    transformers="5.23.0",
     special="rows of the patches, after the last norm",
 )
 

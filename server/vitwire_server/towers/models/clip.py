@@ -28,7 +28,6 @@ _CLIP = PlainFamily(
     encoder=PlainEncoder,
     poolers=(class_token(norm=_NORM, projected=True), MEAN),
     processor="CLIP",
-    transformers="5.23.0",
     special=_PATCHES,
 )
 

@@ -13,7 +13,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Family, Module, Weights, stripped
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, stripped
 from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel
@@ -98,16 +98,15 @@ class DownsampleProjector(nn.Module):
 class DeepseekVL2(Siglip):
     """A row for each square of patches, those at the edges included."""
 
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
+        side = -(-self.tile.width // (self.patch * self.merge))
+        self.tile = self.tile._replace(tokens=side**2)
+
     def _merge(self, config: Config, side: int) -> int:
         del side
         ratio: int = config.projector["downsample_ratio"]
         return ratio
-
-    def _tokens(self, config: Config, merged: int) -> int:
-        del merged
-        vision = config.vision_config
-        tokens: int = -(-(vision.image_size // vision.patch_size) // config.projector["downsample_ratio"])
-        return tokens**2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,14 @@ from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.modules import Constants
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
+_STORED_NAMES = (
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+)
+"""Checkpoints have these names; adapters may have those of newer modules."""
+
 
 def _with_registers(config: Config) -> int:
     """The class token and the register tokens."""
@@ -53,6 +61,7 @@ _DINOV2 = PlainFamily(
     tower=Module(
         source="dinov2.modeling_dinov2:Dinov2Model",
         prefixes=stripped("dinov2.", ""),
+        renames=_STORED_NAMES,
         ignored=("classifier.",),
         config="",
     ),
@@ -61,7 +70,6 @@ _DINOV2 = PlainFamily(
     resizes=True,
     poolers=(class_token(), MEAN),
     processor="Bit",
-    transformers="5.23.0",
     special="rows of the patches, after the last norm",
 )
 
@@ -72,6 +80,7 @@ _DINOV2_WITH_REGISTERS = replace(
     tower=Module(
         source="dinov2_with_registers.modeling_dinov2_with_registers:Dinov2WithRegistersModel",
         prefixes=stripped("dinov2_with_registers.", ""),
+        renames=_STORED_NAMES,
         ignored=("classifier.",),
         config="",
     ),
@@ -86,6 +95,7 @@ _DINOV3 = replace(
     tower=Module(
         source="dinov3_vit.modeling_dinov3_vit:DINOv3ViTModel",
         prefixes=stripped(""),
+        renames=((r"^model\.layer\.", "layer."),),
         config="",
     ),
     encoder=Dinov3,

@@ -147,7 +147,7 @@ class Mllama(AssembledEncoder):
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         held = inputs["held"]
         images = tiles.index_select(0, inputs["tiles"].flatten()).unflatten(0, (-1, 1, self._most))
-        blank = torch.where(held.bool()[:, None, :, None, None, None], images, 0)
+        blank = images.masked_fill(held.logical_not()[:, None, :, None, None, None], 0)
         states = self._tower(
             pixel_values=blank, aspect_ratio_ids=inputs["aspect_ratio"], aspect_ratio_mask=held[:, None]
         ).last_hidden_state

@@ -40,7 +40,8 @@ def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
     )
 
 
-def _next_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def next_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """Of images. Raises ValueError over tiles of another size than the tower takes."""
     side = config.vision_config.image_size
     if (cut := square(files.image, "crop_size", side)) != side:
         raise ValueError(f"crop_size must be image_size, {side}, but is {cut}")
@@ -92,7 +93,7 @@ _LLAVA_NEXT = TileFamily(
     tower=clip("vision_tower."),
     beside=_projector("llava_next.modeling_llava_next:LlavaNextMultiModalProjector"),
     encoder=ProjectedLayers,
-    processor=_next_settings,
+    processor=next_settings,
     videos=Accepts.NOTHING,
     special="rows of every tile, whole image first; unpadding and line breaks stay with the LLM",
 )

@@ -18,7 +18,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput, mask_of_keys
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above
 from vitwire_server.towers.served import Served
@@ -114,9 +114,9 @@ class Phi4(AssembledEncoder):
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         attended = inputs["attended"]
         states = self._tower.embeddings(pixel_values=tiles, patch_attention_mask=attended)
-        keys = attended.flatten(1)[:, None, None].expand(-1, 1, states.shape[1], -1)
+        mask = mask_of_keys(attended, states.dtype)
         for layer in self.blocks:
-            states = layer(states, keys)
+            states = layer(states, mask)
         squares = states.unflatten(1, (self._side, -1)).permute(0, 3, 1, 2)
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 

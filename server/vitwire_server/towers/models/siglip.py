@@ -116,7 +116,6 @@ _SIGLIP = PlainFamily(
     head="vision_use_head",
     poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model."))), MEAN),
     processor="Siglip",
-    transformers="5.23.0",
     special="rows of the patches, after the last norm",
 )
 

@@ -35,7 +35,6 @@ _VIT = PlainFamily(
     layers="layers",
     poolers=(class_token(), MEAN),
     processor="ViT",
-    transformers="5.23.0",
     special="rows of the patches, after the last norm",
 )
 

@@ -19,10 +19,10 @@ class ProjectedLayers(Encoder):
     def __init__(self, parts: Parts, config: Config) -> None:
         vision = config.vision_config
         self._tower: Any = parts["tower"]
-        self._rows = LayerRows(self._tower, config.vision_feature_layer)
+        self._layers = LayerRows(self._tower, config.vision_feature_layer)
         self._left_out = int(getattr(config, "vision_feature_select_strategy", "default") == "default")
         self._projector = parts["projector"]
-        self.blocks = self._rows.blocks
+        self.blocks = self._layers.blocks
         self.patch, self.merge = vision.patch_size, getattr(config, "downsample_factor", 1)
         rows = self._tower.embeddings.position_embedding.num_embeddings - self._left_out
         self.tile = TileShape(vision.image_size, vision.image_size, rows // self.merge**2)
@@ -31,5 +31,13 @@ class ProjectedLayers(Encoder):
         self.attention_heads = heads_of(vision)
 
     def encode(self, tiles: Tensor) -> Tensor:
-        rows: Tensor = self._projector(self._rows(tiles)[:, self._left_out :])
-        return rows.flatten(1, -2)
+        return self.projected(self.rows(tiles))
+
+    def rows(self, tiles: Tensor) -> Tensor:
+        """`(tiles, C, H, W)` to `(tiles, rows, columns)` before they are projected."""
+        return self._layers(tiles)[:, self._left_out :]
+
+    def projected(self, rows: Tensor) -> Tensor:
+        """To `(tiles, tokens, width)`."""
+        own: Tensor = self._projector(rows)
+        return own.flatten(1, -2)
