@@ -26,6 +26,7 @@ EVERYDAY = (
     "nemotron_h_omni",
     "ernie4_5_vl_moe",
     "video_llama_3",
+    "idefics2",
     "internvl_chat",
     "llava_next",
     "gemma3",

@@ -26,13 +26,12 @@ class Capacities(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PackedCapacities(Capacities):
-    """Of any number of tokens, from the fewest that an image has."""
+    """Of any number of tokens."""
 
     merge: int
-    fewest: int = 1
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        return budget(max(tokens, self.fewest), merge=self.merge, max_items=max_items, max_frames=max_frames)
+        return budget(tokens, merge=self.merge, max_items=max_items, max_frames=max_frames)
 
 
 @dataclass(frozen=True, slots=True)

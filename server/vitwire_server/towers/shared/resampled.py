@@ -21,36 +21,46 @@ from vitwire_server.towers.metadata import Kind
 from vitwire_server.towers.shared.resampler import LONGEST_SIDE, Resampler
 
 
-class ResampledTower(RasterTower):
-    """Its family names the resampler among the modules beside the tower. Budgets count patches as tokens."""
+class QueriedTower(RasterTower):
+    """A resampler makes `queries` rows of an image, which are known before the tower is. Budgets count patches."""
 
-    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
-        self._resampler: Resampler = parts["resampler"]
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config, *, queries: int) -> None:
+        self._queries = queries
         super().__init__(family, parts, config)
 
     def _geometry(self, config: Config) -> Geometry:
-        own = replace(super()._geometry(config), longest_side=LONGEST_SIDE)
-        return ResampledGeometry(**asdict(own), queries=self._resampler.queries)
+        return ResampledGeometry(**asdict(super()._geometry(config)), queries=self._queries)
 
     @cached_property
     def footprints(self) -> Footprints:  # type: ignore[override]  # of another class than other patches'
         """See Tower."""
-        return ResampledFootprints(self._resampler.queries)
+        return ResampledFootprints(self._queries)
 
     @property
     def capacities(self) -> Capacities:
         """See Tower."""
-        return ResampledCapacities(self._resampler.queries)
+        return ResampledCapacities(self._queries)
 
     def sizes(self, most: int) -> list[int]:
         """See Tower."""
-        return [tokens for tokens in super().sizes(most) if tokens >= self._resampler.queries]
+        return [tokens for tokens in super().sizes(most) if tokens >= self._queries]
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """See RasterTower. None has fewer patches than queries, so one of few tokens is larger than asked for."""
-        queries = self._resampler.queries
+        queries = self._queries
         least = isqrt(queries - 1) + 1
         return [grid for grid in super().samples(tokens, items) if grid.patches >= queries] or [Grid(1, least, least)]
+
+
+class ResampledTower(QueriedTower):
+    """Its family names the resampler among the modules beside the tower."""
+
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
+        self._resampler: Resampler = parts["resampler"]
+        super().__init__(family, parts, config, queries=self._resampler.queries)
+
+    def _geometry(self, config: Config) -> Geometry:
+        return replace(super()._geometry(config), longest_side=LONGEST_SIDE)
 
     def _inputs(self) -> dict[str, Kind]:
         return self._resampler.inputs()
