@@ -36,6 +36,7 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         ([], "--model: Field required"),
         (["--model", "m", "--port", "99999"], "--port: .*65535.*'99999'"),
         (["--model", "m", "--device", "tpu"], "--device: .*'tpu'"),
+        (["--model", "m", "--pooling", "max"], "--pooling: .*'none', 'cls', 'mean' or 'attention'.*'max'"),
         (["--model", "m", "--devices", "cpu,tpu"], "--devices: .*'cpu,tpu'"),
         (
             ["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"],

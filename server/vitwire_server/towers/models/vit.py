@@ -1,25 +1,15 @@
 """ViT (Google)."""
 
-from transformers import ViTConfig, ViTModel
-
 from vitwire_server.towers.family import Family, Module, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.pooling import MEAN, class_token
-
-
-class Vit(ViTModel):
-    """Without the layer behind the class token, which checkpoints of classifiers do not have."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__(config, add_pooling_layer=False)
-
 
 _VIT = PlainFamily(
     model_type="vit",
     title="ViT",
     architecture="12 x 768, 24 x 1024 or 32 x 1280, patch 14, 16 or 32",
     tower=Module(
-        source="vitwire_server.towers.models.vit:Vit",
+        source="vitwire_server.towers.models.vit_tower:Vit",
         prefixes=stripped("vit.", ""),
         renames=(
             (r"^encoder\.layer\.", "layers."),
