@@ -232,6 +232,7 @@ _SAME = {
     "qwen2_5_omni": "qwen2_5_omni_thinker",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
+    "vlm": "hyperclovax_vision_v2",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
 }
