@@ -6,7 +6,6 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeGuard, get_type_hints
 
@@ -29,15 +28,12 @@ _GIB = 1 << 30
 
 
 def short_table() -> Iterator[str]:
-    """Models that are taken alike share a line."""
-    rows = []
-    for taken, families in groupby(FAMILIES.values(), lambda row: (row.layout, row.attention, row.videos)):
-        own = list(families)
-        layout, attention, videos = taken
-        titles = ", ".join(dict.fromkeys(row.title.partition(" (")[0] for row in own))
-        types = ", ".join(f"`{row.model_type}`" for row in own)
-        rows.append((titles, types, layout, attention, videos))
-    return _table(("models", "model_type", "pixels", "attention", "videos"), rows)
+    """Models whose pixels come in one layout share a line."""
+    titles: dict[str, dict[str, None]] = {}
+    for row in FAMILIES.values():
+        kind = "either, pooled on request (`--pooling`)" if row.poolers else row.layout
+        titles.setdefault(kind, {})[row.title.partition(" (")[0]] = None
+    return _table(("pixels", "models"), [(kind, ", ".join(own)) for kind, own in titles.items()])
 
 
 def long_table() -> Iterator[str]:

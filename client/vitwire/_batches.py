@@ -106,6 +106,32 @@ def cut_with_crops(batch: Batch, field: str, grids: Grids, crops: Batch, crops_f
     ]
 
 
+def cut_slices(batch: Batch, field: str, sizes: object, sizes_field: str) -> list[Cut]:
+    """Each slice `(C, p, patches * p)`, whose patches lie side by side, as an item of rows of patches.
+
+    `sizes` are pairs (height, width) in patches, in lists of one prompt each.
+    """
+    pairs = _plain(sizes)
+    if not isinstance(pairs, list) or not all(isinstance(own, list) for own in pairs):
+        raise invalid(sizes_field, "expected a list of pairs (height, width) for each prompt")
+    grids = Grids.of(sizes_field, [pair for own in pairs for pair in own])
+    if len(batch) and (rank(batch) != 4 or grids.sides != 2):
+        raise invalid(field, f"expected slices (C, p, patches * p) and their sizes in patches, got {_shape(batch)}")
+    if len(batch) != len(grids.entries):
+        raise invalid(field, f"has {len(batch)} slices, {sizes_field} has {len(grids.entries)} entries")
+    found = []
+    for at, (own, count, grid) in enumerate(zip(batch, grids.patches(), grids.triples(), strict=True)):
+        channels, side, length = own.shape
+        if length != count * side:
+            reason = f"has {length} columns, {sizes_field} needs {count} patches of {side}"
+            raise invalid(f"{field}[{at}]", reason, at)
+        order = (2, 0, 1, 3)
+        patches = own.reshape(channels, side, count, side)
+        patches = patches.permute(*order) if hasattr(patches, "permute") else patches.transpose(order)
+        found.append(Cut(patches.reshape(count, -1), grid))
+    return found
+
+
 def without_padding(batch: Batch) -> list[int]:
     """The number of tiles of each image, where those of zeros at its end are padding.
 

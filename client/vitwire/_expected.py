@@ -27,7 +27,7 @@ class Expected:
     width: int = 0
     """0 if unknown."""
     rows: int = 0
-    """Rows without pruning or pooling; 0 if unknown, as for tile towers."""
+    """Rows without pruning or pooling over frames; 0 if unknown, as for tile towers that do not pool."""
     exact: bool = False
     """Whether exactly `rows` are expected; else fewer are accepted."""
 
@@ -35,6 +35,8 @@ class Expected:
     def of(cls, item: Item, model: Model) -> "Expected":
         video = item.modality == "video"
         settings = model.video_preprocessor if video else model.image_preprocessor
+        if model.pooling != "none" and any(item.grid):
+            return cls(item.grid, model.embedding_width, item.grid[0], exact=True)
         if settings is None or settings.tiling is not None or item.encoded is not None:
             return cls(item.grid, model.embedding_width)
         t, h, w = item.grid

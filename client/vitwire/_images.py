@@ -80,8 +80,7 @@ def image_tiles(image: ImageLike, settings: Preprocessor, tiling: Tiling) -> Til
 
     Raises as `image_patches` does.
     """
-    picture = np.asarray(_rgb(image, drop=settings.drops_transparency))
-    return cut(Picture(_size(picture), picture, _resized, settings.resample), tiling)
+    return _cut(_rgb(image, drop=settings.drops_transparency), settings, tiling)
 
 
 def clip_tiles(frames: Pixels | Sequence[ImageLike], settings: Preprocessor, tiling: Tiling) -> Tiles:
@@ -89,8 +88,13 @@ def clip_tiles(frames: Pixels | Sequence[ImageLike], settings: Preprocessor, til
     pictures = _frames(frames, drop=settings.drops_transparency)
     first = next(pictures)
     alike = _of_one_size(chain([first], pictures), _size(first))
-    tiles = [image_tiles(np.asarray(picture), settings, tiling).pixels for picture in alike]
+    tiles = [_cut(picture, settings, tiling).pixels for picture in alike]
     return Tiles(np.concatenate(tiles), (len(tiles), 1, 1))
+
+
+def _cut(picture: _Picture, settings: Preprocessor, tiling: Tiling) -> Tiles:
+    pixels = np.asarray(picture)
+    return cut(Picture(_size(pixels), pixels, _resized, settings.resample), tiling)
 
 
 def _frames(frames: Pixels | Sequence[ImageLike], *, drop: bool) -> Iterator[_Picture]:

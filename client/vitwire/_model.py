@@ -62,7 +62,7 @@ class Model:
     model_type: str
     """`model_type` of the checkpoint's config.json."""
     weights_fingerprint: str
-    """SHA-256 over the names and bytes of the tower's weights, and over the type in `precision`, if any, in hex."""
+    """SHA-256 over the names and bytes of the tower's weights, their precision and the pooling, in hex."""
     dtype: str
     """Type that the tower computes in and, by default, returns: float32, float16 or bfloat16."""
     embedding_width: int
@@ -89,6 +89,10 @@ class Model:
     """Files that the server decodes: jpeg, png, webp, mp4, webm."""
     precision: Precision | None = None
     """None if all layers are computed in `dtype`."""
+    pooling: str = "none"
+    """none: an image has a row for each token; cls, mean or attention: one row, and a clip one for each frame."""
+    available_poolings: tuple[str, ...] = ("none",)
+    """What the server could be started with for this model (`--pooling`)."""
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
@@ -118,6 +122,9 @@ class Model:
             deliveries=tuple(_named(pb.DeliveryWay, each, "") for each in message.deliveries),
             encodings=tuple(_named(pb.Encoding, each, "") for each in message.encodings),
             precision=_precision(message.precision) if message.HasField("precision") else None,
+            pooling=_named(pb.Pooling, message.pooling, "none"),
+            available_poolings=tuple(_named(pb.Pooling, each, "none") for each in message.available_poolings)
+            or ("none",),
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")
@@ -192,6 +199,7 @@ def _tiling(message: pb.Tiling) -> Tiling:
         max_side=message.max_side,
         crop=_size(message.crop) if message.HasField("crop") else None,
         crop_background=tuple(message.crop_background),
+        patch=message.patch,
         crop_resample=message.crop_resample if message.HasField("crop_resample") else None,
     )
 

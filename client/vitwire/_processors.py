@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitwire._batches import Cut, Grids, cut, cut_with_crops, without_padding
+from vitwire._batches import Cut, Grids, cut, cut_slices, cut_with_crops, without_padding
+from vitwire._canvases import (
+    FLATTENED,
+    LAYOUT_IDS,
+    PHI4_PIXELS,
+    PIXEL_MASK,
+    images_of_canvases,
+    images_of_flattened_patches,
+    images_of_layouts,
+    images_of_masks,
+)
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
@@ -31,6 +41,13 @@ _IMAGE_GRIDS = (
     "num_patches",
 )
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
+_LAYOUTS = ("aspect_ratios", "grids")
+"""Keys with the rows and columns of tiles that images were cut in."""
+
+_WHOLE_IMAGES = ("idefics2",)
+"""Models whose processors emit whole images, padded to one size, that are cut into patches here."""
+_MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
+"""Roots of the patches of a token that servers merge."""
 
 
 def processor_items(
@@ -44,13 +61,19 @@ def processor_items(
     """See `Item.from_processor`."""
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
+    _check_merged(outputs)
+    _check_path(outputs)
     images: list[Cut] = []
     clips: list[Cut] = []
-    if outputs.get(_PIXELS) is not None:
+    if _has(outputs, PHI4_PIXELS):
+        images = images_of_canvases(outputs)
+    elif _has(outputs, FLATTENED):
+        images = images_of_flattened_patches(outputs)
+    elif outputs.get(_PIXELS) is not None:
         images = _images(outputs, model, grid_thw)
     if outputs.get(_CLIPS) is not None:
         clips = _clips(outputs)
-    if outputs.get(_PIXELS) is None and outputs.get(_CLIPS) is None:
+    if not any(_has(outputs, key) for key in (_PIXELS, PHI4_PIXELS, FLATTENED, _CLIPS)):
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
@@ -99,8 +122,22 @@ def _grids_of_batch(grid_thw: object, batch: Batch, model: "Model | None", modal
     return _image_grids({}, batch, model, grid_thw)
 
 
-def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[Cut]:
+def _check_path(outputs: Outputs) -> None:
+    """Pages that Granite for Docling's processor marks for more tokens than servers make of a tile."""
+    if _has(outputs, "tile_fine_mask"):
+        raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
+
+
+def _images(  # noqa: PLR0911  # one for each kind of output
+    outputs: Outputs, model: "Model | None", grid_thw: object
+) -> list[Cut]:
+    if _has(outputs, LAYOUT_IDS):
+        return images_of_layouts(outputs)
+    if _has(outputs, PIXEL_MASK) and grid_thw is None:
+        return images_of_masks(outputs, _patch_size(model))
     batch = on_host(outputs[_PIXELS], _PIXELS)
+    if _has(outputs, "tgt_sizes"):
+        return cut_slices(batch, _PIXELS, outputs["tgt_sizes"], "tgt_sizes")
     if _has(outputs, "high_res_pixel_values"):
         high = on_host(outputs["high_res_pixel_values"], "high_res_pixel_values")
         return cut_with_crops(batch, _PIXELS, Grids(_PIXELS, [(1, 1, 1)] * len(batch)), high, "high_res_pixel_values")
@@ -112,7 +149,16 @@ def _images(outputs: Outputs, model: "Model | None", grid_thw: object) -> list[C
         return cut_with_crops(batch, _PIXELS, views, crops, "pixel_values_local")
     if _has(outputs, "target_sizes"):
         return cut(_patches_of_strip(batch, _PIXELS), _PIXELS, Grids.of("target_sizes", outputs["target_sizes"]))
+    if model is not None and model.model_type in _WHOLE_IMAGES:
+        return _padded_images(outputs, batch, model.patch_size)
     return cut(batch, _PIXELS, _image_grids(outputs, batch, model, grid_thw), _patch_size(model))
+
+
+def _check_merged(outputs: Outputs) -> None:
+    """VideoLLaMA 3's processors say how many patches of each item are merged; servers have one number for each kind."""
+    for key, served in _MERGED.items():
+        if _has(outputs, key) and any(size != served for size in integers(outputs[key], key).flat):
+            raise invalid(key, f"must be {served} for each item, which is what the model was published with")
 
 
 def _patches_of_strip(batch: Batch, field: str) -> Batch:
@@ -125,6 +171,26 @@ def _patches_of_strip(batch: Batch, field: str) -> Batch:
     return patches.reshape(-1, channels * side * side)
 
 
+def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
+    """Images of prompts `(prompts, images, 3, H, W)`, without padding, cut into the patches that are whole.
+
+    Images of zeros are padding, unless all are.
+    """
+    if len(batch) and rank(batch) != 5:
+        raise invalid(_PIXELS, f"expected images of prompts (prompts, images, 3, H, W), got {rank(batch)} axes")
+    key = "pixel_attention_mask"
+    masks = integers(outputs[key], key) if _has(outputs, key) else None
+    images = [(at, number, image) for at, prompt in enumerate(batch) for number, image in enumerate(prompt)]
+    real = [each for each in images if bool(each[2].any())] or images
+    sizes: list[tuple[int, ...]] = []
+    for at, number, image in real:
+        height, width = image.shape[1:]
+        if masks is not None:
+            height, width = (int(masks[at, number].any(axis).sum()) for axis in (1, 0))
+        sizes.append((height // side * side, width // side * side))
+    return cut([image for _, _, image in real], _PIXELS, Grids(key, sizes), side)
+
+
 def _image_grids(  # noqa: PLR0911  # one for each kind of output
     outputs: Outputs, batch: Batch, model: "Model | None", grid_thw: object
 ) -> Grids:
@@ -135,8 +201,8 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids.of(key, outputs[key])
     if _has(outputs, "image_position_ids"):
         return _positions("image_position_ids", outputs["image_position_ids"])
-    if _has(outputs, "aspect_ratios"):
-        return _with_overviews(Grids.of("aspect_ratios", outputs["aspect_ratios"]))
+    if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
+        return _with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):
@@ -204,7 +270,13 @@ def _positions(key: str, value: object) -> Grids:
 
 def _takes_one_tile(model: "Model | None") -> bool:
     settings = model.image_preprocessor if model else None
-    return bool(settings and settings.tiling and settings.tiling.max_tiles == 1 and not settings.tiling.layouts)
+    return bool(
+        settings
+        and settings.tiling
+        and settings.tiling.max_tiles == 1
+        and not settings.tiling.layouts
+        and not settings.tiling.patch
+    )
 
 
 def _patch_size(model: "Model | None") -> int | None:

@@ -4,13 +4,14 @@ Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from vitwire._coverings import covering_layout, parts
 from vitwire._patches import CHANNELS, MAX_DECODED_PIXELS, Grid, Pixels, Size
 
 Resizer = Callable[[Pixels, Size, int], Pixels]
@@ -18,6 +19,10 @@ Resizer = Callable[[Pixels, Size, int], Pixels]
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
 _NARROW = 32
+_ENOUGH_PIXELS = 0.6
+"""Of a layout, as a share of the image's."""
+_FINER = 3
+"""Fewest tiles of the finer of two layouts."""
 _ROUNDED_UP = 0.2
 """Minimum remainder, as a share of a window, that gets its own window."""
 
@@ -27,7 +32,7 @@ class Tiling:
     """How a model's processor cuts images into tiles."""
 
     rule: str
-    """stretch, square, closest_ratio, best_fit, canvas or windows."""
+    """A key of `_RULES`."""
     tile: Size
     """Height and width of a tile."""
     overview: str = "none"
@@ -35,7 +40,7 @@ class Tiling:
     min_tiles: int = 1
     max_tiles: int = 1
     layouts: tuple[tuple[int, int], ...] = ()
-    """Allowed rows and columns, for best_fit."""
+    """Allowed rows and columns, for best_fit, padded_fit and, if there are any, closest_ratio."""
     background: tuple[int, ...] = ()
     min_side: int = 0
     max_side: int = 0
@@ -43,6 +48,8 @@ class Tiling:
     """Height and width of a crop."""
     crop_background: tuple[int, ...] = ()
     crop_resample: int | None = None
+    patch: int = 0
+    """Side of a patch, where grids count those of an image without background."""
 
     def __post_init__(self) -> None:
         if self.rule not in _RULES:
@@ -111,6 +118,26 @@ def _square(picture: Picture, tiling: Tiling) -> Tiles:
     return Tiles(_stacked([low]), (1, 1, 1), _stacked([high]))
 
 
+def _center_crop(picture: Picture, tiling: Tiling) -> Tiles:
+    """One tile, the middle of the image. Raises ValueError if the image is too elongated to be resized."""
+    height, width = picture.size
+    short = min(height, width)
+    size = (tiling.min_side * height // short, tiling.min_side * width // short)
+    if math.prod(size) > MAX_DECODED_PIXELS:
+        raise ValueError(f"{height}x{width} is too elongated: resized, it would have {math.prod(size)} pixels")
+    top, left = ((whole - own) // 2 for whole, own in zip(size, tiling.tile, strict=True))
+    middle = picture.at(size)[top : top + tiling.tile[0], left : left + tiling.tile[1]]
+    return Tiles(_stacked([middle]), (1, 1, 1))
+
+
+def _corner(picture: Picture, tiling: Tiling) -> Tiles:
+    side, (height, width) = tiling.tile[0], picture.size
+    shorter = max(int(min(height, width) * (side / max(height, width))), tiling.min_side, 1)
+    height, width = (shorter, side) if width >= height else (side, shorter)
+    tile = _placed(picture.at((height, width)), tiling.tile, (0, 0), tiling.background)
+    return Tiles(_stacked([tile]), (1, math.ceil(height / tiling.patch), math.ceil(width / tiling.patch)))
+
+
 def _squared(
     picture: Picture, side: int, background: tuple[int, ...], min_side: int = 0, resample: int | None = None
 ) -> Pixels:
@@ -145,7 +172,7 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
     size = tiling.crop or tiling.tile
     if tiling.crop and max(picture.size) <= size[0]:
         return Tiles(_stacked([_squared(picture, tiling.tile[0], tiling.background)]), (1, 1, 1))
-    rows, columns = _layout_of_ratio(picture.size, size, tiling.min_tiles, tiling.max_tiles)
+    rows, columns = _layout_of_ratio(picture.size, size, tiling.layouts or _layouts(tiling.min_tiles, tiling.max_tiles))
     tiles = _split(picture.at((rows * size[0], columns * size[1])), size)
     if tiling.crop:
         view = _stacked([_squared(picture, tiling.tile[0], tiling.background)])
@@ -153,11 +180,47 @@ def _closest_ratio(picture: Picture, tiling: Tiling) -> Tiles:
     return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
-def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
-    """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it."""
+def _two_ratios(picture: Picture, tiling: Tiling) -> Tiles:
+    """The tiles of a finer layout, those of the nearest one, and the whole image; a layout of one tile adds none."""
+    tile = tiling.tile
+    first = _layout_of_ratio(picture.size, tile, _layouts(tiling.min_tiles, tiling.max_tiles))
+    finer = [
+        (rows, columns)
+        for rows, columns in _layouts(_FINER, tiling.max_tiles)
+        if first[0] % rows and first[1] % columns
+    ]
+    tiles = [
+        part
+        for rows, columns in (_layout_of_ratio(picture.size, tile, finer), first)
+        if rows * columns > 1
+        for part in _split(picture.at((rows * tile[0], columns * tile[1])), tile)
+    ]
+    return Tiles(_stacked([*tiles, picture.at(tile)]), (1 + len(tiles), 1, 1))
+
+
+def _ratio_and_area(picture: Picture, tiling: Tiling) -> Tiles:
+    """The layout nearest in shape among those of enough pixels: fewer count as a worse shape."""
+    height, width = picture.size
+    ratio, area = width / height, height * width
+
+    def fitness(layout: Size) -> float:
+        rows, columns = layout
+        own, enlarged = columns / rows, columns * rows * tiling.tile[0] * tiling.tile[1] / area
+        return min(enlarged, _ENOUGH_PIXELS) * min(own / ratio, ratio / own)
+
+    rows, columns = max(_layouts(tiling.min_tiles, tiling.max_tiles), key=fitness)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
+
+
+def _layout_of_ratio(picture: Size, tile: Size, layouts: Iterable[Size]) -> Size:
+    """Rows and columns of the layout nearest in aspect ratio; in a tie, the larger if the image fills half of it.
+
+    `layouts` are rows and columns; if there is none, the image is one tile.
+    """
     ratio, area = picture[1] / picture[0], picture[0] * picture[1]
     best, distance = (1, 1), math.inf
-    for columns, rows in _layouts(fewest, most):
+    for rows, columns in layouts:
         off = abs(ratio - columns / rows)
         if off < distance or (off == distance and 2 * area > tile[0] * tile[1] * rows * columns):
             best, distance = (rows, columns), off
@@ -166,8 +229,8 @@ def _layout_of_ratio(picture: Size, tile: Size, fewest: int, most: int) -> Size:
 
 @cache
 def _layouts(fewest: int, most: int) -> tuple[Size, ...]:
-    """Columns and rows of all layouts with `fewest` to `most` tiles, by number of tiles."""
-    pairs = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
+    """Rows and columns of all layouts with `fewest` to `most` tiles, by number of tiles."""
+    pairs = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1)]
     return tuple(sorted((p for p in pairs if fewest <= p[0] * p[1] <= most), key=lambda pair: pair[0] * pair[1]))
 
 
@@ -182,6 +245,28 @@ def _best_fit(picture: Picture, tiling: Tiling) -> Tiles:
         size = (whole[0], min(math.ceil(width * scale_down), whole[1]))
     tiles = _split(_centred(picture.at(size), whole, tiling.background), tiling.tile)
     return _with_overview(picture, tiles, (rows, columns), tiling, always=True)
+
+
+def _padded_fit(picture: Picture, tiling: Tiling) -> Tiles:
+    """One layout at least; the overview is always there, and padded too."""
+    rows, columns = _layout_of_most(picture.size, tiling)
+    whole = (rows * tiling.tile[0], columns * tiling.tile[1])
+    tiles = _split(_padded(picture, whole, tiling.background), tiling.tile)
+    overview = _padded(picture, tiling.tile, tiling.background)
+    return Tiles(_stacked([overview, *tiles]), (1 + len(tiles), rows, columns))
+
+
+def _padded(picture: Picture, size: Size, background: tuple[int, ...]) -> Pixels:
+    """The picture enlarged or shrunk to a size in its own shape, centred; as `PIL.ImageOps.pad` rounds."""
+    (height, width), (down, across) = picture.size, size
+    if width / height > across / down:
+        down = round(height / width * across)
+    elif width / height < across / down:
+        across = round(width / height * down)
+    if not down or not across:
+        raise ValueError(f"{height}x{width} is too elongated for this model")
+    corner = (round((size[0] - down) * 0.5), round((size[1] - across) * 0.5))
+    return _placed(picture.at((down, across)), size, corner, background)
 
 
 def _layout_of_most(picture: Size, tiling: Tiling) -> Size:
@@ -212,6 +297,13 @@ def _canvas(picture: Picture, tiling: Tiling) -> Tiles:
     return _with_overview(picture, tiles, (rows, columns), tiling)
 
 
+def _least_scaling(picture: Picture, tiling: Tiling) -> Tiles:
+    """Enlarges an image to whole tiles, and shrinks it only to fit the largest layout."""
+    rows, columns = _layout_of_scale(picture.size, tiling.tile[0], tiling.max_tiles)
+    whole = picture.at((rows * tiling.tile[0], columns * tiling.tile[1]))
+    return _with_overview(picture, _split(whole, tiling.tile), (rows, columns), tiling)
+
+
 def _layout_of_scale(picture: Size, side: int, most: int) -> Size:
     """The layout that enlarges the image least, or else shrinks it least; in a tie, the smallest."""
     layouts = _layouts_by_ratio(most)
@@ -230,6 +322,70 @@ def _layouts_by_ratio(most: int) -> tuple[Size, ...]:
         for rows in (n for n in range(1, tiles + 1) if tiles % n == 0):
             by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
     return tuple(layout for alike in by_ratio.values() for layout in alike)
+
+
+def _whole_tiles(picture: Picture, tiling: Tiling) -> Tiles:
+    """Each step resizes the result of the one before. With at most one tile, the image is stretched to it."""
+    first = _resized(picture, _at_longest(picture.size, tiling.max_side))
+    if tiling.max_tiles == 1:
+        return _stretch(first, tiling)
+    rows, columns = _layout_around(first.size, tiling.tile[0])
+    whole = _resized(first, (rows * tiling.tile[0], columns * tiling.tile[1]))
+    return _with_overview(whole, _split(whole.pixels, tiling.tile), (rows, columns), tiling)
+
+
+def _resized(picture: Picture, size: Size) -> Picture:
+    return Picture(size, picture.at(size), picture.resizer, picture.resample)
+
+
+def _at_longest(size: Size, longest: int) -> Size:
+    """The size with a longer side of `longest`, enlarged if need be; the shorter side is rounded up to an even number.
+
+    A ratio of floats decides, as in the processor: `longest * height / width` rounds to other numbers.
+    """
+    ratio = size[1] / size[0]
+    shorter = int(longest / ratio) if ratio >= 1 else int(longest * ratio)
+    even = max(shorter + shorter % 2, 1)
+    return (even, longest) if ratio >= 1 else (longest, even)
+
+
+def _layout_around(size: Size, side: int) -> Size:
+    """Rows and columns of the tiles that the picture is enlarged to."""
+    ratio = size[1] / size[0]
+    if ratio >= 1:
+        columns = math.ceil(size[1] / side)
+        return math.ceil(int(columns * side / ratio) / side), columns
+    rows = math.ceil(size[0] / side)
+    return rows, math.ceil(int(rows * side * ratio) / side)
+
+
+def _covering(picture: Picture, tiling: Tiling) -> Tiles:
+    rows, columns = covering_layout(picture.size, tiling.tile[0], tiling.max_tiles)
+    tiles = _split(picture.at((rows * tiling.tile[0], columns * tiling.tile[1])), tiling.tile)
+    return _with_overview(picture, tiles, (rows, columns), tiling)
+
+
+def _covering_parts(picture: Picture, tiling: Tiling) -> Tiles:
+    columns, rows = covering_layout(picture.size, tiling.tile[0], tiling.max_tiles)  # not the other way round here
+    down, across = (parts(length, count) for length, count in zip(picture.size, (rows, columns), strict=True))
+    pieces = [
+        part[:, at - width : at]
+        for part in np.split(picture.pixels, np.cumsum(down)[:-1])
+        for at, width in zip(np.cumsum(across), across, strict=True)
+    ]
+    shown = pieces if len(pieces) == 1 else [picture.pixels, *pieces]
+    tiles = [
+        _fitted(Picture((part.shape[0], part.shape[1]), part, picture.resizer, picture.resample), tiling)
+        for part in shown
+    ]
+    return Tiles(_stacked(tiles), (len(tiles), rows, columns))
+
+
+def _fitted(picture: Picture, tiling: Tiling) -> Pixels:
+    """The picture resized to a longer side of a tile's, the other rounded down, centred in a tile."""
+    side, (height, width) = tiling.tile[0], picture.size
+    size = (side, int(width / height * side)) if height > width else (int(height / width * side), side)
+    return _centred(picture.at((max(size[0], 1), max(size[1], 1))), tiling.tile, tiling.background)
 
 
 def _with_overview(
@@ -308,8 +464,17 @@ def _stacked(tiles: list[Pixels]) -> Pixels:
 _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "stretch": _stretch,
     "square": _square,
+    "center_crop": _center_crop,
     "closest_ratio": _closest_ratio,
+    "two_ratios": _two_ratios,
+    "ratio_and_area": _ratio_and_area,
     "best_fit": _best_fit,
+    "padded_fit": _padded_fit,
     "canvas": _canvas,
+    "whole_tiles": _whole_tiles,
+    "least_scaling": _least_scaling,
+    "corner": _corner,
+    "covering": _covering,
+    "covering_parts": _covering_parts,
     "windows": _windows,
 }

@@ -16,7 +16,7 @@ class Sampling:
     """The rule and its settings; those that the rule does not use are 0."""
 
     rule: str
-    """all, count, middles, rate, rate_to_last, seconds or rate_by_duration."""
+    """all, count, middles, rate, rate_to_last, rate_within, seconds or rate_by_duration."""
     fps: float = 0.0
     """Frames per second to sample."""
     frames: int = 0
@@ -79,6 +79,19 @@ def _rate_to_last(total: int, fps: float, sampling: Sampling, group: int) -> Seq
     return _spaced(total - 1, count, rounded=True)
 
 
+def _rate_within(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    """A second is left out at both ends of a clip that is longer than a product of two settings, as in SmolVLM."""
+    del group
+    duration, most = total / fps, sampling.frames or sampling.max_frames
+    count = max(1, min(round(sampling.fps * duration), most))
+    first, last = 0, total - 1
+    if duration - 2 > most * sampling.fps:
+        first, last = int(fps), min(int(total - fps), total - 1)
+    if first >= last:
+        first, last = 0, total - 1
+    return [int(place) for place in np.linspace(first, last, count)]
+
+
 def _seconds(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
     del group
     duration, last = total / fps, total - 1
@@ -137,6 +150,7 @@ _RULES: dict[str, Callable[[int, float, Sampling, int], Sequence[int]]] = {
     "middles": _middles,
     "rate": _rate,
     "rate_to_last": _rate_to_last,
+    "rate_within": _rate_within,
     "seconds": _seconds,
     "rate_by_duration": _rate_by_duration,
 }

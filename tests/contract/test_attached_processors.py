@@ -16,16 +16,29 @@ from reference import TOLERANCE
 from vitwire.integrations.transformers import attach
 from vlms import TowerEncoder, language_model, owner_of
 
-AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe", "hunyuan_vl")
+AUTO = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe", "video_llama_3", "hunyuan_vl")
 PROCESSORS = {
     **dict.fromkeys(AUTO, ""),
     "internvl": "got_ocr2.GotOcr2",
-    "qianfan_ocr": "got_ocr2.GotOcr2",
+    "llava": "llava.Llava",
+    "llava-siglip": "siglip.Siglip",
+    "llava_next-siglip": "llava_next.LlavaNext",
+    "llava_next_video": "llava_next.LlavaNext",
+    "llava_next": "llava_next.LlavaNext",
     "llava_onevision": "llava_onevision.LlavaOnevision",
+    "aya_vision": "got_ocr2.GotOcr2",
+    "got_ocr2": "got_ocr2.GotOcr2",
+    "janus": "janus.Janus",
+    "paligemma": "siglip.Siglip",
+    "vipllava": "llava.Llava",
     "gemma3": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
+    "ovis2": "ovis2.Ovis2",
+    "qianfan_ocr": "got_ocr2.GotOcr2",
     "diffusion_gemma": "gemma4.Gemma4",
-    "llava": "pixtral.Pixtral",
+    "llava-pixtral": "pixtral.Pixtral",
+    "florence2": "clip.CLIP",
+    "aria": "aria.Aria",
     "mistral3": "pixtral.Pixtral",
     "mistral_large4": "pixtral.Pixtral",
     "lighton_ocr": "pixtral.Pixtral",
@@ -33,6 +46,10 @@ PROCESSORS = {
     "deepseek_vl": "deepseek_vl.DeepseekVL",
     "deepseek_vl_hybrid": "deepseek_vl_hybrid.DeepseekVLHybrid",
     "deepseek_ocr2": "deepseek_ocr2.DeepseekOcr2",
+    "idefics2": "idefics2.Idefics2",
+    "idefics3": "idefics3.Idefics3",
+    "smolvlm": "smolvlm.SmolVLM",
+    "granite_docling": "granite_docling.GraniteDocling",
 }
 """Package and name of the processor; those of other models need torchvision."""
 MERGED = ("mistral3", "mistral_large4", "lighton_ocr")
@@ -50,8 +67,9 @@ def processed(model_type: str, folder: Any) -> dict[str, Any]:
         module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
         factor = {"patch_size": {"height": 28, "width": 28}} if model_type in MERGED else {}
         processor = getattr(module, f"{name}ImageProcessorPil").from_pretrained(folder, **factor)
-    # Only LLaVA-OneVision cuts images in another way where a prompt has several.
-    prompts = [[first], others] if model_type == "llava_onevision" else [first, *others]
+    # LLaVA-OneVision cuts images in another way where a prompt has several; Idefics pads the tiles of prompts.
+    by_prompt = model_type in {"llava_onevision", "idefics2", "idefics3", "smolvlm", "granite_docling"}
+    prompts = [[first], others] if by_prompt else [first, *others]
     return dict(processor(images=prompts, return_tensors="pt"))
 
 

@@ -113,6 +113,18 @@ def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpo
             "high_res_vision_config.num_hidden_layers is 9999, .* weights of 3 layers",
         ),
         ("kimi_k25", edit("config.json", vision_config__num_attention_heads=0), "do not fit the vision tower"),
+        (
+            "videollama3_qwen2",
+            edit("config.json", mm_projector_type="linear"),
+            "mm_projector_type is 'linear', but must",
+        ),
+        (
+            "videollama3_qwen2",
+            write("processor_config.json", '{"video_merge_size": 3}'),
+            "video_merge_size is 3, but must be 2",
+        ),
+        ("video_llama_3", edit("preprocessor_config.json", merge_size=2), "merge_size of images is 2, but must be 1"),
+        ("video_llama_3", edit("video_preprocessor_config.json", merge_size=1), "merge_size of clips is 1, but must"),
     ],
 )
 def test_a_value_that_is_not_served_is_named(

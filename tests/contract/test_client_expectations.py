@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from checkpoints import MODEL_TYPES, Checkpoints
+from checkpoints import ROWS, Checkpoints
 from client_models import client_model
 from vitwire import Item
 from vitwire._expected import Expected
@@ -14,7 +14,7 @@ from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkp
 GRIDS: list[tuple[tuple[int, int, int], Modality]] = [((1, 12, 12), "image"), ((4, 12, 12), "video")]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ROWS)
 def test_rows_and_width_are_those_of_the_tower(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
     device = torch.device("cpu")

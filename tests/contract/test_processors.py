@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from checkpoints import MODEL_TYPES, Checkpoints
+from checkpoints import MODEL_TYPES, Checkpoints, sampled
 from client_models import client_model
 from vitwire._images import image_patches
 from vitwire_server.core.items import Modality
@@ -36,7 +36,7 @@ def processor_of(model_type: str, folder: Path) -> Any:
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
-@pytest.mark.parametrize("model_type", PACKED)
+@pytest.mark.parametrize("model_type", sampled(PACKED))
 def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
     settings = client_model(folder).image_preprocessor
@@ -55,7 +55,7 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
         assert np.abs(frames - floats[:, :, None]).max() < 2 / 255 / min(settings.std), size
 
 
-@pytest.mark.parametrize("model_type", PACKED)
+@pytest.mark.parametrize("model_type", sampled(PACKED))
 def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: str, checkpoints: Checkpoints) -> None:
     """Random sides, shorter than a token, a patch or a pixel per token among them; so are refusals."""
     folder = checkpoints(model_type)
@@ -75,7 +75,7 @@ def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: st
             assert image_patches(image, settings)[1] == stock, (height, width)
 
 
-@pytest.mark.parametrize("model_type", PACKED)
+@pytest.mark.parametrize("model_type", sampled(PACKED))
 def test_clients_get_settings_only_of_what_they_can_prepare(model_type: str, checkpoints: Checkpoints) -> None:
     family, model = FAMILIES[model_type], client_model(checkpoints(model_type))
     assert (model.image_preprocessor is not None) is (family.images is Accepts.PICTURES)

@@ -48,9 +48,16 @@ def stock(model: str) -> Callable[..., Any]:
     return function_object
 
 
+class Metadata(SimpleNamespace):
+    """A clip's, whose fields are its items too."""
+
+    def __getitem__(self, name: str) -> object:
+        return getattr(self, name)
+
+
 def chosen(model: str, total: int, clip_fps: float, *, group: int = 2, **settings: Any) -> list[int]:
     """The distinct frames that the stock function chooses, as its video reader takes them."""
-    metadata = SimpleNamespace(total_num_frames=total, fps=clip_fps, duration=total / clip_fps)
+    metadata = Metadata(total_num_frames=total, fps=clip_fps, duration=total / clip_fps)
     processor = SimpleNamespace(**{"temporal_patch_size": group, "num_frames": None, **settings})
     given = {name: settings[name] for name in ("num_frames", "fps", "initial_shift") if settings.get(name)}
     with warnings.catch_warnings():
@@ -59,7 +66,9 @@ def chosen(model: str, total: int, clip_fps: float, *, group: int = 2, **setting
     return sorted({int(index) for index in indices if index < total})
 
 
-stock_of = {name: stock(name) for name in ("qwen2_vl", "qwen3_vl", "cosmos3_edge", "glm4v", "glm46v", "internvl")}
+stock_of = {
+    name: stock(name) for name in ("qwen2_vl", "qwen3_vl", "cosmos3_edge", "glm4v", "glm46v", "internvl", "smolvlm")
+}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +83,8 @@ stock_of = {name: stock(name) for name in ("qwen2_vl", "qwen3_vl", "cosmos3_edge
         ("glm4v", "seconds", {"fps": 2, "max_duration": 300}),
         ("glm4v", "seconds", {"fps": 0.3, "max_duration": 20}),
         ("glm46v", "rate_by_duration", {}),
+        ("smolvlm", "rate_within", {"fps": 1, "num_frames": 64}),
+        ("smolvlm", "rate_within", {"fps": 0.4, "num_frames": 20}),
         ("internvl", "middles", {"num_frames": 8, "fps": None, "initial_shift": True}),
         ("internvl", "middles", {"num_frames": None, "fps": 1.5, "initial_shift": True}),
     ],
@@ -138,6 +149,10 @@ def test_files_of_checkpoints_set_the_rule() -> None:
     assert counted
     assert counted.frames == 12
     assert read_sampling("kimi_k25", {}) is None
+    assert read_sampling("smolvlm", {}) == read_sampling("smolvlm", {"num_frames": 64})
+    nested = read_sampling("smolvlm", {"video_sampling": {"fps": 2, "max_frames": 16, "video_size": {}}})
+    assert nested
+    assert (nested.fps, nested.max_frames) == (2.0, 16)
     with pytest.raises(ValueError, match="fps must be a number"):
         read_sampling("qwen2_vl", {"fps": "fast"})
 
@@ -148,3 +163,6 @@ def test_clients_see_the_rule(checkpoints: Checkpoints) -> None:
     assert model.video_preprocessor.sampling == Sampling("rate_to_last", fps=2.0, min_frames=4, max_frames=768)
     assert model.image_preprocessor
     assert model.image_preprocessor.sampling is None
+    smol = client_model(checkpoints("smolvlm"))
+    assert smol.video_preprocessor
+    assert smol.video_preprocessor.sampling == Sampling("rate_within", fps=1.0, max_frames=64)

@@ -1,5 +1,7 @@
 """Checkpoints of tiles and of raster patches that are broken, or of a kind that is not served: one sentence each."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from broken import Break, edit, load, write
 from checkpoints import Checkpoints
+from client_models import client_model
 from raster_reference import RASTER
 from reference import TOLERANCE, error
 from rigs import Rig
@@ -47,7 +50,56 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("llama4", edit(CONFIG, vision_config__pixel_shuffle_ratio=0.0), "pixel_shuffle_ratio is 0.0, but must be 1"),
         ("internvl", edit(CONFIG, downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
         ("internvl", edit(CONFIG, vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
-        ("llava", edit(CONFIG, vision_feature_select_strategy="default"), "strategy is 'default', but must be 'full'"),
+        (
+            "ovis2",
+            edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
+            "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
+        ),
+        (
+            "aria",
+            edit(PROCESSOR, max_image_size=980),
+            "max_image_size is 980, but must be vision_config.image_size, 490",
+        ),
+        ("florence2", edit(CONFIG, vision_config={"model_type": "davit"}), "depths"),
+        (
+            "florence2",
+            edit(CONFIG, vision_config={"model_type": "davit", "image_feature_source": ["last_frame"]}),
+            "image_feature_source is \\['last_frame'\\], but must be",
+        ),
+        ("florence2", edit(PROCESSOR, size={"height": 288, "width": 288}), "9 rows of patches are more than"),
+        ("florence2", edit(PROCESSOR, do_center_crop=True), "do_center_crop is not served"),
+        ("aria", edit(PROCESSOR, split_image=True), "split_image"),
+        ("aria", edit(CONFIG, projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
+        (
+            "ovis",
+            edit(CONFIG, visual_tokenizer_config__backbone_config__model_type="siglip_vision_model"),
+            "backbone_config.model_type is 'siglip_vision_model', but must be 'aimv2'",
+        ),
+        ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
+        (
+            "llava-pixtral",
+            edit(CONFIG, vision_feature_select_strategy="default"),
+            "strategy is 'default', but must be 'full'",
+        ),
+        (
+            "mllama",
+            edit(PROCESSOR, max_image_tiles=2),
+            "max_image_tiles is 2, but must be vision_config.max_num_tiles, 4",
+        ),
+        (
+            "mllama",
+            edit(
+                CONFIG,
+                vision_config__supported_aspect_ratios=[[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [5, 1]],
+            ),
+            "more than 4 tiles",
+        ),
+        ("phi4_multimodal", edit(CONFIG, vision_config__crop_size=224), "image_size is 112, but must be crop_size"),
+        (
+            "phi4mm",
+            edit(CONFIG, embd_layer__image_embd_layer__hd_transform_order="glb_sub"),
+            "embd_layer.image_embd_layer.hd_transform_order is 'glb_sub', but must be 'sub_glb'",
+        ),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
         ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
         (
@@ -57,10 +109,46 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("deepseek_ocr2", edit(PROCESSOR, tile_size=80), "does not become 144 tokens"),
         ("deepseek_ocr2", edit(PROCESSOR, crop_to_patches=False), "crop_to_patches"),
-        ("llava", edit(CONFIG, vision_config={"model_type": "clip_vision_model"}), "only Pixtral's is served"),
+        (
+            "llava",
+            edit(CONFIG, vision_config={"model_type": "dinov2"}),
+            "model_type is 'dinov2', but must be 'clip_vis",
+        ),
+        ("mistral3", edit(CONFIG, vision_config=CLIP), "'clip_vision_model', but must be 'pixtral'"),
+        ("llava", edit(CONFIG, vision_feature_layer=-5), "vision_feature_layer -5 is not served, as the tower has 3"),
+        ("llava_next", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size must be image_size, 56"),
+        ("llava", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size 28 .* does not make tiles of 56"),
+        ("llava", edit(PROCESSOR, do_center_crop=False), "does not make tiles of 56 x 56"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
+        ("idefics2", edit(CONFIG, perceiver_config__resampler_n_latents=5), "do not fit the vision connector"),
+        ("granite_docling", edit(PROCESSOR, fine_route=True), "fine_route is true, but only the coarse path is served"),
+        ("granite_docling", edit(PROCESSOR, size=56), "size is 56, but must be the tower's image_size, 112"),
+        (
+            "idefics3",
+            edit(PROCESSOR, max_image_size={"longest_edge": 70}),
+            "max_image_size is 70, but must be the tower's",
+        ),
+        ("idefics3", edit(PROCESSOR, size={"height": 56, "width": 56}), "size.longest_edge is None, but must be"),
+        ("smolvlm", edit(PROCESSOR, size={"longest_edge": 5000}), "size.longest_edge is 5000, but must be"),
         ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("lfm2_vl", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
+        ("minicpmv", edit(CONFIG, version=2.5), r"version is 2\.5, but must be one of 2\.6, 4\.0, 4\.5"),
+        ("minicpmv", edit(CONFIG, version=None), "version is None, but must be one of"),
+        ("minicpmv", edit(CONFIG, query_num=0), "query_num is 0, but must be positive"),
+        ("minicpmv", edit(CONFIG, query_num=64), "do not fit the vision resampler"),
+        ("minicpmv", edit(CONFIG, drop_vision_last_layer=True), "unexpected keys"),
+        ("deepseek_vl_v2", edit(CONFIG, vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
+        ("deepseek_vl_v2", edit(CONFIG, projector_config__projector_type="linear"), "projector_type is 'linear'"),
+        (
+            "deepseek_vl_v2",
+            edit("processor_config.json", candidate_resolutions=[[76, 80]]),
+            r"candidate_resolutions \[76, 80\] are not multiples of 76",
+        ),
+        ("eagle_2_5_vl", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
+        ("eagle_2_5_vl", edit(CONFIG, vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
+        ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "pad_during_tiling is not served"),
+        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -108,3 +196,84 @@ def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpo
     assert len(expected) == len(whole) - grid.t
     (rows,) = rig.run(rig.items([grid]))
     assert error(rows, expected) <= TOLERANCE
+
+
+def test_clients_get_no_settings_of_a_processor_that_pads_images_before_it_resizes_them(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("llava"), tmp_path / "copy"))
+    assert client_model(folder).image_preprocessor
+    edit(PROCESSOR, do_pad=True)(folder)
+    assert client_model(folder).image_preprocessor is None
+
+
+def test_published_files_of_vipllava_call_the_layers_by_another_name(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("vipllava"), tmp_path / "copy"))
+    settings = json.loads((folder / CONFIG).read_text())
+    settings["vision_feature_layers"] = settings.pop("vision_feature_layer")
+    (folder / CONFIG).write_text(json.dumps(settings))
+    grid = Grid(1, 1, 1)
+    rows, expected = (
+        rig.run(rig.items([grid]))[0]
+        for rig in (
+            Rig.of(own, torch.float32, torch.device("cpu"), sizes=()) for own in (folder, checkpoints("vipllava"))
+        )
+    )
+    assert error(rows, expected) == 0
+
+
+def test_rows_depend_on_the_layout_where_the_tower_knows_it(checkpoints: Checkpoints) -> None:
+    rig = Rig.of(checkpoints("mllama"), torch.float32, torch.device("cpu"), sizes=())
+    pixels = rig.pixels(Grid(2, 1, 2), 0)
+    beside, above, blank = rig.run(
+        [rig.item(grid, pixels) for grid in (Grid(2, 1, 2), Grid(2, 2, 1))]
+        + [rig.item(Grid(4, 1, 2), torch.cat([pixels, torch.ones_like(pixels)]))]
+    )
+    assert error(beside, above) > 10 * TOLERANCE
+    assert error(beside, blank[: len(beside)]) <= TOLERANCE
+    assert len(blank) == 2 * len(beside)
+
+
+_FLORENCE = {
+    r"^model\.multi_modal_projector\.image_position_embed\.": "image_pos_embed.",
+    r"^model\.multi_modal_projector\.image_projection\.weight$": "image_projection",
+    r"^model\.(multi_modal_projector\.)?": "",
+    r"^(vision_tower\.convs\.\d+)\.conv\.": r"\1.proj.",
+    r"(_block\.conv[12])\.": r"\1.fn.dw.",
+    r"_block\.ffn\.": "_block.ffn.fn.net.",
+    r"_attn\.": "_attn.fn.",
+    r"spatial_block\.norm1\.": "spatial_block.window_attn.norm.",
+    r"channel_block\.norm1\.": "channel_block.channel_attn.norm.",
+    r"_block\.norm2\.": "_block.ffn.norm.",
+}
+"""From transformers' names to those of microsoft/Florence-2-base and -large."""
+
+
+def test_florence_in_the_layout_of_its_authors(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoints("florence2")
+    weights = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        for name, tensor in load_file(shard).items():
+            for pattern, replacement in _FLORENCE.items():
+                name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
+            weights[name] = tensor.T.contiguous() if name == "image_projection" else tensor
+    save_file(weights, tmp_path / "model.safetensors")
+    shutil.copy(source / PROCESSOR, tmp_path)
+    settings = json.loads((source / CONFIG).read_text())
+    vision = settings["vision_config"]
+    vision |= {
+        "dim_embed": vision.pop("embed_dim"),
+        "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
+        "image_pos_embed": {"max_pos_embeddings": vision.pop("max_position_embeddings"), "type": "learned_abs_2d"},
+        "model_type": "davit",
+        "visual_temporal_embedding": {
+            "max_temporal_embeddings": vision.pop("max_temporal_embeddings"),
+            "type": "COSINE",
+        },
+    }
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    assert "vision_tower.blocks.2.1.channel_block.ffn.fn.net.fc1.weight" in weights
+    own, theirs = (Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()) for folder in (tmp_path, source))
+    assert load(tmp_path).fingerprint == load(source).fingerprint
+    (mine,), (other,) = (rig.run(rig.items([Grid(1, 1, 1)])) for rig in (own, theirs))
+    assert error(mine, other) <= TOLERANCE

@@ -11,6 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.image_utils import load_image
+from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -19,13 +21,23 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from checkpoints import Checkpoints
+from checkpoints import Checkpoints, sampled
 from client_models import client_model
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
 
@@ -52,6 +64,24 @@ def tiles(processor: Any, crops: str | None = None, first: bool = False, **optio
     return run
 
 
+def msac(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    settings = json.loads((folder / "config.json").read_text())
+    tiles = h2ovl_tiles(image, settings["force_image_size"], settings["max_dynamic_patch"]) / 255
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    return ((tiles - mean) / std).transpose(0, 3, 1, 2), None
+
+
+def deepseek_vl2(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    sides = json.loads((folder / "processor_config.json").read_text())["candidate_resolutions"]
+    return (deepseek_vl2_tiles(image, sides, 127).transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
+
+
+def eagle(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    tiles = eagle_tiles(image, settings["size"]["height"], settings["max_dynamic_tiles"])
+    return (tiles.transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
+
+
 def pixtral(factor: int) -> Stock:
     """Its image cut into patches, row by row."""
 
@@ -63,6 +93,11 @@ def pixtral(factor: int) -> Stock:
         return patches.reshape(-1, channels * 14 * 14), None
 
     return run
+
+
+def mllama(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    stock = MllamaImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
+    return stock["pixel_values"][0, 0, : stock["num_tiles"][0][0]], None
 
 
 def siglip2(folder: Path, image: Image.Image) -> tuple[Array, None]:
@@ -80,13 +115,35 @@ STOCK: dict[str, Stock] = {
     "internvl": tiles(GotOcr2ImageProcessorPil),
     "qianfan_ocr": tiles(GotOcr2ImageProcessorPil),
     "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
+    "NVLM_D": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
+    "h2ovl_chat": msac,
+    "llava": tiles(LlavaImageProcessorPil),
+    "llava-siglip": tiles(SiglipImageProcessorPil),
+    "llava_next-siglip": tiles(LlavaNextImageProcessorPil, first=True),
+    "llava_next_video": tiles(LlavaNextImageProcessorPil, first=True),
+    "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
+    "deepseek_vl_v2": deepseek_vl2,
+    "eagle_2_5_vl": eagle,
+    "skywork_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
+    "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
+    "got_ocr2": tiles(GotOcr2ImageProcessorPil),
+    "janus": tiles(JanusImageProcessorPil),
+    "paligemma": tiles(SiglipImageProcessorPil),
+    "vipllava": tiles(CLIPImageProcessorPil),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     "unlimited_ocr": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
-    "llava": pixtral(14),
+    "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
+    "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
+    "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
+    "aria": tiles(AriaImageProcessorPil),
+    "mllama": mllama,
+    "florence2": tiles(CLIPImageProcessorPil),
+    "ovis2": tiles(Ovis2ImageProcessorPil),
+    "llava-pixtral": pixtral(14),
     "mistral3": pixtral(28),
     "mistral_large4": pixtral(28),
     "lighton_ocr": pixtral(28),
@@ -98,10 +155,11 @@ STOCK: dict[str, Stock] = {
 }
 """Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
 
-Those of llama4 and step3p7 need torchvision: tests/unit/test_tiles.py works their rules out by hand."""
+Those of llama4, cohere2_vision and step3p7 need torchvision too: see tests/unit/test_tiles.py.
+"""
 
 
-@pytest.mark.parametrize("model_type", STOCK)
+@pytest.mark.parametrize("model_type", sampled(STOCK))
 def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
     model = client_model(folder)
@@ -124,7 +182,7 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
                 assert np.abs(normalised(own, settings, mean, std) - theirs).max() < 2 / 255 / min(std), size
 
 
-UNCONVERTED = ("siglip2", "deepseek_vl", "deepseek_vl_hybrid")
+UNCONVERTED = ("siglip2", "janus", "deepseek_vl", "deepseek_vl_hybrid")
 """Their processors convert nothing to RGB unless their files say so."""
 
 

@@ -23,15 +23,22 @@ from vitwire import AsyncClient, Client, Embedding, InvalidItem, Item
 References = Callable[..., Reference | TileReference | RasterReference]
 OTHERS = (
     "llava_onevision",
+    "llava_next",
+    "llava",
+    "got_ocr2",
     "qwen2_vl",
     "glm4v",
     "paddleocr_vl",
+    "video_llama_3",
     "internvl",
     "gemma3",
     "gemma4",
     "deepseek_vl",
     "deepseek_vl_hybrid",
     "deepseek_ocr2",
+    "ovis2",
+    "aria",
+    "florence2",
     "mistral3",
     "siglip2",
 )

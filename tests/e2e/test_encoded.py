@@ -187,7 +187,9 @@ def test_decoders_do_not_load_torch_and_end_with_the_server(checkpoints: Checkpo
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "llava_onevision", "deepseek_vl_hybrid", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma4", "internvl", "smolvlm", "llava_onevision", "deepseek_vl_hybrid", "qwen2_5_vl"]
+)
 def test_every_layout(checkpoints: Checkpoints, model_type: str, shape: str) -> None:
     photo = photograph(230, 310)
     files = [

@@ -17,7 +17,11 @@ EVERYDAY = ("qwen3_vl", "llava_onevision")
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix) for name in LAYOUTS],
+    params=[
+        name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix)
+        for name, layout in LAYOUTS.items()
+        if not layout.replaces
+    ],
 )
 def served(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[tuple[Any, ServerProcess]]:
     """A local VLM in float32, and a server of the same checkpoint."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rigs import Rig, Yardstick, rows_of
+from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.towers.layouts.packed import PackedFamily
@@ -23,7 +24,7 @@ LOSS = 1.1
 
 def grids_of(rig: Rig) -> list[Grid]:
     geometry = rig.tower.geometry
-    if not isinstance(geometry, TileGeometry):
+    if not isinstance(geometry, TileGeometry) or isinstance(geometry, MarginGeometry):
         m = geometry.merge
         return [Grid(1, h * m, w * m) for h, w in ((2, 3), (5, 4), (1, 7), (6, 6))]
     return [grid for grid in TILED if not list(geometry.wrong(grid, rig.modality(grid)))]

@@ -1,7 +1,8 @@
 """The models that tests run over, and the fixture that writes their checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -24,18 +25,29 @@ EVERYDAY = (
     "minicpmv4_6",
     "nemotron_h_omni",
     "ernie4_5_vl_moe",
+    "video_llama_3",
     "internvl_chat",
-    "llava_onevision",
+    "llava_next",
     "gemma3",
     "gemma4",
     "deepseek_vl_hybrid",
     "deepseek_ocr2",
     "llama4",
+    "mllama",
     "step3p7",
     "mistral3",
+    "minicpmv",
     "siglip2",
+    "clip",
 )
 """A row for each mechanism; the others are computed in the matrix tier."""
-ROWS = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix) for name in MODEL_TYPES]
+
+
+def sampled(names: Iterable[str]) -> list[Any]:
+    """Values of `parametrize`: rows of the table, of which the everyday suite runs one for each mechanism."""
+    return [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix) for name in names]
+
+
+ROWS = sampled(MODEL_TYPES)
 Checkpoints = Callable[[str], Path]
 """From a model_type to the directory of its tiny checkpoint."""

@@ -9,13 +9,14 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.items import DType
 from vitwire_server.core.models import Limits, ModelCard
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.rpc.responses import model_message
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 
-def client_model(folder: Path) -> Model:
+def client_model(folder: Path, pooling: Pooling = Pooling.NONE) -> Model:
     """The client's description of a checkpoint."""
-    checkpoint = open_checkpoint(str(folder))
+    checkpoint = open_checkpoint(str(folder)).pooled(pooling)
     tower = load_tower(
         checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards
     ).tower
@@ -33,6 +34,8 @@ def client_model(folder: Path) -> Model:
         attention="sdpa",
         device="cpu",
         version="0",
+        pooling=checkpoint.pooling,
+        poolings=checkpoint.poolings,
     )
     return Model.from_message(model_message(card))
 

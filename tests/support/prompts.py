@@ -19,7 +19,7 @@ _SQUARE = ("kimi_k25", "paddleocr_vl")
 """Their processors emit patches as `(C, p, p)`."""
 _STRIPS = ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")
 """Their processors emit the patches of all images as one strip."""
-_SINGLE = (*_SQUARE, "ernie4_5_vl_moe")
+_SINGLE = (*_SQUARE, "ernie4_5_vl_moe", "video_llama_3")
 """Their patches are of one frame."""
 
 
@@ -53,7 +53,10 @@ def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
         rows = rows.view(len(rows), 3, vision.patch_size, vision.patch_size)
     suffix = "_videos" if modality == "video" else ""
     arguments = {f"pixel_values{suffix}": rows, f"{modality}_grid_thw": torch.tensor(grids)}
+    if modality == "image":
+        arguments["image_merge_sizes"] = torch.ones(len(grids), dtype=torch.int64)  # of VideoLLaMA 3
     if modality == "video":
+        arguments["video_merge_sizes"] = torch.full((len(grids),), 2)  # of VideoLLaMA 3
         arguments["video_second_per_grid"] = torch.tensor([1.0])  # of omni models
     return Pictures(arguments, modality)
 
@@ -86,6 +89,17 @@ def _positioned(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
     return Pictures(arguments, "video")
 
 
+def _naflex(config: Any) -> Pictures:
+    """Rows of patches `(images, patches, C*p*p)`, padded, with the shapes of the images."""
+    sizes = [(h, w) for _, h, w in _IMAGES]
+    pixels = torch.zeros(len(sizes), max(h * w for h, w in sizes) + 5, 3 * config.vision_config.patch_size**2)
+    mask = torch.zeros(pixels.shape[:2], dtype=torch.int32)
+    for number, (h, w) in enumerate(sizes):
+        pixels[number, : h * w] = _random(h * w, pixels.shape[-1])
+        mask[number, : h * w] = 1
+    return Pictures({"pixel_values": pixels, "spatial_shapes": torch.tensor(sizes), "pixel_attention_mask": mask})
+
+
 def _sized(config: Any) -> Pictures:
     patches = _patches(config, _IMAGES, "image").arguments
     return Pictures({"pixel_values": patches["pixel_values"], "image_grid_hw": patches["image_grid_thw"][:, 1:]})
@@ -105,6 +119,14 @@ def _side(config: Any) -> int:
 
 def _tiles(config: Any) -> Pictures:
     return Pictures({"pixel_values": _random(3, 3, _side(config), _side(config))})
+
+
+def _margins(config: Any) -> Pictures:
+    side = _side(config)
+    masks = torch.zeros(3, side, side, dtype=torch.bool)
+    for mask, (height, width) in zip(masks, ((side, side), (side, 61), (44, side)), strict=True):
+        mask[:height, :width] = True
+    return Pictures({**_tiles(config).arguments, "pixel_mask": masks})
 
 
 def _pairs(config: Any) -> Pictures:
@@ -138,12 +160,42 @@ def _cut_images(config: Any) -> Pictures:
     )
 
 
+def _tiles_of_prompts(config: Any) -> Pictures:
+    """As many tiles of each of three prompts: zeros would be padding."""
+    return Pictures({"pixel_values": _random(3, 2, 3, _side(config), _side(config))})
+
+
+def _images_of_prompts(config: Any) -> Pictures:
+    """Two images of each of three prompts, padded; of each, the mask says how much is no padding."""
+    sizes = [(60, 84), (84, 57), (70, 70), (56, 84), (84, 84), (83, 56)]
+    pixels, mask = torch.zeros(6, 3, 84, 84), torch.zeros(6, 84, 84, dtype=torch.int64)
+    for number, (height, width) in enumerate(sizes):
+        pixels[number, :, :height, :width] = _random(3, height, width)
+        mask[number, :height, :width] = 1
+    return Pictures({"pixel_values": pixels.unflatten(0, (3, 2)), "pixel_attention_mask": mask.unflatten(0, (3, 2))})
+
+
+def _marked_tiles(config: Any) -> Pictures:
+    """Tiles of three prompts, and which of them are not padding."""
+    pixels = _random(3, 5, 3, _side(config), _side(config))
+    return Pictures({"pixel_values": pixels, "pixel_attention_mask": torch.arange(5) < torch.tensor([[3], [1], [5]])})
+
+
 def _frames(config: Any) -> Pictures:
     return Pictures({"pixel_values_videos": _random(1, 3, 3, _side(config), _side(config))}, "video")
 
 
+def _always_cut_images(config: Any) -> Pictures:
+    """Three images, cut in 3, 3 and 5 tiles, the whole image among them, padded to 5."""
+    side = _side(config)
+    pixels = _random(3, 5, 3, side, side)
+    pixels[:2, 3:] = 0
+    sizes = [[side, 2 * side], [2 * side - 6, side], [2 * side, 2 * side - 9]]
+    return Pictures({"pixel_values": pixels, "image_sizes": torch.tensor(sizes)})
+
+
 _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
-    "llava": _padded_images,
+    "llava": lambda config: (_padded_images if config.vision_config.model_type == "pixtral" else _tiles)(config),
     "mistral3": _padded_images,
     "mistral_large4": _padded_images,
     "nemotron_h_omni": _sized,
@@ -152,9 +204,18 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "gemma4": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "diffusion_gemma": lambda config: _positioned(config, [(1, 6, 9), (1, 3, 6), (1, 6, 3)], "image"),
     "internvl": _tiles,
+    "paligemma": _tiles,
+    "vipllava": _tiles,
     "qianfan_ocr": _tiles,
+    "got_ocr2": _tiles,
+    "janus": _tiles,
+    "aya_vision": _tiles,
+    "cohere2_vision": _tiles,
     "gemma3": _tiles,
     "llama4": _tiles,
+    "ovis2": _tiles,
+    "florence2": lambda _: Pictures({"pixel_values": _random(3, 3, 96, 96)}),
+    "aria": _margins,
     "deepseek_vl": _tiles,
     "deepseek_vl_hybrid": _pairs,
     "deepseek_ocr2": lambda _: _views(128, 96),
@@ -162,12 +223,20 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
         {**_views(128, 96).arguments, "num_local_patches": [2, 0, 3], "patches_grid": [[2, 1], [1, 1], [1, 3]]}
     ),
     "step3p7": lambda _: _views(168, 112),
+    "llava_next": _always_cut_images,
+    "llava_next_video": _always_cut_images,
     "llava_onevision": _cut_images,
+    "lfm2_vl": _naflex,
+    "granite_docling": _marked_tiles,
+    "idefics2": _images_of_prompts,
+    "idefics3": _tiles_of_prompts,
+    "smolvlm": _tiles_of_prompts,
 }
 _VIDEO: Mapping[str, Callable[[Any], Pictures]] = {
     **dict.fromkeys(_STRIPS, lambda config: _strip(config, [(8, 8), (8, 8)], "video")),
     "gemma4": lambda config: _positioned(config, [(2, 3, 6)], "video"),
     "llava_onevision": _frames,
+    "llava_next_video": _frames,
 }
 
 

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from reference import Array
+from vitwire_server.core.pooling import Pooling
 
 
 class RasterReference:
@@ -21,7 +22,7 @@ class RasterReference:
         model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
         self.model = model.eval().to(device)
         self.dtype = dtype
-        self.patch: int = model.config.vision_config.patch_size
+        self.patch: int = getattr(model.config.vision_config, "patch_size", 0)
 
     def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
         """Embeddings of items whose patches lie one after the other, each alone."""
@@ -71,10 +72,42 @@ class Siglip2(RasterReference):
     """Asked for rows of patches with their shape; its rows before pooling."""
 
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        return self._features(frames, height, width).last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def pooled(self, pooling: Pooling, pixels: Tensor, grid: tuple[int, int, int]) -> Array:
+        """One row for each frame."""
+        frames = pixels.to(self.model.device, self.dtype).unflatten(0, (grid[0], -1))
+        features = self._features(frames, grid[1], grid[2])
+        own = features.pooler_output if pooling is Pooling.ATTENTION else features.last_hidden_state.mean(1)
+        return own.float().cpu().numpy()  # type: ignore[no-any-return]
+
+    def _features(self, frames: Tensor, height: int, width: int) -> Any:
         mask = torch.ones(frames.shape[:2], dtype=torch.int32, device=frames.device)
         shapes = torch.tensor([[height, width]] * len(frames))
-        features = self.model.get_image_features(frames, mask, shapes)
-        return features.last_hidden_state.flatten(0, 1)  # type: ignore[no-any-return]
+        return self.model.get_image_features(frames, mask, shapes)
+
+
+class Lfm2Vl(RasterReference):
+    """Asked for rows of patches with their shape; what it hands its LLM."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        mask = torch.ones(frames.shape[:2], dtype=torch.int32, device=frames.device)
+        shapes = torch.tensor([[height, width]] * len(frames))
+        features = self.model.model.get_image_features(frames, spatial_shapes=shapes, pixel_attention_mask=mask)
+        return torch.cat(list(features.pooler_output))
+
+
+class Idefics2(RasterReference):
+    """Asked for images put together of the patches, of one prompt."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        side = self.patch
+        image = frames.view(1, height, width, 3, side, side).permute(0, 3, 1, 4, 2, 5)
+        pixels = image.reshape(1, 1, 3, height * side, width * side)
+        rows = self.model.model.get_image_features(pixels).pooler_output
+        joined: Tensor = rows if isinstance(rows, Tensor) else torch.cat(rows)  # before 5.23, all prompts in one
+        return joined.flatten(0, -2)
 
 
 class MiniCpm(RasterReference):
@@ -97,6 +130,19 @@ class Nemotron(RasterReference):
         return torch.cat(features.pooler_output)
 
 
+class Pix2Struct(RasterReference):
+    """Asked for rows of patches behind their row and column, which are counted from 1; 9 rows of zeros are padding."""
+
+    def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
+        down, across = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        places = 1 + torch.stack([down.flatten(), across.flatten()], dim=-1).to(frames)
+        flattened = torch.cat([places[None], frames], dim=-1)
+        mask = torch.ones(1, height * width + 9, device=frames.device)
+        mask[:, height * width :] = 0
+        padded = torch.nn.functional.pad(flattened, (0, 0, 0, 9))
+        return self.model.encoder(padded, mask).last_hidden_state[0, : height * width]  # type: ignore[no-any-return]
+
+
 class Hunyuan(RasterReference):
     """Asked for rows of patches with their grid; without the rows that its merger adds."""
 
@@ -108,11 +154,12 @@ class Hunyuan(RasterReference):
 
 RASTER = {
     "hunyuan_vl": Hunyuan,
+    "pix2struct": Pix2Struct,
     "nemotron_h_omni": Nemotron,
     "minicpmv4_6": MiniCpm,
     "minicpmv4_7": MiniCpm,
     "minicpm_ocr": MiniCpm,
-    "llava": Pixtral,
+    "llava-pixtral": Pixtral,
     "mistral3": Pixtral,
     "mistral_large4": Pixtral,
     "lighton_ocr": Pixtral,
@@ -120,4 +167,6 @@ RASTER = {
     "diffusion_gemma": Gemma4,
     "embedding_gemma2": Gemma4,
     "siglip2": Siglip2,
+    "lfm2_vl": Lfm2Vl,
+    "idefics2": Idefics2,
 }

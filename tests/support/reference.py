@@ -62,6 +62,14 @@ class Reference:
         return pixels
 
 
+class VideoLlama3(Reference):
+    """Asked with the merge sizes that its processors give: 1 for images, 2 for clips."""
+
+    def rows(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        merge = torch.ones(1, dtype=torch.int64) if grid[0, 0] == 1 else torch.full((1,), 2)
+        return torch.cat(list(self.core.get_image_features(pixels, grid, merge).pooler_output))
+
+
 class SquarePatches(Reference):
     """A model whose processor emits `(patches, C, p, p)`."""
 

@@ -1,23 +1,40 @@
 """Which reference a row of the table is compared with."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from raster_reference import RASTER, RasterReference
-from reference import Kimi, KimiVL, Reference, SquarePatches
+from assembled_reference import ASSEMBLED
+from ovis_reference import OriginalOvis
+from plain_reference import PLAIN, PlainReference
+from published_reference import PUBLISHED
+from raster_reference import RASTER
+from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
 from tile_reference import TileReference
+from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
-_OWN: dict[str, type[Reference]] = {"kimi_k25": Kimi, "kimi_vl": KimiVL, "paddleocr_vl": SquarePatches}
+_OWN: Mapping[str, Callable[..., Any]] = {
+    "kimi_k25": Kimi,
+    "kimi_vl": KimiVL,
+    "ovis": OriginalOvis,
+    "paddleocr_vl": SquarePatches,
+    "video_llama_3": VideoLlama3,
+    "videollama3_qwen2": OriginalVideoLlama3,
+    **dict.fromkeys(PLAIN, PlainReference),
+    **ASSEMBLED,
+    **PUBLISHED,
+    **RASTER,
+}
 """Models that are asked in another way than others of their layout."""
 
 
-def reference_of(
-    model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Reference | TileReference | RasterReference:
-    """Plain transformers for a checkpoint of this type."""
-    if model_type in RASTER:
-        return RASTER[model_type](checkpoint, dtype, device)
+def reference_of(model_type: str, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """Plain transformers for a checkpoint of this type, or what its authors published.
+
+    It has `item(grid, pixels, crops)`, the rows of one item alone; that of packed patches has `encode` too.
+    """
     usual = TileReference if FAMILIES[model_type].layout == "tiles" else Reference
     return _OWN.get(model_type, usual)(checkpoint, dtype, device)

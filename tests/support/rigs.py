@@ -15,10 +15,12 @@ from torch import Tensor
 
 from reference import Array, norm_error
 from vitwire_server.core.budgets import Budget, Ladder, with_shorter
+from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.core.plans import Fallback
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
@@ -65,12 +67,13 @@ class Rig:
         wrap: Wrap = lambda recorder: recorder,
         adapter: Adapter | None = None,
         attention: Selection | None = None,
+        pooling: Pooling = Pooling.NONE,
     ) -> "Rig":
         """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder.
 
         With `attention`, budgets are captured for short segments as well where it attends to them in another way.
         """
-        checkpoint = open_checkpoint(str(folder))
+        checkpoint = open_checkpoint(str(folder)).pooled(pooling)
         tower = load_tower(
             checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
         ).tower
@@ -155,13 +158,16 @@ class Rig:
 def draw_grids(rig: Rig, seed: int, count: int) -> list[Grid]:
     """Images and clips that the tower takes, the smallest and one larger than every budget included."""
     rng = np.random.default_rng(seed)
-    if isinstance(rig.tower.geometry, TileGeometry):
+    geometry = rig.tower.geometry
+    if isinstance(geometry, TileGeometry) and not isinstance(geometry, MarginGeometry):
         drawn = [Grid(*_TILED[i]) for i in rng.permutation(len(_TILED))]
     else:
         sides = rng.integers(1, 12, size=(3 * count, 2)) * 2
         frames = rng.choice([1, 1, 2, 3, 4, 5], size=3 * count)
         drawn = [Grid(int(t), int(h), int(w)) for t, (h, w) in zip(frames, sides, strict=True)]
         drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn, Grid(1, 8, 12)]
+    if isinstance(geometry, MarginGeometry):  # odd sides too: patches of background are averaged with others
+        drawn = [Grid(t, h - number % 2, w - number // 2 % 2) for number, (t, h, w) in enumerate(drawn)]
     taken = [grid for grid in drawn if takes(rig, grid)]
     return taken[:count]
 

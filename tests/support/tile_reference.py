@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from inspect import signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ class TileReference:
         settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
         self._features: Callable[[Tensor, Tensor | None], Tensor]
-        if settings["model_type"] == "internvl_chat":
-            self._features = OriginalInternVL(checkpoint, settings, dtype, device)
+        if settings["model_type"] in _WRITTEN_DOWN:
+            self._features = _WRITTEN_DOWN[settings["model_type"]](checkpoint, settings, dtype, device)
         else:
             model_type = _SAME.get(settings["model_type"], settings["model_type"])
             config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
@@ -56,6 +57,11 @@ def _cropped(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return rows  # type: ignore[no-any-return]
 
 
+def _listed(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    assert crops is None
+    return torch.cat(model.model.get_image_features(pixel_values=pixels).pooler_output)
+
+
 def _unbroken(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """As its `get_image_features` does before it puts a line break behind each line."""
     inner = model.model
@@ -81,6 +87,34 @@ def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.cat(given)
 
 
+def rows_of_tiles(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Of LLaVA-NeXT, as `_onevision`; each tile stands for an image that is cut in the fewest."""
+    del crops
+    inner, given = model.model, []
+    inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
+    try:
+        smallest = min(model.config.image_grid_pinpoints, key=prod)
+        count = 1 + prod(smallest) // model.config.vision_config.image_size**2
+        inner.get_image_features(pixels.repeat_interleave(count, dim=0), torch.tensor([smallest] * len(pixels)))
+    finally:
+        del inner.pack_image_features
+    return torch.stack(given)[:, 0]
+
+
+def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt. 5.17 gives rows of each tile, 5.23 those of each prompt."""
+    assert crops is None
+    return torch.cat(list(model.model.get_image_features(pixel_values=pixels[None]).pooler_output))
+
+
+def _deepstacked(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """Asked for the tiles of one prompt, whose rows come for several layers."""
+    assert crops is None
+    mask = torch.ones(1, len(pixels), dtype=torch.bool, device=pixels.device)
+    output = model.model.get_image_features(pixels[None], mask)
+    return torch.cat([own for (own,) in (output.pooler_output, *output.deepstack_features)], dim=-1)
+
+
 def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     del crops
     # 5.17 asks for a strategy, which this tower has only one of.
@@ -90,9 +124,14 @@ def _llama4(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 
 
 _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
+    "llava": _listed,
+    "llava_next": rows_of_tiles,
     "llava_onevision": _onevision,
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,
+    "granite_docling": _deepstacked,
+    "idefics3": _nested,
+    "smolvlm": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
     "unlimited_ocr": _unbroken,
@@ -104,7 +143,12 @@ _SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
 
 
 class OriginalInternVL:
-    """The vision side of OpenGVLab's model, written down from its description, on its own weight names."""
+    """The vision side of OpenGVLab's model, written down from its description, on its own weight names.
+
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py) and of Skywork-R1V
+    (huggingface.co/Skywork/Skywork-R1V-38B, modeling_skywork_chat.py).
+    """
 
     def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
         self._config = settings["vision_config"]
@@ -117,10 +161,13 @@ class OriginalInternVL:
 
     def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
         assert crops is None
+        return self._projected(self._layers(pixels)[:, 1:])
+
+    def _layers(self, pixels: Tensor) -> Tensor:
         states = self._embedded(pixels)
         for layer in range(self._config["num_hidden_layers"]):
             states = self._layer(states, f"vision_model.encoder.layers.{layer}.")
-        return self._projected(states[:, 1:])
+        return states
 
     def _embedded(self, pixels: Tensor) -> Tensor:
         prefix = "vision_model.embeddings."
@@ -176,3 +223,12 @@ class OriginalInternVL:
 
     def _linear(self, states: Tensor, prefix: str) -> Tensor:
         return functional.linear(states, self._weights[f"{prefix}weight"], self._weights.get(f"{prefix}bias"))
+
+
+_WRITTEN_DOWN: dict[str, Callable[..., Callable[[Tensor, Tensor | None], Tensor]]] = {
+    "internvl_chat": OriginalInternVL,
+    "NVLM_D": OriginalInternVL,
+    "h2ovl_chat": OriginalInternVL,
+    "skywork_chat": OriginalInternVL,
+}
+"""References for layouts without classes in transformers."""

@@ -18,8 +18,8 @@ from vitwire._embedding import Report
 from vitwire.integrations.transformers import Encoder, attach, detach
 from vitwire_server.core.grids import Grid
 
-_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "nemotron_h_omni"}
-ANSWERLESS = ("siglip2", "colqwen2", "embedding_gemma2", "diffusion_gemma")
+_MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "phi4_multimodal", "nemotron_h_omni"}
+ANSWERLESS = ("siglip2", "colqwen2", "embedding_gemma2", "diffusion_gemma", "pix2struct")
 """Models that do not write one token after the other."""
 _NO_CLIPS = ("nemotron_h_omni",)
 """Models whose clips have weights that the service does not hold."""
@@ -88,7 +88,7 @@ def assert_generates_alike(model: Any, encoder: Encoder | str) -> None:
         assert sum(weight.numel() for weight in model.parameters()) < weights
         for name, inputs, tokens in wanted:
             assert generated(model, inputs) == tokens, name
-            blind = {key: torch.zeros_like(value) if "pixel" in key else value for key, value in inputs.items()}
+            blind = {key: torch.zeros_like(value) if "pixel_values" in key else value for key, value in inputs.items()}
             assert generated(model, blind) != tokens, f"{name}: the tokens depend on the pixels"
     finally:
         detach(model)

@@ -20,6 +20,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+from transformers.models.pix2struct.image_processing_pil_pix2struct import Pix2StructImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -241,6 +242,8 @@ def test_tiles() -> None:
     assert [item.grid for item in layouts] == [(4, 3, 1), (1, 1, 1)]
     ratios = {"pixel_values": torch.cat([TILES, TILES]), "aspect_ratios": torch.tensor([[2, 4], [1, 1]])}
     assert [item.grid for item in Item.from_processor(ratios)] == [(9, 2, 4), (1, 1, 1)]
+    cut = {"pixel_values": ratios["pixel_values"], "grids": ratios["aspect_ratios"]}
+    assert [item.grid for item in Item.from_processor(cut)] == [(9, 2, 4), (1, 1, 1)]
 
 
 def test_crops() -> None:
@@ -337,6 +340,14 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "one id": (lambda: batch_items(ROWS, GRIDS, content_ids="abc"), "content_ids"),
     "modality": (lambda: batch_items(ROWS, GRIDS, modality="audio"), "modality"),  # type: ignore[arg-type]
     "ratio": (lambda: batch_items(ROWS, GRIDS, keep_ratio=2.0), "keep_ratio"),
+    "merged otherwise": (
+        lambda: Item.from_processor({"pixel_values": ROWS, "image_grid_thw": GRIDS, "image_merge_sizes": [1, 2, 1]}),
+        "image_merge_sizes",
+    ),
+    "the fine path": (
+        lambda: Item.from_processor({"pixel_values": TILES[None], "tile_fine_mask": [True]}),
+        "tile_fine_mask",
+    ),
     "nothing": (lambda: Item.from_processor({}), "outputs"),
     "text only": (lambda: Item.from_processor({"input_ids": [1]}), "outputs"),
     "no outputs": (lambda: Item.from_processor([ROWS]), "outputs"),  # type: ignore[arg-type]
@@ -357,3 +368,78 @@ def test_the_error_of_missing_sizes_says_what_to_pass() -> None:
         batch_items(ROWS)
     with pytest.raises(InvalidItem, match=r"pass the number of tiles of each image$"):
         batch_items(np.zeros((3, 3, 8, 8), np.float32))
+
+
+def layouts(**changes: object) -> dict[str, object]:
+    """Outputs of Llama 3.2 Vision's processor: one prompt of two images of up to four tiles."""
+    return {
+        "pixel_values": torch.randn(1, 2, 4, 3, 4, 4),
+        "aspect_ratio_ids": torch.tensor([[2, 6]]),
+        "aspect_ratio_mask": torch.ones(1, 2, 4),
+        **changes,
+    }
+
+
+def test_layouts_follow_from_their_numbers() -> None:
+    outputs = layouts()
+    items = Item.from_processor(outputs)
+    assert [item.grid for item in items] == [(2, 1, 2), (4, 2, 2)]
+    np.testing.assert_array_equal(values(items[0]), np.asarray(outputs["pixel_values"])[0, 0, :2])
+    (alone,) = Item.from_processor(layouts(aspect_ratio_ids=torch.tensor([[0, 1]])))
+    assert alone.grid == (1, 1, 1)
+
+
+def canvases(**changes: object) -> dict[str, object]:
+    """Outputs of Phi-4's processor: an image of 3 x 6 patches on a canvas of 1 x 2 crops of 4 x 4 patches."""
+    masks = torch.ones(1, 4, 4, 4)
+    masks[0, 1:3, 3:] = 0
+    masks[0, 2, :, 2:] = 0
+    return {
+        "image_pixel_values": torch.randn(1, 4, 3, 8, 8),
+        "image_sizes": torch.tensor([[8, 16]]),
+        "image_attention_mask": masks,
+        **changes,
+    }
+
+
+def test_masks_of_crops_give_the_grid() -> None:
+    (item,) = Item.from_processor(canvases())
+    assert item.grid == (1, 3, 6)
+    assert values(item).shape == (3, 3, 8, 8)
+
+
+MASK = torch.zeros(1, 4, 4, 4)
+HOLE = torch.ones(1, 4, 4, 4)
+HOLE[0, 1, 1, 1] = 0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (layouts(aspect_ratio_ids=torch.tensor([[2, 9]])), "aspect_ratio_ids: expected 0 to 8, got 9"),
+        (layouts(aspect_ratio_ids=torch.tensor([[2]])), "aspect_ratio_ids: expected one for each image"),
+        (layouts(pixel_values=TILES), "aspect_ratio_ids: expected one for each image"),
+        (canvases(image_attention_mask=MASK), "image_attention_mask: expected background at the bottom"),
+        (canvases(image_attention_mask=HOLE), "image_attention_mask: expected background at the bottom"),
+        (canvases(image_sizes=torch.tensor([[16, 32]])), "image_attention_mask: expected masks of 2 x 4 crops"),
+        (canvases(image_sizes=torch.tensor([[8, 16]] * 2)), "image_attention_mask: expected one entry"),
+        (canvases(image_pixel_values=TILES), "image_pixel_values: expected .* got 4 axes"),
+        (
+            {"pixel_values": TILES, "pixel_mask": torch.ones(len(TILES), 4, 4)},
+            "pixel_mask: counts pixels: pass the model",
+        ),
+    ],
+)
+def test_layouts_that_contradict_the_pixels_are_refused(outputs: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidItem, match=message):
+        Item.from_processor(outputs)
+
+
+def test_flattened_patches_have_their_places() -> None:
+    processor = Pix2StructImageProcessorPil(patch_size={"height": 14, "width": 14}, max_patches=40)
+    outputs = processor([np.full((60, 90, 3), 7, np.uint8), np.zeros((70, 30, 3), np.uint8)], return_tensors="pt")
+    items = Item.from_processor(dict(outputs))
+    assert [item.grid for item in items] == [(1, 5, 7), (1, 9, 4)]
+    np.testing.assert_array_equal(values(items[0]), np.asarray(outputs["flattened_patches"])[0, :35, 2:])
+    with pytest.raises(InvalidItem, match="flattened_patches: expected rows and columns from 1"):
+        Item.from_processor({"flattened_patches": torch.zeros(1, 4, 5)})

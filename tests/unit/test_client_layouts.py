@@ -45,3 +45,20 @@ def test_images_without_crops_need_no_arguments_for_them(checkpoints: Checkpoint
     """DeepSeek-OCR-2's processor leaves out crops if there are none."""
     changes = {"pixel_values_local": None, "num_local_patches": torch.tensor([0, 0, 0])}
     assert [item.grid for item in items_of("step3p7", changes, checkpoints)] == [(1, 1, 1)] * 3
+
+
+def test_tiles_of_zeros_are_padding_and_prompts_may_have_no_others(checkpoints: Checkpoints) -> None:
+    config = CONFIG_MAPPING["idefics3"](**deepcopy(DEMO_MODELS["idefics3"].config))
+    pixels = torch.rand(3, 4, 3, 56, 56) + 1
+    for tiles, count in zip(pixels, (2, 0, 4), strict=True):
+        tiles[count:] = 0
+    mask = (pixels != 0)[:, :, 0]
+    call = Call(SimpleNamespace(config=config), "image", {"pixel_values": pixels, "pixel_attention_mask": mask})
+    layout, described = LAYOUTS["idefics3"], client_model(checkpoints("idefics3"))
+    items = layout.items(call, described)
+    assert [item.grid for item in items] == [(1, 1, 1)] * 6
+    rows = layout.features(call, [torch.zeros(4, 64)] * 6)
+    assert [len(own) for own in rows] == [8, 0, 16]
+    mask[0, 1, 40:] = False
+    with pytest.raises(ValueError, match="covers a part of a tile"):
+        layout.items(call, described)

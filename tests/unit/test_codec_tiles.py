@@ -10,7 +10,15 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality
-from vitwire_server.core.models import Geometry, Limits, ModelCard, Preprocessing, TileGeometry
+from vitwire_server.core.models import (
+    ClipGeometry,
+    Geometry,
+    Limits,
+    ModelCard,
+    Preprocessing,
+    ResampledGeometry,
+    TileGeometry,
+)
 from vitwire_server.rpc.codec import Codec
 
 TILES = TileGeometry(patch=2, merge=1, temporal=1, channels=3, width=8, levels=0, tile=(4, 6))
@@ -152,3 +160,19 @@ def test_grids_beyond_a_table_of_positions_are_named(grid: tuple[int, int, int],
     rows = Grid(*grid).patches
     assert violated(codec(TABLE), item(grid, tensor(rows, 12))) == fields
     assert described(codec(TABLE), item((1, 12, 3), tensor(36, 12))).nbytes == 432
+
+
+@pytest.mark.parametrize(
+    ("grid", "fields"), [((1, 4, 6), {"grid.t"}), ((2, 3, 6), {"grid.h"}), ((2, 4, 5), {"grid.w"})]
+)
+def test_clips_whose_tokens_are_of_more_patches(grid: tuple[int, int, int], fields: set[str]) -> None:
+    merged = codec(ClipGeometry(patch=2, merge=1, temporal=1, channels=3, width=8, levels=0, clip_merge=2))
+    assert violated(merged, item(grid, tensor(Grid(*grid).patches, 12), video=True)) == fields
+    assert described(merged, item((2, 4, 6), tensor(48, 12), video=True)).nbytes == 576
+    assert described(merged, item((1, 3, 5), tensor(15, 12))).nbytes == 180
+
+
+def test_an_image_has_as_many_patches_as_its_resampler_has_queries() -> None:
+    few = codec(ResampledGeometry(patch=2, merge=1, temporal=1, channels=3, width=8, levels=0, queries=6))
+    assert violated(few, item((1, 1, 5), tensor(5, 12))) == {"grid"}
+    assert described(few, item((1, 2, 3), tensor(6, 12))).nbytes == 72

@@ -25,7 +25,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("model_type", "other"),
-    [("paddleocr_vl", "qwen3_5"), ("qwen3_5", "qwen2_vl"), ("siglip2", "llava"), ("deepseek_ocr2", "gemma3")],
+    [("paddleocr_vl", "qwen3_5"), ("qwen3_5", "qwen2_vl"), ("siglip2", "llava-pixtral"), ("deepseek_ocr2", "gemma3")],
 )
 def test_the_same_arguments_write_the_same_bytes(model_type: str, other: str, tmp_path: Path) -> None:
     before = torch.random.get_rng_state()

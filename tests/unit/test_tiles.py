@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
@@ -11,23 +13,29 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
+from ovis_reference import original_tiles
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
+from vitwire._canvases import layouts_of
+from vitwire._coverings import covering_layout
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
 from vitwire._tiles import Tiles, Tiling
 
 SIZES = [
-    (30, 30),
     (64, 40),
-    (40, 100),
-    (56, 56),
-    (57, 55),
     (200, 90),
     (90, 301),
-    (113, 224),
-    (12, 300),
     (400, 7),
-    (2, 2),
+    *(
+        pytest.param(size, marks=pytest.mark.matrix)
+        for size in ((30, 30), (40, 100), (56, 56), (57, 55), (113, 224), (12, 300), (2, 2))
+    ),
 ]
 BACKGROUND = (122, 116, 104)
 PLAIN = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
@@ -73,6 +81,31 @@ def assert_near(mine: np.ndarray, theirs: Any) -> None:
 class TestAgainstStock:
     """Pixels, layout and order of the tiles of images of all shapes."""
 
+    @pytest.mark.parametrize("most", [6, 12, 2])
+    def test_h2ovl(self, size: tuple[int, int], most: int) -> None:
+        image = picture(*size)
+        mine = ours(image, Tiling("two_ratios", (56, 56), "last", max_tiles=most))
+        theirs = h2ovl_tiles(Image.fromarray(image), 56, most)
+        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+        assert mine.grid == (len(theirs), 1, 1)
+
+    @pytest.mark.parametrize("most", [6, 12, 1])
+    def test_eagle(self, size: tuple[int, int], most: int) -> None:
+        image = picture(*size)
+        mine = ours(image, Tiling("ratio_and_area", (56, 56), "last", max_tiles=most))
+        theirs = eagle_tiles(Image.fromarray(image), 56, most)
+        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+
+    @pytest.mark.parametrize("longest", [3, 2])
+    def test_deepseek_vl2(self, size: tuple[int, int], longest: int) -> None:
+        image = picture(*size)
+        layouts = [(rows, columns) for rows in range(1, longest + 1) for columns in range(1, longest + 1)]
+        tiling = Tiling("padded_fit", (56, 56), "first", layouts=tuple(layouts), background=(127,) * 3)
+        theirs = deepseek_vl2_tiles(Image.fromarray(image), [(56 * w, 56 * h) for h, w in layouts], 127)
+        mine = ours(image, tiling)
+        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+        assert mine.grid[0] == len(theirs) == 1 + mine.grid[1] * mine.grid[2]
+
     @pytest.mark.parametrize(("fewest", "most"), [(1, 12), (1, 6), (2, 5), (1, 1)])
     def test_internvl(self, size: tuple[int, int], fewest: int, most: int) -> None:
         image = picture(*size)
@@ -83,6 +116,31 @@ class TestAgainstStock:
         assert mine.grid[0] == len(mine.pixels)
         assert mine.grid[1] * mine.grid[2] in (len(mine.pixels), len(mine.pixels) - 1)
 
+    @pytest.mark.parametrize("covering", [True, False])
+    def test_ovis2(self, size: tuple[int, int], covering: bool) -> None:
+        image = picture(*size)
+        stock = Ovis2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True)
+        theirs = stock([image], max_patches=9, use_covering_area_grid=covering, **PLAIN)
+        mine = ours(image, Tiling("covering" if covering else "closest_ratio", (56, 56), "first", 1, 9))
+        assert_near(mine.pixels, theirs["pixel_values"])
+        assert mine.grid[1:] == tuple(theirs["grids"][0])
+
+    def test_aria(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = AriaImageProcessorPil(max_image_size=490, min_image_size=168)([image], **PLAIN)
+        mine = ours(image, Tiling("corner", (490, 490), min_side=168, patch=14))
+        assert_near(mine.pixels, theirs["pixel_values"])
+        mask = theirs["pixel_mask"][0].reshape(35, 14, 35, 14).any(axis=(1, 3))
+        assert mine.grid == (1, mask[:, 0].sum(), mask[0].sum())
+
+    def test_mllama(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        theirs = MllamaImageProcessorPil(size={"height": 56, "width": 56})([image], **PLAIN)
+        mine = ours(image, Tiling("canvas", (56, 56), max_tiles=4), resample=2)
+        assert_near(mine.pixels, theirs["pixel_values"][0, 0, : mine.grid[0]])
+        assert [[mine.grid[0]]] == theirs["num_tiles"]
+        assert layouts_of(4)[theirs["aspect_ratio_ids"][0, 0] - 1] == mine.grid[1:]
+
     def test_llava_onevision(self, size: tuple[int, int]) -> None:
         layouts = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3)]
         points = [[56 * rows, 56 * columns] for rows, columns in layouts]
@@ -92,6 +150,37 @@ class TestAgainstStock:
         mine = ours(image, Tiling("best_fit", (56, 56), "first", max_tiles=9, layouts=tuple(layouts)))
         assert_near(mine.pixels, theirs)
         assert mine.grid[0] == 1 + mine.grid[1] * mine.grid[2]
+
+    @pytest.mark.parametrize("shorter", [56, 63])
+    def test_llava(self, size: tuple[int, int], shorter: int) -> None:
+        image = picture(*size)
+        stock = LlavaImageProcessorPil(size={"shortest_edge": shorter}, crop_size={"height": 56, "width": 56})
+        mine = ours(image, Tiling("center_crop", (56, 56), min_side=shorter))
+        assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
+        assert mine.grid == (1, 1, 1)
+
+    def test_granite_docling(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        stock = GraniteDoclingImageProcessorPil(size={"height": 56, "width": 56}, max_patches=24)
+        theirs = stock([image], **PLAIN)
+        sides = range(1, 17)
+        layouts = sorted(((r, c) for c in sides for r in sides if r * c <= 24), key=lambda pair: pair[0] * pair[1])
+        mine = ours(image, Tiling("closest_ratio", (56, 56), "last", max_tiles=24, layouts=tuple(layouts)))
+        assert_near(mine.pixels, theirs["pixel_values"][0])
+        assert mine.grid[1:] == (theirs["rows"][0][0], theirs["cols"][0][0])
+
+    @pytest.mark.parametrize(("longest", "cut"), [(224, True), (200, True), (50, True), (224, False)])
+    def test_idefics3(self, size: tuple[int, int], longest: int, cut: bool) -> None:
+        image = picture(*size)
+        edges: Any = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": 56}}
+        theirs = Idefics3ImageProcessorPil(do_image_splitting=cut, **edges)(image, return_row_col_info=True, **PLAIN)
+        most = 16 if cut else 1
+        tiling = Tiling("whole_tiles", (56, 56), "last" if cut else "none", max_tiles=most, max_side=longest)
+        mine = ours(image, tiling, resample=1)
+        assert_near(mine.pixels, theirs["pixel_values"][0])
+        assert bool(theirs["pixel_attention_mask"].all()), "tiles are full"
+        layout = (theirs["rows"][0][0], theirs["cols"][0][0])
+        assert mine.grid[1:] == (layout if any(layout) else (1, 1))
 
     def test_gemma3(self, size: tuple[int, int]) -> None:
         image = picture(*size)
@@ -145,6 +234,30 @@ class TestAgainstStock:
             assert mine.crops is None
 
 
+def test_an_image_that_is_too_elongated_to_be_cut_out_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="2x200000 is too elongated"):
+        ours(np.zeros((2, 200_000, 3), np.uint8), Tiling("center_crop", (336, 336), min_side=336))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (700, 300), (120, 90)])
+def test_original_ovis2(size: tuple[int, int]) -> None:
+    image = picture(*size)
+    if min(size) * 56 < max(size):
+        pytest.skip("the authors' code cannot resize to nothing")
+    theirs = np.stack(original_tiles(Image.fromarray(image), 56)).transpose(0, 3, 1, 2)
+    mine = ours(image, Tiling("covering_parts", (56, 56), "first", 1, 9, background=BACKGROUND))
+    assert mine.grid[0] == len(theirs)
+    blank = np.broadcast_to(np.reshape(BACKGROUND, (1, 3, 1, 1)), theirs.shape)
+    assert_near(mine.pixels, np.where(np.isnan(theirs), blank, theirs))
+
+
+def test_ovis2_layouts_of_random_sizes() -> None:
+    rng = np.random.default_rng(3)
+    for height, width in rng.integers(1, 3000, (60, 2)).tolist():
+        columns, rows = get_min_tile_covering_grid((height, width), 448, 9)
+        assert covering_layout((height, width), 448, 9) == (rows, columns), (height, width)
+
+
 # The stock processors of these two need torchvision; what they plan was worked out by hand from their rules.
 
 
@@ -166,6 +279,36 @@ def test_llama4_takes_the_layout_that_scales_least(size: tuple[int, int], grid: 
     tiles = ours(picture(*size), Tiling("canvas", (56, 56), "last", max_tiles=6), resample=2)
     assert tiles.grid == grid
     assert tiles.pixels.shape == (grid[0], 3, 56, 56)
+
+
+# What the stock processor, which needs torchvision, gave as num_patches and layout:
+# Cohere2VisionImageProcessor(size={"height": 56, "width": 56}, max_patches=6)([picture(*size)]), transformers 5.23
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((30, 30), (1, 1, 1)),
+        ((64, 40), (3, 2, 1)),
+        ((40, 100), (3, 1, 2)),
+        ((57, 55), (3, 2, 1)),
+        ((200, 90), (7, 3, 2)),
+        ((90, 301), (5, 1, 4)),
+        ((113, 224), (7, 2, 3)),
+        ((12, 300), (7, 1, 6)),
+        ((400, 7), (7, 6, 1)),
+        ((2, 2), (1, 1, 1)),
+        ((300, 300), (5, 2, 2)),
+        ((480, 640), (7, 2, 3)),
+    ],
+)
+def test_command_vision_stretches_an_image_over_the_layout_that_scales_least(
+    size: tuple[int, int], grid: tuple[int, int, int]
+) -> None:
+    image = picture(*size)
+    tiles = ours(image, Tiling("least_scaling", (56, 56), "last", max_tiles=6))
+    assert tiles.grid == grid
+    (whole,) = ours(image, Tiling("stretch", (56 * grid[1], 56 * grid[2]))).pixels
+    assert (tiles.pixels[0] == whole[:, :56, :56]).all()
+    assert (tiles.pixels[-1] == ours(image, Tiling("stretch", (56, 56))).pixels[0]).all()
 
 
 def test_llama4_enlarges_to_one_tile_and_pads_at_the_end() -> None:

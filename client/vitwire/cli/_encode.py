@@ -89,10 +89,10 @@ def encode(
                 warn(broken.reason)
             failed = sorted(failed + unwritten, key=lambda each: each.position)
     if encoded:
-        Console().print(_table(encoded))
+        Console().print(_table(encoded, model))
     if as_json:
         written = printable(out) if out is not None and encoded else None
-        document = {"out": written, "items": [each.summary() for each in encoded]}
+        document = {"out": written, "pooling": model.pooling, "items": [each.summary() for each in encoded]}
         typer.echo(json.dumps(document | {"failed": [each.summary() for each in failed]}))
     if interrupted or failed:
         raise typer.Exit(INTERRUPTED if interrupted else 1)
@@ -152,8 +152,9 @@ def _with_progress(encoding: _Encoding) -> Iterator[Encoded | Failed]:
         yield from progress.track(encoding.outcomes(), total=len(encoding.files))
 
 
-def _table(encoded: Sequence[Encoded]) -> Table:
-    table = Table()
+def _table(encoded: Sequence[Encoded], model: Model) -> Table:
+    pooled = f"pooling: {model.pooling}, a row for each image or frame" if model.pooling != "none" else None
+    table = Table(caption=pooled)
     table.add_column("file", overflow="fold")
     for name in ("grid", "tokens", "path", "budget", "ms"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -113,6 +113,8 @@ def _write_safetensors(out: Path, encoded: Sequence[Encoded], model: Model) -> N
     from safetensors.numpy import save_file  # noqa: PLC0415  # as above
 
     metadata = {"model_id": model.model_id, "weights_fingerprint": model.weights_fingerprint}
+    if model.pooling != "none":
+        metadata["pooling"] = model.pooling
     try:
         save_file({each.name: each.embedding.numpy() for each in encoded}, out, metadata)
     except SafetensorError as error:

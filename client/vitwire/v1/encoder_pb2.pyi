@@ -131,6 +131,39 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The layout that scales the image least; the image is at the top left."""
     TILING_RULE_WINDOWS: _TilingRule.ValueType  # 6
     """Square windows over large or long images, resized to crops."""
+    TILING_RULE_TWO_RATIOS: _TilingRule.ValueType  # 7
+    """The layout of the nearest aspect ratio, and a finer one of which neither side
+    divides it. The finer layout's tiles come first, then the other's, then the
+    whole image; the grid is (tiles, 1, 1).
+    """
+    TILING_RULE_CENTER_CROP: _TilingRule.ValueType  # 8
+    """One tile: the middle of the image, whose shorter side is first resized to
+    min_side, and the longer one in proportion, rounded down.
+    """
+    TILING_RULE_WHOLE_TILES: _TilingRule.ValueType  # 9
+    """The longer side is resized to max_side, then both sides up to whole tiles."""
+    TILING_RULE_COVERING: _TilingRule.ValueType  # 10
+    """The fewest tiles that keep 90 % of the pixels, if each part of the image
+    were shrunk to one tile; the image is stretched to them.
+    """
+    TILING_RULE_PADDED_FIT: _TilingRule.ValueType  # 11
+    """The listed layout that keeps most pixels, and always the whole image first;
+    both are padded with the background, the image in their middle.
+    """
+    TILING_RULE_LEAST_SCALING: _TilingRule.ValueType  # 12
+    """The layout that scales the image least; the image is stretched to it."""
+    TILING_RULE_RATIO_AND_AREA: _TilingRule.ValueType  # 13
+    """The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+    with fewer, it counts as less near. The image is stretched to it.
+    """
+    TILING_RULE_COVERING_PARTS: _TilingRule.ValueType  # 14
+    """As many tiles; each part of the image is resized in its own shape and
+    centred on the background.
+    """
+    TILING_RULE_CORNER: _TilingRule.ValueType  # 15
+    """One tile; the longer side is resized to that of the tile, and the image is
+    at the top left.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -150,7 +183,76 @@ TILING_RULE_CANVAS: TilingRule.ValueType  # 5
 """The layout that scales the image least; the image is at the top left."""
 TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
 """Square windows over large or long images, resized to crops."""
+TILING_RULE_TWO_RATIOS: TilingRule.ValueType  # 7
+"""The layout of the nearest aspect ratio, and a finer one of which neither side
+divides it. The finer layout's tiles come first, then the other's, then the
+whole image; the grid is (tiles, 1, 1).
+"""
+TILING_RULE_CENTER_CROP: TilingRule.ValueType  # 8
+"""One tile: the middle of the image, whose shorter side is first resized to
+min_side, and the longer one in proportion, rounded down.
+"""
+TILING_RULE_WHOLE_TILES: TilingRule.ValueType  # 9
+"""The longer side is resized to max_side, then both sides up to whole tiles."""
+TILING_RULE_COVERING: TilingRule.ValueType  # 10
+"""The fewest tiles that keep 90 % of the pixels, if each part of the image
+were shrunk to one tile; the image is stretched to them.
+"""
+TILING_RULE_PADDED_FIT: TilingRule.ValueType  # 11
+"""The listed layout that keeps most pixels, and always the whole image first;
+both are padded with the background, the image in their middle.
+"""
+TILING_RULE_LEAST_SCALING: TilingRule.ValueType  # 12
+"""The layout that scales the image least; the image is stretched to it."""
+TILING_RULE_RATIO_AND_AREA: TilingRule.ValueType  # 13
+"""The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
+with fewer, it counts as less near. The image is stretched to it.
+"""
+TILING_RULE_COVERING_PARTS: TilingRule.ValueType  # 14
+"""As many tiles; each part of the image is resized in its own shape and
+centred on the background.
+"""
+TILING_RULE_CORNER: TilingRule.ValueType  # 15
+"""One tile; the longer side is resized to that of the tile, and the image is
+at the top left.
+"""
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
+
+class _Pooling:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """Same as POOLING_NONE."""
+    POOLING_NONE: _Pooling.ValueType  # 1
+    """Not: an image has a row for each token."""
+    POOLING_CLS: _Pooling.ValueType  # 2
+    """One row: the class token, after the model's last norm and its projection,
+    if it has one.
+    """
+    POOLING_MEAN: _Pooling.ValueType  # 3
+    """One row: the mean of the rows of POOLING_NONE."""
+    POOLING_ATTENTION: _Pooling.ValueType  # 4
+    """One row, by the model's own pooling head."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How the rows of an image, or of a frame of a clip, are pooled."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""Same as POOLING_NONE."""
+POOLING_NONE: Pooling.ValueType  # 1
+"""Not: an image has a row for each token."""
+POOLING_CLS: Pooling.ValueType  # 2
+"""One row: the class token, after the model's last norm and its projection,
+if it has one.
+"""
+POOLING_MEAN: Pooling.ValueType  # 3
+"""One row: the mean of the rows of POOLING_NONE."""
+POOLING_ATTENTION: Pooling.ValueType  # 4
+"""One row, by the model's own pooling head."""
+Global___Pooling: typing_extensions.TypeAlias = Pooling
 
 class _Overview:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -303,6 +405,10 @@ class _SamplingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """By rate as GLM-4.6V: the rate depends on the duration."""
     SAMPLING_RULE_MIDDLES: _SamplingRule.ValueType  # 7
     """A fixed number of frames, the middle of each interval."""
+    SAMPLING_RULE_RATE_WITHIN: _SamplingRule.ValueType  # 8
+    """By rate as SmolVLM: up to max_frames, evenly spaced from the first to the
+    last frame, rounded down; of long clips without the first and last second.
+    """
 
 class SamplingRule(_SamplingRule, metaclass=_SamplingRuleEnumTypeWrapper):
     """How frames of a clip are chosen before it is prepared."""
@@ -326,12 +432,16 @@ SAMPLING_RULE_RATE_BY_DURATION: SamplingRule.ValueType  # 6
 """By rate as GLM-4.6V: the rate depends on the duration."""
 SAMPLING_RULE_MIDDLES: SamplingRule.ValueType  # 7
 """A fixed number of frames, the middle of each interval."""
+SAMPLING_RULE_RATE_WITHIN: SamplingRule.ValueType  # 8
+"""By rate as SmolVLM: up to max_frames, evenly spaced from the first to the
+last frame, rounded down; of long clips without the first and last second.
+"""
 Global___SamplingRule: typing_extensions.TypeAlias = SamplingRule
 
 @typing.final
 class Grid(google.protobuf.message.Message):
     """Patch grid of an item: frames (after temporal merging), rows and columns, in
-    patches; for tile towers: tiles, tile rows, tile columns.
+    patches; for tile towers: tiles, tile rows, tile columns (see Tiling).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -887,13 +997,15 @@ class GetModelResponse(google.protobuf.message.Message):
     ENCODINGS_FIELD_NUMBER: builtins.int
     PRECISION_FIELD_NUMBER: builtins.int
     UNAVAILABLE_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
+    AVAILABLE_POOLINGS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
     """model_type of the checkpoint's config.json."""
     weights_fingerprint: builtins.str
-    """SHA-256 over the names and bytes of the tower's weights, and over the type
-    in precision if that is present, in hex.
+    """SHA-256 over the names and bytes of the tower's weights, over the type in
+    precision if that is present, and over pooling if rows are pooled, in hex.
     """
     data_type: Global___DataType.ValueType
     """Type that the tower computes in and, by default, returns."""
@@ -916,6 +1028,8 @@ class GetModelResponse(google.protobuf.message.Message):
     """
     channels_last: builtins.bool
     """Whether the columns of a patch are (p, p, C); otherwise (C, T, p, p)."""
+    pooling: Global___Pooling.ValueType
+    """How rows are pooled."""
     @property
     def image_preprocessor(self) -> Global___Preprocessor:
         """How to prepare pixels of each modality."""
@@ -950,6 +1064,10 @@ class GetModelResponse(google.protobuf.message.Message):
     def unavailable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Unavailable]:
         """What the server would use on a device of this kind but cannot use here."""
 
+    @property
+    def available_poolings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Pooling.ValueType]:
+        """Values of pooling that the server could be started with for this model."""
+
     def __init__(
         self,
         *,
@@ -978,9 +1096,11 @@ class GetModelResponse(google.protobuf.message.Message):
         encodings: collections.abc.Iterable[Global___Encoding.ValueType] | None = ...,
         precision: Global___Precision | None = ...,
         unavailable: collections.abc.Iterable[Global___Unavailable] | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
+        available_poolings: collections.abc.Iterable[Global___Pooling.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "precision", b"precision", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "precision", b"precision", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 
@@ -1166,8 +1286,9 @@ class Tiling(google.protobuf.message.Message):
     """How images are cut into tiles of one size. In the item's grid, t is the number
     of tiles, and h and w are the rows and columns of the layout; with several
     tiles, t may count one more that shows the whole image. If the layout is
-    unknown, (tiles, 1, 1) is accepted: embeddings do not depend on it. Each frame
-    of a clip is one tile: (frames, 1, 1).
+    unknown, (tiles, 1, 1) is accepted, as embeddings do not depend on it; except
+    on Llama 3.2 Vision, which refuses it. Each frame of a clip is one tile:
+    (frames, 1, 1). With `patch`, grids count patches instead.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1184,6 +1305,7 @@ class Tiling(google.protobuf.message.Message):
     CROP_FIELD_NUMBER: builtins.int
     CROP_BACKGROUND_FIELD_NUMBER: builtins.int
     CROP_RESAMPLE_FIELD_NUMBER: builtins.int
+    PATCH_FIELD_NUMBER: builtins.int
     rule: Global___TilingRule.ValueType
     overview: Global___Overview.ValueType
     """Position of the tile that shows the whole of an image that was cut. In
@@ -1192,18 +1314,27 @@ class Tiling(google.protobuf.message.Message):
     min_tiles: builtins.int
     max_tiles: builtins.int
     min_side: builtins.int
-    """Minimum length of both sides of a resized image."""
+    """Minimum length of both sides of a resized image; for
+    TILING_RULE_CENTER_CROP, the length of its shorter side.
+    """
     max_side: builtins.int
     """Larger images are first resized to this longer side; 0 disables this."""
     crop_resample: builtins.int
     """Resampling filter of crops, if it differs."""
+    patch: builtins.int
+    """Side of a patch, where grids are (1, rows, columns) of the patches that are
+    not background; 0 where they count tiles.
+    """
     @property
     def tile(self) -> Global___PixelSize:
         """Size of a tile: pixels are (tiles, 3, height, width)."""
 
     @property
     def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
-        """Allowed layouts, for TILING_RULE_BEST_FIT."""
+        """Allowed layouts, for TILING_RULE_BEST_FIT and TILING_RULE_PADDED_FIT.
+        Allowed layouts, for TILING_RULE_BEST_FIT and, if there are any, for
+        TILING_RULE_CLOSEST_RATIO.
+        """
 
     @property
     def background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -1230,9 +1361,10 @@ class Tiling(google.protobuf.message.Message):
         crop: Global___PixelSize | None = ...,
         crop_background: collections.abc.Iterable[builtins.int] | None = ...,
         crop_resample: builtins.int | None = ...,
+        patch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "crop", b"crop", "crop_resample", b"crop_resample", "tile", b"tile"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "background", b"background", "crop", b"crop", "crop_background", b"crop_background", "crop_resample", b"crop_resample", "layouts", b"layouts", "max_side", b"max_side", "max_tiles", b"max_tiles", "min_side", b"min_side", "min_tiles", b"min_tiles", "overview", b"overview", "rule", b"rule", "tile", b"tile"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "background", b"background", "crop", b"crop", "crop_background", b"crop_background", "crop_resample", b"crop_resample", "layouts", b"layouts", "max_side", b"max_side", "max_tiles", b"max_tiles", "min_side", b"min_side", "min_tiles", b"min_tiles", "overview", b"overview", "patch", b"patch", "rule", b"rule", "tile", b"tile"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_crop_resample", b"_crop_resample"]) -> typing.Literal["crop_resample"] | None: ...
 
 Global___Tiling: typing_extensions.TypeAlias = Tiling

@@ -80,6 +80,11 @@ class ServeSettings(SourcedSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="compute dtype of the tower; auto uses the checkpoint's dtype"
     )
+    pooling: Literal["none", "cls", "mean", "attention"] = Field(
+        default="none",
+        description="one row per image, or per frame of a clip, instead of rows of its patches: cls, the class token; "
+        "mean, the mean of those rows; attention, the model's own pooling head; docs/models.md says what models offer",
+    )
     precision: Literal["auto", "fp8"] = Field(
         default="auto",
         description="fp8: compute linear layers in float8 (e4m3), everything else in bfloat16, on Ada, Hopper or newer "

@@ -26,12 +26,28 @@ class Capacities(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PackedCapacities(Capacities):
-    """Of any number of tokens."""
+    """Of any number of tokens, from the fewest that an image has."""
 
     merge: int
+    fewest: int = 1
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        return budget(tokens, merge=self.merge, max_items=max_items, max_frames=max_frames)
+        return budget(max(tokens, self.fewest), merge=self.merge, max_items=max_items, max_frames=max_frames)
+
+
+@dataclass(frozen=True, slots=True)
+class ResampledCapacities(Capacities):
+    """Of any number of patches that an image can have; each slot for an image costs as many rows as there are queries.
+
+    Processors make images of many times the fewest patches, so there are slots for images of four times as many.
+    """
+
+    queries: int
+
+    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        tokens = max(tokens, self.queries)
+        images = max(1, tokens // (4 * self.queries))
+        return budget(tokens, merge=1, max_items=max_items, max_frames=min(max_frames, images))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +60,12 @@ class TileCapacities(Capacities):
     """Patches of a tile."""
     paired: bool = False
     """Every tile comes in a second size too."""
+    fewest: int = 1
+    """Tiles of the smallest item."""
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
         del max_frames
-        tiles = max(1, tokens // self.tile)
+        tiles = max(self.fewest, tokens // self.tile)
         return Budget(
             tokens=tiles * self.tile,
             max_items=min(max_items, tiles),

@@ -1,6 +1,7 @@
 """How much items of each kind of tower cost: functions of the grid alone, without the tower."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 from vitwire_server.core.grids import Footprint, Grid
@@ -22,13 +23,26 @@ class PatchFootprints:
     clip_is_segment: bool = False
     """Attention spans a whole clip; otherwise one frame."""
     pooled: int = 1
-    """Frames that a clip's token is made of; 0 for all."""
+    """Tokens, each of one frame, that a clip's token is made of; 0 for those of all frames."""
+    one_row: bool = False
+    """A frame has one row, whatever its tokens."""
 
     def __call__(self, grid: Grid) -> Footprint:
         tokens = grid.patches // self.merge**2
         segments, longest = (1, grid.patches) if self.clip_is_segment else (grid.t, grid.frame_patches)
-        kept = tokens // (self.pooled or grid.t) if grid.t > 1 else tokens
+        kept = grid.t if self.one_row else tokens // (self.pooled or grid.t) if grid.t > 1 else tokens
         return Footprint(grid.patches, tokens, segments, longest, pooled=tokens - kept)
+
+
+@dataclass(frozen=True, slots=True)
+class ResampledFootprints:
+    """Items of patches that become as many rows a frame as there are queries: a patch is a token of a budget."""
+
+    queries: int
+
+    def __call__(self, grid: Grid) -> Footprint:
+        patches = grid.patches
+        return Footprint(patches, patches, grid.t, grid.frame_patches, pooled=patches - grid.t * self.queries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +55,13 @@ class TileFootprints:
     """Patches of one tile."""
     paired: bool = False
     """Each tile comes with a crop."""
+    one_row: bool = False
+    """A tile has one row, whatever its tokens."""
 
     def __call__(self, grid: Grid) -> Footprint:
-        return Footprint(grid.t, grid.t * self.tokens, grid.t, self.longest, crops=grid.t if self.paired else 0)
+        pooled = grid.t * (self.tokens - 1) if self.one_row else 0
+        crops = grid.t if self.paired else 0
+        return Footprint(grid.t, grid.t * self.tokens, grid.t, self.longest, crops, pooled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +76,57 @@ class CropFootprints:
     def __call__(self, grid: Grid) -> Footprint:
         crops = grid.t - 1
         return Footprint(1, self.overview_tokens + crops * self.crop_tokens, 1 + crops, self.longest, crops)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFootprints:
+    """Items of tiles that are computed with all of the tiles that an image can have, and give the rows of their own."""
+
+    tokens: int
+    """Of one tile."""
+    most: int
+    """Tiles that an image can have."""
+    longest: int
+    """Patches of that many tiles."""
+
+    def __call__(self, grid: Grid) -> Footprint:
+        absent = self.most - grid.t
+        return Footprint(grid.t, self.most * self.tokens, 1, self.longest, pooled=absent * self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasFootprints:
+    """Items of an overview and of tiles of a canvas, by the patches of it that are not background."""
+
+    side: int
+    """Patches a side of a tile."""
+    merge: int
+    """Root of the patches that become one row."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a budget, for one tile: its rows, an end for each line of them, and a separator."""
+        lines = self.side // self.merge
+        return lines * (lines + 1) + 1
+
+    def __call__(self, grid: Grid) -> Footprint:
+        tiles = 1 + ceil(grid.h / self.side) * ceil(grid.w / self.side)
+        rows = self.tokens + ceil(grid.h / self.merge) * (ceil(grid.w / self.merge) + 1)
+        tokens = tiles * self.tokens
+        return Footprint(tiles, tokens, tiles, self.side**2, pooled=tokens - rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledFrameFootprints:
+    """Items of tiles, which give fewer rows as frames of a clip, whose grid is (frames, 1, 1), than of an image."""
+
+    tokens: int
+    """Of one tile."""
+    frame: int
+    """Rows of one frame."""
+    longest: int
+    """Patches of one tile."""
+
+    def __call__(self, grid: Grid) -> Footprint:
+        pooled = self.tokens - self.frame if grid.h * grid.w == 1 else 0
+        return Footprint(grid.t, grid.t * self.tokens, grid.t, self.longest, pooled=grid.t * pooled)

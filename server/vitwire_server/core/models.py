@@ -8,6 +8,7 @@ from uuid import uuid4
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.sampling import Sampling
 from vitwire_server.core.tilings import Tiling
 
@@ -32,6 +33,8 @@ class Geometry:
     """The columns of a patch are (p, p, C), rather than (C, T, p, p)."""
     longest_side: int | None = None
     """Rows and columns of a frame at most, in patches, where positions are looked up in a table."""
+    one_row: bool = False
+    """Rows are pooled: an image, and each frame of a clip, has one."""
 
     def columns(self, *, frames: int) -> int:
         """Columns of a patch that holds `frames` frames."""
@@ -65,7 +68,7 @@ class Geometry:
     @property
     def prunes(self) -> bool:
         """Whether each token is of one frame, so that those of a clip can be left out one by one."""
-        return True
+        return not self.one_row
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
         """What is wrong about a grid of positive sides: the side, empty for all of them, and why."""
@@ -86,10 +89,12 @@ class ClipGeometry(Geometry):
     """Frames of a clip at most."""
     pooled: int = 1
     """Frames that a clip's token is made of; a clip has a multiple of so many; 0 for all."""
+    clip_merge: int = 1
+    """Root of the tokens of an image that a token of a clip is made of; if above 1, clips have two frames or more."""
 
     @property
     def prunes(self) -> bool:
-        return self.pooled == 1
+        return self.pooled == self.clip_merge == 1
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
         # Not super(): slots=True creates a second class, which super() does not refer to.
@@ -98,6 +103,32 @@ class ClipGeometry(Geometry):
             yield "t", f"must be at most {self.most_frames} for this model, got {grid.t}"
         if self.pooled > 1 and grid.t > 1 and grid.t % self.pooled:
             yield "t", f"must be 1 or a multiple of {self.pooled} for this model, got {grid.t}"
+        if self.clip_merge > 1 and modality is Modality.VIDEO:
+            if grid.t == 1:
+                yield (
+                    "t",
+                    "must be at least 2 for a clip of this model, which merges more patches of clips than of images",
+                )
+            side = self.merge * self.clip_merge
+            for name, value in (("h", grid.h), ("w", grid.w)):
+                if value % side:
+                    yield name, f"must be a multiple of the merge size of clips {side}, got {value}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResampledGeometry(Geometry):
+    """Sizes of a tower of patches that gives as many rows of an image as it has queries."""
+
+    queries: int = 1
+
+    @property
+    def prunes(self) -> bool:
+        return False
+
+    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        yield from Geometry.wrong(self, grid, modality)
+        if grid.frame_patches < self.queries:
+            yield "", f"must have at least {self.queries} patches for this model, got {grid}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +303,6 @@ class ModelCard:
     """Attention backends, graphs or fused blocks that do not run on this device, and why."""
     precision: Precision | None = None
     """None if all layers are computed in `dtype`."""
+    pooling: Pooling = Pooling.NONE
+    poolings: tuple[Pooling, ...] = (Pooling.NONE,)
+    """What the checkpoint offers."""

@@ -14,6 +14,7 @@ class SamplingRule(StrEnum):
     SECONDS = "seconds"
     RATE_BY_DURATION = "rate_by_duration"
     MIDDLES = "middles"
+    RATE_WITHIN = "rate_within"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,38 @@ from pathlib import Path
 from types import MappingProxyType
 
 from vitwire_server.demo.demo_model import DemoModel, write
+from vitwire_server.demo.models.assembled import ASSEMBLED
+from vitwire_server.demo.models.granite_docling import GRANITE_DOCLING
+from vitwire_server.demo.models.idefics import IDEFICS
+from vitwire_server.demo.models.liquid import LIQUID
+from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.packed_newer import PACKED_NEWER
+from vitwire_server.demo.models.plain import PLAIN
+from vitwire_server.demo.models.published import PUBLISHED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.raster_newer import RASTER_NEWER
+from vitwire_server.demo.models.single_tiles import SINGLE_TILES
 from vitwire_server.demo.models.tiles import TILES
 from vitwire_server.demo.models.tiles_newer import TILES_NEWER
 
 DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
-    {**PACKED, **PACKED_NEWER, **TILES, **TILES_NEWER, **RASTER, **RASTER_NEWER}
+    {
+        **ASSEMBLED,
+        **GRANITE_DOCLING,
+        **IDEFICS,
+        **LIQUID,
+        **LLAVA,
+        **PACKED,
+        **PACKED_NEWER,
+        **PLAIN,
+        **PUBLISHED,
+        **RASTER,
+        **RASTER_NEWER,
+        **SINGLE_TILES,
+        **TILES,
+        **TILES_NEWER,
+    }
 )
 
 

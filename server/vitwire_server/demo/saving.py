@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -26,6 +27,31 @@ _KIMI_VL_NAMES = {
     "mm_projector.proj.2.": "multi_modal_projector.linear_2.",
     "mm_projector.": "multi_modal_projector.",
 }
+_OVIS_NAMES = {
+    "model.language_model.": "llm.model.",
+    "lm_head.": "llm.lm_head.",
+    "model.visual_embeddings_table.": "vte.",
+    "model.vision_tower.transformer.": "visual_tokenizer.backbone.",
+    "model.vision_tower.head_linear.": "visual_tokenizer.head.0.",
+    "model.vision_tower.head_norm.": "visual_tokenizer.head.1.",
+    "backbone.embeddings.position_embedding.weight": "backbone.preprocessor.pos_embed",
+    "backbone.embeddings.patch_embedding.": "backbone.preprocessor.patchifier.proj.",
+    "backbone.embeddings.rms_norm.": "backbone.preprocessor.patchifier.norm.",
+    "backbone.rms_norm.": "backbone.trunk.post_trunk_norm.",
+    "backbone.encoder.layers.": "backbone.trunk.blocks.",
+    ".rms_norm1.": ".norm_1.",
+    ".rms_norm2.": ".norm_2.",
+    ".attention.out_proj.": ".attn.proj.",
+    ".ffn.gate_proj.": ".mlp.fc1.",
+    ".ffn.down_proj.": ".mlp.fc2.",
+    ".ffn.up_proj.": ".mlp.fc3.",
+}
+_PHI4MM_NAMES = {
+    "img_projection_up.": "img_projection.0.",
+    "img_projection_down.": "img_projection.2.",
+    "global_img_feature_extensor": "glb_GN",
+    "sub_img_feature_extensor": "sub_GN",
+}
 _ORIGINAL_NAMES = (
     (r"^model\.language_model\.", "language_model.model."),
     (r"^lm_head\.", "language_model.lm_head."),
@@ -45,28 +71,44 @@ _ORIGINAL_NAMES = (
 )
 
 
-def save_internvl(model: PreTrainedModel, out: Path) -> None:
-    """Names, fused projections and config.json as OpenGVLab writes them."""
-    config: Config = model.config
-    weights = _fused(model.state_dict())
-    ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
-    save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
-    content = {
-        "architectures": ["InternVLChatModel"],
-        "model_type": "internvl_chat",
-        "downsample_ratio": 0.5,
-        "dynamic_image_size": True,
-        "force_image_size": config.vision_config.image_size[0],
-        "max_dynamic_patch": 6,
-        "min_dynamic_patch": 1,
-        "ps_version": "v2",
-        "select_layer": -1,
-        "torch_dtype": "bfloat16",
-        "use_thumbnail": True,
-        "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
-        "vision_config": _intern_vit(config.vision_config),
-    }
-    write_json(out / "config.json", content)
+def save_internvl(
+    model_type: str = "internvl_chat",
+    architecture: str = "InternVLChatModel",
+    **fields: Any,  # noqa: ANN401 - of config.json
+) -> Callable[[PreTrainedModel, Path], None]:
+    """Names, fused projections and config.json as OpenGVLab writes them, with other fields of its kin."""
+
+    def save(model: PreTrainedModel, out: Path) -> None:
+        config: Config = model.config
+        weights = _fused(model.state_dict())
+        ordered = sorted(weights, key=lambda name: name.startswith("language_model."))
+        save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
+        content = {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "downsample_ratio": 0.5,
+            "dynamic_image_size": True,
+            "force_image_size": config.vision_config.image_size[0],
+            "max_dynamic_patch": 6,
+            "min_dynamic_patch": 1,
+            "ps_version": "v2",
+            "select_layer": -1,
+            "torch_dtype": "bfloat16",
+            "use_thumbnail": True,
+            "llm_config": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **TEXT},
+            "vision_config": _intern_vit(config.vision_config),
+            **fields,
+        }
+        write_json(out / "config.json", content)
+
+    return save
+
+
+def save_intern_vit(model: PreTrainedModel, out: Path) -> None:
+    """The tower alone, as OpenGVLab writes it."""
+    weights = {name: weight.contiguous() for name, weight in _fused(model.state_dict()).items()}
+    save_torch_state_dict(weights, out, max_shard_size=SHARD)
+    write_json(out / "config.json", {**_intern_vit(model.config), "torch_dtype": "bfloat16"})
 
 
 def _fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,6 +180,96 @@ def save_kimi_vl(model: PreTrainedModel, out: Path) -> None:
         "text_config": written["text_config"],
         "torch_dtype": "bfloat16",
         "vision_config": vision,
+    }
+    write_json(out / "config.json", content)
+
+
+def save_ovis(model: PreTrainedModel, out: Path) -> None:
+    """Names, fused projections and config.json as AIDC-AI writes them."""
+    config: Config = model.config
+    weights: dict[str, Tensor] = {}
+    fused: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in model.state_dict().items():
+        for old, new in _OVIS_NAMES.items():
+            name = name.replace(old, new)  # noqa: PLW2901 - renamed step by step
+        if found := re.search(r"\.attention\.([qkv])_proj\.", name):
+            fused.setdefault(name.replace(found[0], ".attn.qkv."), []).append((found[1], tensor))
+        else:
+            weights[name] = tensor[None] if name.endswith("pos_embed") else tensor
+    weights |= {name: torch.cat([dict(parts)[part] for part in "qkv"]) for name, parts in fused.items()}
+    ordered = sorted(weights, key=lambda name: name.startswith("llm."))
+    save_torch_state_dict({name: weights[name].contiguous() for name in ordered}, out, max_shard_size=SHARD)
+    vision = config.vision_config
+    backbone = {**VISION, "image_size": vision.image_size, "model_type": "aimv2", "patch_size": vision.patch_size}
+    content = {
+        "architectures": ["Ovis"],
+        "model_type": "ovis",
+        "hidden_size": config.hidden_size,
+        "llm_config": {"model_type": "qwen2", **TEXT},
+        "torch_dtype": "bfloat16",
+        "visual_tokenizer_config": {
+            "backbone_config": {**backbone, "qkv_bias": False, "rms_norm_eps": vision.rms_norm_eps, "use_bias": False},
+            "hidden_stride": vision.hidden_stride,
+            "model_type": "aimv2_visual_tokenizer",
+            "tokenize_function": "softmax",
+            "vocab_size": vision.vocab_size,
+        },
+    }
+    write_json(out / "config.json", content)
+
+
+def save_phi4mm(model: PreTrainedModel, out: Path) -> None:
+    """Microsoft's names. Its config.json leaves out the tower's sizes, which this one is too small for."""
+    save_plain(model, out)
+    _rename(out, _PHI4MM_NAMES)
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    transform = {
+        "crop_size": 448,
+        "embedding_cls": "tune_image",
+        "hd_transform_order": "sub_glb",
+        "image_token_compression_cls": "avg_pool_2d",
+        "projection_cls": "mlp",
+        "use_hd_transform": True,
+        "with_learnable_separator": True,
+    }
+    content = {
+        "architectures": ["Phi4MMForCausalLM"],
+        "embd_layer": {"embedding_cls": "image_audio", "image_embd_layer": transform},
+        "hidden_size": written["hidden_size"],
+        "img_processor": None,
+        "model_type": "phi4mm",
+        "torch_dtype": "bfloat16",
+        "vision_config": written["vision_config"],
+    }
+    write_json(out / "config.json", content)
+
+
+_VIDEO_LLAMA_NAMES = {
+    "model.vision_model.": "model.vision_encoder.",
+    "model.projector.": "model.mm_projector.",
+    "model.language_model.": "model.",
+}
+
+
+def save_videollama3(model: PreTrainedModel, out: Path) -> None:
+    """Names and config.json as DAMO Academy writes them."""
+    save_plain(model, out)
+    _rename(out, _VIDEO_LLAMA_NAMES)
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    vision, left_out = written["vision_config"], ("rope_parameters", "dtype", "transformers_version")
+    content = {
+        **written["text_config"],
+        "architectures": ["Videollama3Qwen2ForCausalLM"],
+        "image_token_index": 500,
+        "mm_projector_type": "mlp2x_gelu",
+        "model_type": "videollama3_qwen2",
+        "torch_dtype": "bfloat16",
+        "use_token_compression": True,
+        "vision_encoder": None,
+        "vision_encoder_config": {
+            **{name: value for name, value in vision.items() if name not in left_out},
+            "model_type": "videollama3_vision_encoder",
+        },
     }
     write_json(out / "config.json", content)
 

@@ -15,6 +15,7 @@ from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item
 from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.plans import Fallback
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.process.capturing import (
@@ -83,7 +84,7 @@ def load_model(
     """
     device = _device(settings.device)
     mode = graph_mode(settings.graphs, device)
-    checkpoint = open_checkpoint(settings.model)
+    checkpoint = _pooled(open_checkpoint(settings.model), settings)
     preprocessing = checkpoint.preprocessing()
     dtype = compute_dtype(settings, checkpoint.dtype, device)
     if fault := dtype_fault(dtype, device):
@@ -133,6 +134,8 @@ def load_model(
         backends=backends(graphs.ladder),
         unavailable=unavailable(device, attention.unused if attention else {}, graphs=mode != "off"),
         precision=precision,
+        pooling=checkpoint.pooling,
+        poolings=checkpoint.poolings,
     )
     _announce(checkpoint, card, metrics)
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
@@ -145,6 +148,14 @@ def load_model(
         capture = LiveCapture(tower, engine, graphs, streams, recorder, completed, bound)
         learner = learning.learner(capture, planner, metrics.ladder)
     return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner)
+
+
+def _pooled(checkpoint: Checkpoint, settings: ServeSettings) -> Checkpoint:
+    """The checkpoint with the pooling of `--pooling`. Raises UsageError."""
+    try:
+        return checkpoint.pooled(Pooling(settings.pooling))
+    except ValueError as error:
+        raise UsageError(f"--pooling {settings.pooling}: {error}") from error
 
 
 def _device(name: str) -> torch.device:

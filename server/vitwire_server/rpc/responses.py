@@ -9,6 +9,7 @@ from vitwire_server.core.delivery import Delivered, NotDelivered
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
 from vitwire_server.core.models import Encoding, ModelCard, Precision, Resizing
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
@@ -25,6 +26,7 @@ _RULES = {rule: pb.TilingRule.Value(f"TILING_RULE_{rule.name}") for rule in Tili
 _OVERVIEWS = {place: pb.Overview.Value(f"OVERVIEW_{place.name}") for place in Overview}
 _RESIZINGS = {rule: pb.Resizing.Value(f"RESIZING_{rule.name}") for rule in Resizing if rule is not Resizing.OTHER}
 _SAMPLINGS = {rule: pb.SamplingRule.Value(f"SAMPLING_RULE_{rule.name}") for rule in SamplingRule}
+_POOLINGS = {pooling: pb.Pooling.Value(f"POOLING_{pooling.name}") for pooling in Pooling}
 _ENCODINGS = {kind: pb.Encoding.Value(f"ENCODING_{kind.name}") for kind in Encoding}
 _PATHS = {Path.GRAPH: pb.PATH_GRAPH, Path.EAGER: pb.PATH_EAGER, Path.CACHE: pb.PATH_CACHE}
 
@@ -138,6 +140,8 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         device=card.device,
         server_version=card.version,
         precision=_precision(card.precision),
+        pooling=_POOLINGS[card.pooling],
+        available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
     )
@@ -198,6 +202,7 @@ def _tiling(tiling: Tiling) -> pb.Tiling:
         crop=_size(tiling.crop) if tiling.crop else None,
         crop_background=tiling.crop_background,
         crop_resample=tiling.crop_resample,
+        patch=tiling.patch,
     )
 
 

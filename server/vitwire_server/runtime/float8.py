@@ -48,6 +48,8 @@ class Float8Linear(nn.Module):
 
     fast: bool = True
     """Sum products in what Hopper's tensor cores hold, which is faster and less than float32."""
+    weight: None = None
+    """T5's layers bring their input to the weight's type if there is one."""
 
     def __init__(self, weight: Scaled, bias: Tensor | None, dtype: torch.dtype) -> None:
         """`weight` has a scale for each output channel; `dtype` is that of the result."""

@@ -142,11 +142,12 @@ class StaticBuffers:
     def __init__(self, tower: Tower, budgets: Sequence[Budget]) -> None:
         geometry = tower.geometry
         capacities = [tower.capacity(budget) for budget in budgets]
-        tokens = max(budget.tokens for budget in budgets)
+        self.tokens = max(budget.tokens for budget in budgets)
         self.inputs = InputBuffer(max(capacity.patches for capacity in capacities), geometry.row, tower)
         crops = max(capacity.crops for capacity in capacities)
         self.crop_inputs = InputBuffer(crops, geometry.crop_row, tower) if geometry.crop_row else None
-        self.rows = torch.zeros(tokens, geometry.width, dtype=tower.dtype, device=tower.device)
+        rows = max(tower.rows(capacity) for capacity in capacities)
+        self.rows = torch.zeros(rows, geometry.width, dtype=tower.dtype, device=tower.device)
 
     @property
     def pixels(self) -> Tensor:
@@ -176,7 +177,7 @@ class Graph:
         self._tower = tower
         self._buffers = buffers
         self._pixels = buffers.pixels[: self.metadata.capacity.patches]
-        self._rows = buffers.rows[: budget.tokens]
+        self._rows = buffers.rows[: tower.rows(self.metadata.capacity)]
         self._replay: Callable[[], None] = self._forward
 
     def record(self, recorder: Recorder) -> None:
@@ -262,7 +263,7 @@ class GraphSet:
 
         Raises RuntimeError, also if the budget is larger than those at the start.
         """
-        if self.buffers is None or budget.tokens > len(self.buffers.rows):
+        if self.buffers is None or budget.tokens > self.buffers.tokens:
             raise RuntimeError(f"a budget of {budget.tokens} tokens is larger than the static buffers")
         graph = Graph(self._tower, budget, self.buffers)
         graph.warm_up()

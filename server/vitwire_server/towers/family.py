@@ -4,15 +4,16 @@ import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from transformers import AutoConfig
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.served import Served, same_class
 
@@ -101,6 +102,25 @@ class Module:
         return None if name.startswith(self.ignored) else name
 
 
+def always(config: Config) -> bool:
+    """Whether checkpoints of any configuration have it: they do."""
+    del config
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooler:
+    """Makes one row of each image, or of each frame of a clip; a part that rows of the table name."""
+
+    pooling: Pooling
+    make: Callable[[Parts, Config], Any]
+    """From the loaded modules and the checkpoint's configuration to a `TilePool` or a `SegmentPool`."""
+    modules: Mapping[str, Module] = field(default_factory=dict)
+    """What is loaded for it, by name."""
+    offered: Callable[[Config], bool] = always
+    """Whether a checkpoint of this configuration has it."""
+
+
 class Accepts(StrEnum):
     """What clients may send of a modality; the values are those of the table of models."""
 
@@ -113,16 +133,22 @@ class Accepts(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
-    """A row of the table: one `model_type`, what to load of it, and how to build its tower."""
+    """A row of the table: what to load of a `model_type`, and how to build its tower."""
 
     model_type: str
     """`model_type` of the checkpoint's config.json."""
+    tower_type: str = ""
+    """`vision_config.model_type` of its checkpoints, if another row of this `model_type` serves all other towers."""
     title: str
     """The models' published name."""
     tower: Module
     """The vision tower."""
     beside: Mapping[str, Module] | None = None
     """Other modules that rows pass through, such as a projector, by name."""
+    poolers: tuple[Pooler, ...] = ()
+    """How rows can be pooled; of several for one pooling, the first that the checkpoint has is used."""
+    pooler: Pooler | None = None
+    """The one that is served, set by `pooled`; None for rows that are not pooled."""
     transformers: str = "5.17.0"
     """Oldest release of transformers that computes this tower correctly."""
     images: Accepts = Accepts.PICTURES
@@ -139,14 +165,32 @@ class Family(ABC):
     """Shape of the family's pixels, for the table of models."""
 
     @property
+    def name(self) -> str:
+        """Its name in the table: the `model_type`, followed by the kind of tower where another row has the former."""
+        return "-".join(filter(None, (self.model_type, self.tower_type.removesuffix("_vision_model"))))
+
+    @property
     def prunes(self) -> bool:
         """Whether tokens of a clip are of one frame each, so that they can be pruned."""
-        return True
+        return self.pooler is None
 
     @property
     def modules(self) -> dict[str, Module]:
         """Everything to load, by name."""
-        return {"tower": self.tower, **(self.beside or {})}
+        return {"tower": self.tower, **(self.beside or {}), **(self.pooler.modules if self.pooler else {})}
+
+    def poolings(self, config: Config) -> tuple[Pooling, ...]:
+        """What a checkpoint of this configuration offers."""
+        offered = [pooler.pooling for pooler in self.poolers if pooler.offered(config)]
+        return (Pooling.NONE, *dict.fromkeys(offered))
+
+    def pooled(self, pooling: Pooling, config: Config) -> Self:
+        """The same row with rows pooled. Raises ValueError if a checkpoint of this configuration does not offer it."""
+        if pooling not in self.poolings(config):
+            offered = ", ".join(self.poolings(config))
+            raise ValueError(f"{self.title} ({self.model_type}) offers {offered}")
+        found = (each for each in self.poolers if each.pooling is pooling and each.offered(config))
+        return replace(self, pooler=next(found, None))
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """The checkpoint's configuration; `settings` is its config.json.

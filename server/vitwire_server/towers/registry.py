@@ -1,35 +1,57 @@
-"""The table of models: one row per `model_type`."""
+"""The table of models: one row per `model_type`, or per kind of tower where a `model_type` has several."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.models import (
+    aimv2,
+    aria,
+    clip,
+    cohere,
     cohere_compass,
     cosmos,
     deepseek,
     deepseek_ocr,
+    deepseek_vl2,
+    dino,
+    eagle,
     ernie,
+    florence,
     gemma,
     glm,
+    got_ocr,
+    granite_docling,
     hunyuan,
     hyperclova,
+    idefics,
+    idefics2,
     internvl,
+    janus,
     kimi,
     lfm3,
+    liquid,
     llama,
     llava,
+    llava_video,
     minicpm,
+    minicpmv,
     minimax,
     mistral,
     muse,
     nemotron,
+    ovis,
     paddleocr,
+    phi,
+    pix2struct,
     qianfan,
     qwen,
     siglip,
     step,
     unlimited_ocr,
+    videollama,
+    vit,
 )
 
 _MAKERS = (
@@ -40,20 +62,41 @@ _MAKERS = (
     minimax,
     ernie,
     internvl,
+    eagle,
     llava,
+    llava_video,
+    cohere,
     gemma,
     deepseek,
+    deepseek_vl2,
     deepseek_ocr,
+    janus,
     llama,
+    ovis,
+    phi,
     step,
+    got_ocr,
     mistral,
+    minicpmv,
+    aria,
+    florence,
+    pix2struct,
     siglip,
+    idefics,
+    idefics2,
+    liquid,
     cosmos,
     cohere_compass,
     hyperclova,
     qianfan,
     lfm3,
     muse,
+    videollama,
+    granite_docling,
+    clip,
+    dino,
+    vit,
+    aimv2,
     minicpm,
     nemotron,
     unlimited_ocr,
@@ -61,4 +104,13 @@ _MAKERS = (
 )
 """In the order of the tables of models."""
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({row.model_type: row for maker in _MAKERS for row in maker.ROWS})
+FAMILIES: Mapping[str, Family] = MappingProxyType({row.name: row for maker in _MAKERS for row in maker.ROWS})
+"""By name; that of a row without a `tower_type` is its `model_type`."""
+
+
+def family_of(settings: Mapping[str, Any]) -> Family | None:
+    """The row of a checkpoint by its config.json; None if its `model_type` is not in the table."""
+    model_type, vision = settings.get("model_type"), settings.get("vision_config")
+    tower_type = vision.get("model_type") if isinstance(vision, dict) else None
+    rows = (row for row in FAMILIES.values() if (row.model_type, row.tower_type) == (model_type, tower_type))
+    return next(rows, None) or FAMILIES.get(str(model_type))

@@ -119,6 +119,10 @@ class Tower(ABC):
     def exact(self, grids: Sequence[Grid]) -> Capacity:
         """Sizes that fit a batch without padding."""
 
+    def rows(self, capacity: Capacity) -> int:
+        """Rows that a forward of this capacity returns, those of padding included."""
+        return capacity.tokens
+
     @abstractmethod
     def reserve(self, capacity: Capacity) -> Metadata:
         """Buffers for metadata of `capacity`, on the tower's device."""
@@ -132,7 +136,7 @@ class Tower(ABC):
 
     @abstractmethod
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        """Rows of pixels `(capacity.patches, geometry.row)` to rows `(capacity.tokens, width)`."""
+        """Rows of pixels `(capacity.patches, geometry.row)` to rows `(self.rows(capacity), width)`."""
 
     def split(self, rows: Tensor, footprints: Sequence[Footprint]) -> list[Tensor]:
         """The rows of each item, as views; rows of padding are left out."""

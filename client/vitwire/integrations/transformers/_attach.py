@@ -1,8 +1,10 @@
 """Replace a model's vision tower by a service, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import update_wrapper
+from inspect import signature
 from typing import Any, cast
 
 import transformers
@@ -64,8 +66,13 @@ def attach(
         opened.pop_all()
     methods = {name: vars(owner).get(name) for name in _METHODS if hasattr(owner, name)}
     for name in methods:
-        setattr(owner, name, RemoteFeatures(owner, _METHODS[name], layout, encoder, described))
+        original = getattr(owner, name)
+        remote = RemoteFeatures(owner, signature(original), _METHODS[name], layout, encoder, described)
+        setattr(owner, name, update_wrapper(remote, original))  # `generate` passes the arguments in the signature
+    put = _module_replacer(owner, layout, encoder, described) if layout.replaces else None
     setattr(owner, _ATTACHED, _Attached(Original(owner, keep=keep), methods, own))
+    if put:
+        put()
 
 
 def detach(model: nn.Module) -> None:
@@ -79,6 +86,8 @@ def detach(model: nn.Module) -> None:
     if attached is None:
         raise ValueError("the model's vision tower is not remote; there is nothing to detach")
     delattr(owner, _ATTACHED)
+    if replaced := _layout(owner).replaces:
+        del owner.get_submodule(replaced).forward
     for name, before in attached.methods.items():
         delattr(owner, name)
         if before is not None:
@@ -88,11 +97,28 @@ def detach(model: nn.Module) -> None:
         attached.client.close()
 
 
+def _module_replacer(owner: PreTrainedModel, layout: Layout, encoder: Encoder, described: Model) -> Callable[[], None]:
+    """Called once the tower was taken out: what stands in its place then calls the service."""
+    before: Any = owner.get_submodule(layout.replaces)
+    remote = RemoteFeatures(owner, signature(before.forward), "image", layout, encoder, described)
+    attributes = {name: getattr(before, name) for name in layout.attributes}
+
+    def put() -> None:
+        module: Any = owner.get_submodule(layout.replaces)
+        module.forward = remote
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+    return put
+
+
 def _owner(model: nn.Module) -> PreTrainedModel:
     """The module that has the tower as a child, and the methods that call it."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and hasattr(module, "get_image_features") and has_tower(module):
-            return module
+        if isinstance(module, PreTrainedModel) and has_tower(module):
+            known = LAYOUTS.get(tower_type(module.config.model_type))
+            if hasattr(module, "get_image_features") or (known and known.replaces):
+                return module
     raise ValueError(f"{type(model).__name__} has no vision tower that can be replaced")
 
 

@@ -5,12 +5,15 @@ The arguments are named as in the outputs of the models' processors, so `Item.fr
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
+from vitwire._canvases import images_of_layouts
 from vitwire._items import Item, Modality
 from vitwire._model import Model
 
@@ -32,7 +35,8 @@ class Call:
     @property
     def pixels(self) -> Tensor:
         """The main argument."""
-        pixels: Tensor = self.arguments["pixel_values_videos" if self.modality == "video" else "pixel_values"]
+        names = ("pixel_values_videos",) if self.modality == "video" else ("pixel_values", "image_pixel_values")
+        pixels: Tensor = next(self.arguments[name] for name in names if name in self.arguments)
         return pixels
 
 
@@ -41,23 +45,44 @@ def _each(call: Call, rows: list[Tensor]) -> Features:
     return rows
 
 
+def _given(call: Call) -> Mapping[str, Any]:
+    return call.arguments
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One way of taking pixels."""
 
-    tiles: Callable[[Call], list[int] | None] = lambda _: None
-    """Numbers of tiles of each item, where the arguments do not say them."""
+    arguments: Callable[[Call], Mapping[str, Any]] = _given
+    """What the items are made of, in the form of a processor's output."""
+    tiles: Callable[[Call], list[int] | list[tuple[int, int, int]] | None] = lambda _: None
+    """Numbers of tiles of each item, or its grid, where the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Features] = _each
     """From the rows of each item to what the model's own method returns as `pooler_output`."""
+    deepstack_output: Callable[..., BaseModelOutputWithPooling] = BaseModelOutputWithDeepstackFeatures
+    """What holds the features of several layers, which are fields of it by name."""
     added: Callable[[Any], Mapping[str, Tensor]] = lambda _: {}
     """From the model, while it has its tower, to rows of that tower that do not depend on the pixels."""
     before_projector: bool = False
     """The model projects what the method returns as `last_hidden_state`."""
+    beside: Callable[[Call], Mapping[str, Tensor]] = lambda _: {}
+    """Other fields of the method's output, which do not depend on the pixels."""
+
+    replaces: str = ""
+    """Path of the module whose `forward` is replaced, in models without feature methods."""
+    returns: Callable[[Call, list[Tensor]], Any] = _each
+    """From the rows of each item to what that `forward` returns."""
+    attributes: tuple[str, ...] = ()
+    """What the model reads of that module."""
+    cut: Callable[[Mapping[str, Any]], list[Item]] | None = None
+    """From the arguments to items, where these are not as for other clients."""
 
     def items(self, call: Call, described: Model) -> list[Item]:
         """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""
         dtype: torch.dtype = getattr(torch, described.dtype, torch.float32)
-        outputs = {name: _sent(name, value, dtype) for name, value in call.arguments.items()}
+        outputs = {name: _sent(name, value, dtype) for name, value in self.arguments(call).items()}
+        if self.cut:
+            return self.cut(outputs)
         return Item.from_processor(outputs, described, grid_thw=self.tiles(call))
 
 
@@ -85,7 +110,12 @@ def _one_each(call: Call) -> list[int]:
     return [1] * len(call.pixels)
 
 
-# -- LLaVA-OneVision -------------------------------------------------------------------------------
+def _one_each_unless_listed(call: Call) -> list[int] | None:
+    """Pixtral's processor gives the sizes of images, which are not tiles."""
+    return None if call.arguments.get("image_sizes") is not None else _one_each(call)
+
+
+# -- LLaVA-NeXT and LLaVA-OneVision ----------------------------------------------------------------
 
 
 def _cut_images(call: Call) -> list[int] | None:
@@ -106,9 +136,7 @@ def _cut_images(call: Call) -> list[int] | None:
 
 def _packed(call: Call, rows: list[Tensor]) -> Features:
     """As the model itself packs rows of tiles: without padding, with line breaks; frames pooled."""
-    model, vision = call.model, call.model.config.vision_config
-    tokens = (vision.image_size // vision.patch_size) ** 2
-    tiles = [own.unflatten(0, (-1, tokens)) for own in rows]
+    model, tiles = call.model, _tiles_of(call, rows)
     if call.modality == "video":
         line_break = model.image_newline[None].to(rows[0].device)
         return torch.stack([torch.cat([model.apply_pooling(clip).flatten(0, 1), line_break]) for clip in tiles])
@@ -119,6 +147,134 @@ def _packed(call: Call, rows: list[Tensor]) -> Features:
         vision_aspect_ratio=call.arguments.get("vision_aspect_ratio") or model.config.vision_aspect_ratio,
     )
     return features  # type: ignore[no-any-return]
+
+
+def _packed_next(call: Call, rows: list[Tensor]) -> Features:
+    """As the model itself packs rows of tiles: without padding, with line breaks."""
+    model = call.model
+    features, _ = model.pack_image_features(
+        _tiles_of(call, rows),
+        call.arguments["image_sizes"],
+        vision_feature_select_strategy=model.config.vision_feature_select_strategy,
+        image_newline=model.image_newline,
+    )
+    return features  # type: ignore[no-any-return]
+
+
+def _layouts_of_images(call: Call) -> list[tuple[int, int, int]] | None:
+    """Grids of images, whose rows are not those of a clip with as many frames."""
+    from transformers.models.llava_next_video import modeling_llava_next_video  # noqa: PLC0415  # of one model
+
+    if call.modality == "video":
+        return None
+    config, layout = call.model.config, cast("Any", modeling_llava_next_video).get_anyres_image_grid_shape
+    found = [
+        layout(size, config.image_grid_pinpoints, config.vision_config.image_size)
+        for size in call.arguments["image_sizes"]
+    ]
+    return [(1 + rows * columns, rows, columns) for rows, columns in found]
+
+
+def _packed_or_pooled(call: Call, rows: list[Tensor]) -> Features:
+    """Rows of frames are pooled already."""
+    return _stacked(call, rows) if call.modality == "video" else _packed_next(call, rows)
+
+
+def _tiles_of(call: Call, rows: list[Tensor]) -> list[Tensor]:
+    """Rows of each item by tile, `(tiles, rows, width)`."""
+    vision = call.model.config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2
+    return [own.unflatten(0, (-1, tokens)) for own in rows]
+
+
+# -- tiles of prompts, padded to one number -----------------------------------------------------------
+
+
+def _of_prompts(real: Callable[[Call], Tensor], others: Callable[[Call], Mapping[str, Any]] = lambda _: {}) -> Layout:
+    """Models that take tiles `(prompts, tiles, 3, H, W)` and return the rows of each prompt, which may have none.
+
+    real: which tiles `(prompts, tiles)` are not padding. others: arguments that are checked too.
+    """
+
+    def features(call: Call, rows: list[Tensor]) -> Features:
+        return [own.flatten(0, 1) for own in torch.stack(rows).split(real(call).sum(1).tolist())]
+
+    return Layout(
+        arguments=lambda call: {"pixel_values": call.pixels[real(call)], **others(call)},
+        tiles=lambda call: [1] * int(real(call).sum()),
+        features=features,
+    )
+
+
+def _filled(call: Call) -> Tensor:
+    """Those that are not zeros; all if all are."""
+    real = (call.pixels != 0).flatten(2).any(-1)
+    return real if real.any() else torch.ones_like(real)
+
+
+def _whole(call: Call) -> Tensor:
+    """The same. Raises ValueError where a mask covers a part of a tile."""
+    real, mask = _filled(call), call.arguments.get("pixel_attention_mask")
+    if mask is not None and not mask[real].all():
+        raise ValueError("pixel_attention_mask covers a part of a tile, which is not served: resize to whole tiles")
+    return real
+
+
+def _marked(call: Call) -> Tensor:
+    marks: Tensor = call.arguments["pixel_attention_mask"]
+    return marks
+
+
+def _path(call: Call) -> Mapping[str, Any]:
+    """Of Granite for Docling's two paths, the one that the caller asks for."""
+    return {"tile_fine_mask": call.arguments.get("tile_fine_mask")}
+
+
+def _routed(**fields: Any) -> BaseModelOutputWithPooling:  # noqa: ANN401  # fields of the output
+    """With a field for the router's opinion, which generation does not need."""
+    from transformers.models.granite_docling import modeling_granite_docling  # noqa: PLC0415  # of one model
+
+    output: BaseModelOutputWithPooling = modeling_granite_docling.GraniteDoclingImageFeaturesOutput(**fields)
+    return output
+
+
+# -- Ovis 2 ----------------------------------------------------------------------------------------
+
+
+def _indicators(call: Call) -> Mapping[str, Tensor]:
+    """Embeddings of the tokens between tiles: the last ones of the visual vocabulary."""
+    count = call.model.config.vision_config.num_visual_indicator_tokens
+    return {"visual_indicator_features": call.model.visual_embeddings_table.weight[-count:]}
+
+
+# -- Llama 3.2 Vision ------------------------------------------------------------------------------
+
+
+def _with_blank_tiles(outputs: Mapping[str, Any]) -> list[Item]:
+    """Blank tiles have rows too, as tokens before an image attend to all rows in transformers."""
+    return [Item(own.pixels, own.grid) for own in images_of_layouts(outputs, blank=True)]
+
+
+def _states(call: Call, rows: list[Tensor]) -> Any:  # noqa: ANN401  # an output of transformers
+    """Projected already, `(prompts, images, tiles, rows of a tile, width)`. Raises ValueError over padding."""
+    prompts, images, tiles = call.pixels.shape[:3]
+    if len(rows) != prompts * images:
+        raise ValueError("aspect_ratio_ids: the prompts of a batch must have as many images each, got padding (0)")
+    states = torch.stack(rows)
+    return BaseModelOutput(last_hidden_state=states.view(prompts, images, tiles, -1, states.shape[-1]))
+
+
+# -- Phi-4 -----------------------------------------------------------------------------------------
+
+
+def _placed(call: Call, rows: list[Tensor]) -> Tensor:
+    """Embeddings of the prompt with the rows in place of its image tokens."""
+    embeddings: Tensor = call.arguments["inputs_embeds"]
+    places = call.arguments["input_ids"] == call.model.config.vision_config.image_token_id
+    joined = torch.cat(rows)
+    if int(places.sum()) != len(joined):
+        raise ValueError(f"input_ids: {int(places.sum())} image tokens, but the images have {len(joined)} rows")
+    return embeddings.masked_scatter(places[..., None], joined.to(embeddings))
 
 
 # -- Unlimited-OCR ---------------------------------------------------------------------------------
@@ -175,7 +331,10 @@ def _framed(call: Call, rows: list[Tensor]) -> Features:
 
 _LISTED = Layout()
 """The arguments say the size of each item."""
-_TILES = Layout(_one_each, _stacked)
+_TILES = Layout(tiles=_one_each, features=_stacked)
+_PADDED_TILES = _of_prompts(_whole)
+_PADDED_IMAGES = Layout(features=_of_prompts(_filled).features)
+"""Images of any size, whose patches the client cuts."""
 
 LAYOUTS: Mapping[str, Layout] = {
     "qwen2_vl": _LISTED,
@@ -203,20 +362,37 @@ LAYOUTS: Mapping[str, Layout] = {
     "minimax_m3_vl": _LISTED,
     "ernie4_5_vl_moe": _LISTED,
     "internvl": _TILES,
+    "llava_next_video": Layout(tiles=_layouts_of_images, features=_packed_or_pooled),
+    "llava_next": Layout(tiles=_cut_images, features=_packed_next),
+    "llava_onevision": Layout(tiles=_cut_images, features=_packed),
     "qianfan_ocr": _TILES,
-    "llava_onevision": Layout(_cut_images, _packed),
+    "aya_vision": _TILES,
+    "cohere2_vision": _TILES,
+    "got_ocr2": _TILES,
+    "janus": _TILES,
     "gemma4": _LISTED,
     "diffusion_gemma": Layout(features=_joined),
     "gemma3": _TILES,
+    "paligemma": _TILES,
+    "vipllava": _TILES,
     "deepseek_vl": _TILES,
     "deepseek_vl_hybrid": Layout(features=_stacked),
     "deepseek_ocr2": _LISTED,
     "unlimited_ocr": Layout(features=_with_line_breaks),
     "hunyuan_vl": Layout(features=_framed, added=_added_rows),
-    "llama4": Layout(_one_each, _stacked, before_projector=True),
+    "aria": Layout(features=_stacked),
+    "mllama": Layout(replaces="vision_model", returns=_states, attributes=("num_patches",), cut=_with_blank_tiles),
+    "phi4_multimodal": Layout(replaces="embed_tokens_extend.image_embed", returns=_placed),
+    "florence2": _TILES,
+    "llama4": Layout(tiles=_one_each, features=_stacked, before_projector=True),
+    "ovis2": Layout(tiles=_one_each, features=_stacked, beside=_indicators),
     "step3p7": _LISTED,
-    "llava": _LISTED,
+    "llava": Layout(tiles=_one_each_unless_listed),
     "mistral3": _LISTED,
+    "idefics3": _PADDED_TILES,
+    "smolvlm": _PADDED_TILES,
+    "idefics2": _PADDED_IMAGES,
+    "lfm2_vl": _LISTED,
     "mistral_large4": _LISTED,
     "lighton_ocr": _LISTED,
     "minicpmv4_6": _LISTED,
@@ -225,6 +401,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "nemotron_h_omni": _LISTED,
     "muse_glimmer": _LISTED,
     "muse_spark": _LISTED,
+    "granite_docling": replace(_of_prompts(_marked, _path), deepstack_output=_routed),
+    "video_llama_3": _LISTED,
 }
 """By the `model_type` of the module that has the methods."""
 
@@ -233,6 +411,9 @@ _SAME = {
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
     "vlm": "hyperclovax_vision_v2",
+    "ovis": "ovis2",
+    "phi4mm": "phi4_multimodal",
+    "videollama3_qwen2": "video_llama_3",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
 }

@@ -1,6 +1,6 @@
 """The modules of a model that the service replaces, and their weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -8,7 +8,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder", "high_res_vision_model")
+_TOWERS = (
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "high_res_vision_model",
+    "embed_tokens_extend.image_embed",
+)
 _PROJECTORS = (
     "projector",
     "multi_modal_projector",
@@ -48,8 +55,8 @@ class RemoteTower(nn.Module):
 
 
 def has_tower(module: nn.Module) -> bool:
-    """Whether a vision tower is a direct child of the module."""
-    return any(name in _TOWERS for name, _ in module.named_children())
+    """Whether the module has a vision tower where it is replaced."""
+    return bool(_found(module, _TOWERS))
 
 
 class Original:
@@ -79,7 +86,7 @@ class Original:
                 now if device == before else device, new_dtype if tensor.dtype == dtype else tensor.dtype
             )
         for name, child in self._modules.items():
-            setattr(self._owner, name, child)
+            _put(self._owner, name, child)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights and buffers by name; those that are offloaded stay with accelerate."""
@@ -91,11 +98,22 @@ class Original:
 
 def _replaced(owner: PreTrainedModel) -> dict[str, nn.Module]:
     """The modules by name, once others stand in their places."""
-    modules = {name: child for name, child in owner.named_children() if name in (*_TOWERS, *_PROJECTORS)}
+    modules = _found(owner, (*_TOWERS, *_PROJECTORS))
     for name, child in modules.items():
         # Llama 4 projects rows outside its feature method, so the projector must still be callable.
-        setattr(owner, name, RemoteTower(getattr(child, "config", None)) if name in _TOWERS else nn.Identity())
+        _put(owner, name, RemoteTower(getattr(child, "config", None)) if name in _TOWERS else nn.Identity())
     return modules
+
+
+def _found(module: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules at those of the paths where there is one."""
+    known = dict(module.named_modules()) if any("." in path for path in paths) else dict(module.named_children())
+    return {path: known[path] for path in paths if path in known}
+
+
+def _put(owner: nn.Module, path: str, child: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(owner.get_submodule(parent), name, child)
 
 
 def _place(owner: PreTrainedModel) -> tuple[torch.device, torch.dtype]:

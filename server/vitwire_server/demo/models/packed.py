@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, DemoModel, Json, save_plain
-from vitwire_server.demo.saving import save_kimi, save_kimi_vl, save_qwen2_5_omni
+from vitwire_server.demo.demo_model import CLIP, HALF, STEPS, TEXT, VISION, DemoModel, Json, save_plain
+from vitwire_server.demo.saving import save_kimi, save_kimi_vl, save_qwen2_5_omni, save_videollama3
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family
 from vitwire_server.towers.layouts.packed import PackedFamily, sizes
@@ -112,6 +112,12 @@ def whole(text: Mapping[str, Any], vision: Mapping[str, Any], more: Mapping[str,
 _THINKER_2_5 = whole(_TEXT, QWEN2_5_TOWER, {**_INDEXED, **_STARTS, "audio_config": _AUDIO})
 _THINKER_3 = whole({**QWEN3_TEXT, **EXPERTS}, QWEN3_TOWER, {**TOKENS, "audio_config": _AUDIO})
 
+_VIDEO_LLAMA: Json = {
+    "text_config": {"model_type": "qwen2", **TEXT, "pad_token_id": 0},
+    "vision_config": {**VISION, "patch_size": 14},
+    **TOKENS,
+}
+
 _CONFIGS: Mapping[str, Json] = {
     "qwen2_vl": whole(_TEXT, {"depth": 4, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}),
     "qwen2_5_vl": whole(_TEXT, QWEN2_5_TOWER),
@@ -131,6 +137,8 @@ _CONFIGS: Mapping[str, Json] = {
     "kimi_vl": whole(_DEEPSEEK_TEXT, {**_KIMI_TOWER, "pos_emb_time": 1}, {**TOKENS, "projection_hidden_size": 64}),
     "paddleocr_vl": whole(QWEN3_TEXT, {**LAYERS, "image_size": 112}),
     "minimax_m3_vl": whole(_MINIMAX_TEXT, LAYERS, {**_INDEXED, "projector_hidden_size": 96}),
+    "video_llama_3": _VIDEO_LLAMA,
+    "videollama3_qwen2": _VIDEO_LLAMA,
     "ernie4_5_vl_moe": whole(_ERNIE_TEXT, {**TOWER, "rms_norm_eps": 1e-6}, MARKED),
 }
 _QWEN = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
@@ -147,8 +155,13 @@ _PROCESSORS: Mapping[str, tuple[str, str | None]] = {
     "kimi_k25": ("Kimi_K25ImageProcessor", "Kimi_K25VideoProcessor"),
     "paddleocr_vl": ("PaddleOCRVLImageProcessor", None),
     "minimax_m3_vl": ("MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor"),
+    "video_llama_3": ("VideoLlama3ImageProcessor", "VideoLlama3VideoProcessor"),
+    "videollama3_qwen2": ("Videollama3ImageProcessor", None),
     "ernie4_5_vl_moe": ("Ernie4_5_VLMoeImageProcessor", "Ernie4_5_VLMoeVideoProcessor"),
 }
+
+_OF_CLIPS: Mapping[str, Json] = {"video_llama_3": {"merge_size": 2}}
+"""Settings of clips that differ from those of images."""
 
 
 def packed_demo(
@@ -183,7 +196,7 @@ def _files(family: Family, processors: tuple[str, str | None], config: Config) -
     bounds = family.video_areas.pixels
     if video_type and bounds and family.videos is not Accepts.NOTHING:
         video = {"video_processor_type": video_type, **_size(*bounds)}
-        files["video_preprocessor_config.json"] = {**shared, **video}
+        files["video_preprocessor_config.json"] = {**shared, **video, **_OF_CLIPS.get(family.model_type, {})}
     return files
 
 
@@ -191,8 +204,13 @@ def _size(smallest: int, largest: int) -> Json:
     return {"size": {"shortest_edge": smallest, "longest_edge": largest}}
 
 
-_SAVE = {"kimi_k25": save_kimi, "kimi_vl": save_kimi_vl, "qwen2_5_omni": save_qwen2_5_omni}
-_BASE = {"kimi_vl": "kimi_k25"}
+_SAVE = {
+    "kimi_k25": save_kimi,
+    "kimi_vl": save_kimi_vl,
+    "qwen2_5_omni": save_qwen2_5_omni,
+    "videollama3_qwen2": save_videollama3,
+}
+_BASE = {"kimi_vl": "kimi_k25", "videollama3_qwen2": "video_llama_3"}
 _AUTO = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), AutoModelForMultimodalLM)
 """Omni models are whole only with their talkers, even if those are switched off."""
 

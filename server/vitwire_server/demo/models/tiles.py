@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, TEXT, VISION, DemoModel, demo_vlm
-from vitwire_server.demo.saving import save_internvl, save_step3
+from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, STEPS, TEXT, VISION, DemoModel, demo_vlm
+from vitwire_server.demo.saving import save_internvl, save_ovis, save_step3
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
@@ -46,6 +46,25 @@ _STEP3 = demo_vlm(
         "size": {"height": 168, "width": 168},
     },
 )
+_OVIS_SIZE = {"crop_size": {"height": 112, "width": 112}, "do_center_crop": True, "size": {"shortest_edge": 112}}
+_OVIS2 = demo_vlm(
+    text=_QWEN2,
+    vision={**VISION, "hidden_stride": 2, "image_size": 112, "patch_size": 14, "vocab_size": 69},
+    image={
+        **CLIP,
+        "image_processor_type": "Ovis2ImageProcessor",
+        "crop_to_patches": True,
+        "max_patches": 6,
+        "resample": 3,
+        "size": {"height": 112, "width": 112},
+    },
+    fields={
+        "hidden_size": 64,
+        "image_token_id": 500,
+        "visual_indicator_token_ids": [502, 503, 504, 505, 506],
+        "vocab_size": 512,
+    },
+)
 TILES: Mapping[str, DemoModel] = {
     "internvl": demo_vlm(
         text=_QWEN2,
@@ -72,7 +91,7 @@ TILES: Mapping[str, DemoModel] = {
         },
         image={**IMAGENET, "crop_size": 112, "size": 112, "feature_extractor_type": "CLIPFeatureExtractor"},
         base="internvl",
-        save=save_internvl,
+        save=save_internvl(),
     ),
     "llava_onevision": demo_vlm(
         text=_QWEN2,
@@ -170,6 +189,46 @@ TILES: Mapping[str, DemoModel] = {
                 "num_pos_feats": 32,
                 "window_size": 3,
             },
+        },
+    ),
+    "ovis2": _OVIS2,
+    "ovis": replace(
+        _OVIS2,
+        files=lambda _: {"preprocessor_config.json": {**CLIP, **STEPS, **_OVIS_SIZE, "resample": 3}},
+        base="ovis2",
+        save=save_ovis,
+    ),
+    "florence2": demo_vlm(
+        text={
+            "model_type": "bart",
+            "bos_token_id": 1,
+            "d_model": 64,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 96,
+            "decoder_layers": 2,
+            "decoder_start_token_id": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "encoder_layers": 2,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "vocab_size": 512,
+        },
+        vision={
+            "depths": [1, 1, 2, 1],
+            "embed_dim": [16, 32, 32, 64],
+            "max_position_embeddings": 8,
+            "num_groups": [2, 4, 4, 8],
+            "num_heads": [2, 4, 4, 8],
+            "projection_dim": 64,
+            "window_size": 5,
+        },
+        image={
+            **IMAGENET,
+            "do_center_crop": False,
+            "image_processor_type": "CLIPImageProcessor",
+            "resample": 3,
+            "size": {"height": 96, "width": 96},
         },
     ),
     "step3p7": _STEP3,

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.building import BROKEN, build_module
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import Track, download, fingerprint, read_weights
@@ -20,7 +21,7 @@ from vitwire_server.towers.family import Family
 from vitwire_server.towers.files import CheckpointError, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
-from vitwire_server.towers.registry import FAMILIES
+from vitwire_server.towers.registry import FAMILIES, family_of
 from vitwire_server.towers.served import absurd_layers
 from vitwire_server.towers.tower import Tower
 
@@ -41,6 +42,20 @@ class Checkpoint:
     dtype: torch.dtype
     """What the checkpoint says it was saved in."""
 
+    @property
+    def pooling(self) -> Pooling:
+        """How its rows are pooled."""
+        return self.family.pooler.pooling if self.family.pooler else Pooling.NONE
+
+    @property
+    def poolings(self) -> tuple[Pooling, ...]:
+        """How they can be pooled."""
+        return self.family.poolings(self.config)
+
+    def pooled(self, pooling: Pooling) -> "Checkpoint":
+        """The same checkpoint with rows pooled. Raises ValueError if it does not offer that."""
+        return replace(self, family=self.family.pooled(pooling, self.config))
+
     def preprocessing(self) -> dict[Modality, Preprocessing]:
         """Settings of its processor for each modality it takes. Raises CheckpointError."""
         found = self.family.preprocessing(self.folder, self.config)
@@ -48,7 +63,7 @@ class Checkpoint:
         if clips is None or clips.resizing is Resizing.OTHER:
             return found
         try:
-            sampling = read_sampling(self.family.model_type, ProcessorFiles.read(self.folder).own_video)
+            sampling = read_sampling(self.family.model_type, ProcessorFiles.read(self.folder).sampling)
         except ValueError as error:
             reason = f"the video processor's settings cannot be used: {error}"
             raise CheckpointError(f"{self.folder}: {reason}") from error
@@ -57,7 +72,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tower on its device, and the SHA-256 over its weights."""
+    """A tower on its device, and the SHA-256 over its weights and its pooling."""
 
     tower: Tower
     fingerprint: str
@@ -70,11 +85,12 @@ def open_checkpoint(model: str) -> Checkpoint:
     """
     folder, on_hub = _folder(model)
     settings = read_json(folder / "config.json")
-    model_type = settings.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = family_of(settings)
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(f"{model}: model_type {model_type!r} is not supported; supported are {known}")
+        known = ", ".join(dict.fromkeys(row.model_type for row in FAMILIES.values()))
+        raise CheckpointError(
+            f"{model}: model_type {settings.get('model_type')!r} is not supported; supported are {known}"
+        )
     if Version(transformers.__version__) < Version(family.transformers):
         raise CheckpointError(
             f"{model}: {family.title} needs transformers {family.transformers} or newer, "
@@ -117,7 +133,7 @@ def load_tower(
     except BROKEN as error:
         raise CheckpointError(f"{checkpoint.folder}: the vision tower cannot be built: {error}") from error
     tower.rewrite()
-    return Loaded(tower, fingerprint(weights))
+    return Loaded(tower, fingerprint(weights, checkpoint.pooling))
 
 
 def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> Config:

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.building import BROKEN
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Weights
@@ -113,8 +114,8 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
         raise CheckpointError(f"{folder / _SINGLE} is not a safetensors file: {error}") from error
 
 
-def fingerprint(weights: Mapping[str, Weights]) -> str:
-    """SHA-256 over all weights; names of a module beside the tower begin with the module's."""
+def fingerprint(weights: Mapping[str, Weights], pooling: Pooling) -> str:
+    """SHA-256 over all weights and the pooling; names of a module beside the tower begin with the module's."""
     named = {
         name if module == "tower" else f"{module}.{name}": tensor
         for module, own in weights.items()
@@ -125,4 +126,6 @@ def fingerprint(weights: Mapping[str, Weights]) -> str:
         tensor = named[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    if pooling is not Pooling.NONE:
+        digest.update(f"pooling {pooling}".encode())
     return digest.hexdigest()

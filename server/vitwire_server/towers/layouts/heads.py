@@ -29,6 +29,8 @@ class Head:
 
     pools_frames: ClassVar[bool] = False
     """Tokens of a clip are of several frames each."""
+    pools_clips: ClassVar[bool] = False
+    """Tokens of a clip are of more patches of a frame than those of an image."""
 
     def __init__(self, parts: Parts, bare: Geometry) -> None:
         """`parts` are the loaded modules, `bare` the sizes of the tower alone."""
@@ -90,6 +92,8 @@ class ProjectedTokens(Head):
         return rows
 
 
-def of_clips(geometry: Geometry, *, most_frames: int | None = None, pooled: int = 1) -> ClipGeometry:
-    """The same sizes, of a tower that restricts the frames of a clip."""
-    return ClipGeometry(**asdict(geometry), most_frames=most_frames, pooled=pooled)
+def of_clips(
+    geometry: Geometry, *, most_frames: int | None = None, pooled: int = 1, clip_merge: int = 1
+) -> ClipGeometry:
+    """The same sizes, of a tower that restricts the frames of a clip, or merges more of them."""
+    return ClipGeometry(**asdict(geometry), most_frames=most_frames, pooled=pooled, clip_merge=clip_merge)

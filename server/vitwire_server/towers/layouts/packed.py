@@ -95,7 +95,7 @@ class PackedFamily(PatchFamily):
     @property
     def prunes(self) -> bool:
         """See Family."""
-        return not self.head.pools_frames
+        return not (self.head.pools_frames or self.head.pools_clips)
 
     def build(self, parts: Parts, config: Config) -> "PackedTower":
         """See Family."""
@@ -124,7 +124,11 @@ class Sizes(NamedTuple):
 
 def sizes(config: Config) -> Sizes:
     """Those of a tower's configuration. Raises AttributeError."""
-    merge = config.merge_kernel_size[0] if hasattr(config, "merge_kernel_size") else config.spatial_merge_size
+    merge = (
+        config.merge_kernel_size[0]
+        if hasattr(config, "merge_kernel_size")
+        else getattr(config, "spatial_merge_size", 1)
+    )
     channels = next((getattr(config, key) for key in ("in_channels", "num_channels") if hasattr(config, key)), 3)
     return Sizes(config.patch_size, merge, getattr(config, "temporal_patch_size", 1), channels)
 
@@ -158,7 +162,7 @@ class PackedTower(PatchTower):
     def footprints(self) -> PatchFootprints:
         """See Tower."""
         geometry = self.geometry
-        pooled = geometry.pooled if isinstance(geometry, ClipGeometry) else 1
+        pooled = geometry.pooled * geometry.clip_merge**2 if isinstance(geometry, ClipGeometry) else 1
         return PatchFootprints(geometry.merge, self.family.span is AttentionSpan.CLIP, pooled)
 
     def capacity(self, budget: Budget) -> Capacity:
@@ -218,14 +222,14 @@ class PackedTower(PatchTower):
         """transformers' own functions, on the host; rows of a frame are computed once for all frames."""
         inputs, computed = self.family.inputs, super()._compute(grid)
         frame = torch.tensor([(1, grid.h, grid.w)])
-        places = vision_utils.get_vision_position_ids(frame, self._block).repeat(grid.t, 1)
+        places = vision_utils.get_vision_position_ids(frame, self._block(grid)).repeat(grid.t, 1)
         computed["position_ids"] = places
         if self.family.span is AttentionSpan.CLIP:
             computed["cu_seqlens"] = computed["cu_seqlens"][-1:]
         if inputs.frame_positions:
             computed["position_ids"] = torch.cat([frame_of(grid)[:, None], places], dim=-1)
         if self._learned is not None:
-            taps = self._taps(frame)
+            taps = self._taps(frame, self._block(grid))
             computed["interp_indices"], computed["interp_weights"] = (rows.repeat(grid.t, 1) for rows in taps)
         if self._window_side:
             order, ends = vision_utils.get_vision_window_index(
@@ -236,19 +240,20 @@ class PackedTower(PatchTower):
             computed["grid_thw"] = frame.repeat(grid.t, 1)
         return computed | self.head.compute(grid)
 
-    @property
-    def _block(self) -> int:
+    def _block(self, grid: Grid) -> int:
         """Patches a side that lie one after the other: those of a token, unless the order is a raster's."""
-        return 1 if self.family.inputs.raster else self.geometry.merge
+        own = self.geometry
+        merge = own.merge * own.clip_merge if isinstance(own, ClipGeometry) and grid.t > 1 else own.merge
+        return 1 if self.family.inputs.raster else merge
 
-    def _taps(self, frame: Tensor) -> tuple[Tensor, Tensor]:
+    def _taps(self, frame: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """Of each patch of a frame, the learned positions that its own is resampled from, and their weights."""
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             frame,
             num_grid_per_side=self._learned.num_grid_per_side,
             mode=self._learned.interpolation_mode,
             align_corners=self._learned.interpolation_align_corners,
-            spatial_merge_size=self._block,
+            spatial_merge_size=block,
         )
         return indices, weights
 

@@ -2,20 +2,23 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vitwire_server.core.footprints import PatchFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Parts
 from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
+from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
 from vitwire_server.towers.tower import Metadata
 
@@ -45,6 +48,16 @@ class RasterFamily(PatchFamily):
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
+class SegmentPool(Protocol):
+    """Makes one row of the rows of each segment."""
+
+    width: int
+
+    def __call__(self, rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
+        """Rows `(patches, C)`, and the number of the segment of each, to `(segments, width)`."""
+        ...
+
+
 class RasterTower(PatchTower):
     """Attention within images; what a family's stock forward derives from image sizes is laid out ahead."""
 
@@ -53,7 +66,10 @@ class RasterTower(PatchTower):
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
+        self._pool: SegmentPool | None = family.pooler.make(parts, config) if family.pooler else None
         self.geometry = self._geometry(config)
+        if self._pool:
+            self.geometry = replace(self.geometry, width=self._pool.width, one_row=True)
         self._projector: Any = parts.get("projector")
 
     def _geometry(self, config: Config) -> Geometry:
@@ -77,6 +93,15 @@ class RasterTower(PatchTower):
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_attention_heads, size
 
+    @cached_property
+    def footprints(self) -> PatchFootprints:
+        """See Tower."""
+        return PatchFootprints(self.geometry.merge, one_row=self.geometry.one_row)
+
+    def rows(self, capacity: Capacity) -> int:
+        """See Tower."""
+        return capacity.segments if self._pool else capacity.tokens
+
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """At most `items` images, nearly square, of `tokens` together, or of a few less than that."""
         merge, longest = self.geometry.merge, self.geometry.longest_side
@@ -90,7 +115,7 @@ class RasterTower(PatchTower):
         return [Grid(1, height * merge, width * merge) for height, width in shapes]
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        """`pixels (patches, columns)` to rows `(tokens, width)`."""
+        """`pixels (patches, columns)` to rows `(tokens, width)`, or `(segments, width)` if they are pooled."""
         tensors = metadata.tensors
         boundaries, longest = tensors["cu_seqlens"], metadata.bounds["max_seqlen"]
         attended = {
@@ -99,7 +124,12 @@ class RasterTower(PatchTower):
             "max_length_q": longest,
             "max_length_k": longest,
         }
-        return self._rows(pixels, tensors, attended)
+        rows = self._rows(pixels, tensors, attended)
+        if not self._pool:
+            return rows
+        places = torch.arange(len(rows), dtype=boundaries.dtype, device=rows.device)
+        numbers = torch.searchsorted(boundaries, places, right=True) - 1
+        return self._pool(rows, numbers, len(boundaries) - 1)
 
     @abstractmethod
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:

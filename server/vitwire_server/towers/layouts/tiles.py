@@ -45,12 +45,14 @@ class Encoder(ABC):
     attention_heads: tuple[int, int]
     """Their number, and the size of one."""
     blocks: Sequence[nn.Module]
+    one_row: bool = False
+    """A tile has one row, which is made of its tokens."""
     constants: Mapping[str, nn.Module] = MappingProxyType({})
     """Modules beside the loaded ones, which move with them."""
 
     @abstractmethod
     def encode(self, tiles: Tensor) -> Tensor:
-        """`(tiles, C, H, W)` to `(tiles, tokens, width)`."""
+        """`(tiles, C, H, W)` to `(tiles, tokens, width)`, or `(tiles, 1, width)` with `one_row`."""
 
     @property
     def geometry(self) -> TileGeometry:
@@ -62,6 +64,7 @@ class Encoder(ABC):
             channels=self.channels,
             width=self.width,
             levels=0,
+            one_row=self.one_row,
             tile=(self.tile.height, self.tile.width),
         )
 
@@ -119,7 +122,7 @@ class TileTower(Tower):
 
     @cached_property
     def footprints(self) -> Footprints:
-        return TileFootprints(self.encoder.tile.tokens, self._longest)
+        return TileFootprints(self.encoder.tile.tokens, self._longest, one_row=self.encoder.one_row)
 
     def sizes(self, most: int) -> list[int]:
         return [tiles * self.encoder.tile.tokens for tiles in tile_steps(most // self.encoder.tile.tokens)]
@@ -143,6 +146,9 @@ class TileTower(Tower):
         load = total([self.footprint(grid) for grid in grids])
         return Capacity(load.patches, load.tokens, load.segments, load.longest, crops=load.crops)
 
+    def rows(self, capacity: Capacity) -> int:
+        return capacity.patches if self.encoder.one_row else capacity.tokens
+
     def reserve(self, capacity: Capacity) -> Metadata:
         return Metadata(capacity, {}, {})
 
@@ -154,7 +160,7 @@ class TileTower(Tower):
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         del metadata
         tiles = pixels.view(-1, self.geometry.channels, *self.geometry.tile)
-        return self.encoder.encode(tiles).flatten(0, 1)
+        return self.encoder.encode(tiles).flatten(0, 1).contiguous()
 
 
 def tile_steps(most: int) -> list[int]:

@@ -14,21 +14,14 @@ from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_mode
 from vitwire_server.towers.layouts.crops import PairEncoder, PairFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel
-from vitwire_server.towers.processors.tiles import shade, tiled
+from vitwire_server.towers.processors.tiles import shade, squared, tiled
 from vitwire_server.towers.shared.modules import SingleParameter
 from vitwire_server.towers.shared.sam import gather_relative_positions
 from vitwire_server.towers.shared.siglip import Siglip, siglip
 
 
 def _deepseek_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    size = config.vision_config.image_size
-    tiling = Tiling(
-        TilingRule.SQUARE,
-        (size, size),
-        background=shade(per_channel(files.image, "image_mean", CLIP[0])),
-        min_side=int(files.image.get("min_size", 14)),
-    )
-    return {Modality.IMAGE: tiled(files.image, tiling, CLIP)}
+    return {Modality.IMAGE: squared(files.image, config.vision_config.image_size, CLIP)}
 
 
 def _hybrid_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:

@@ -1,4 +1,4 @@
-"""Gemma 3 and Gemma 4 (Google)."""
+"""Gemma 3, Gemma 4 and PaliGemma (Google)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, plac
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.tiles import one_tile, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.siglip import Siglip, siglip
 
@@ -45,6 +45,10 @@ def _gemma4_image_settings(files: ProcessorFiles, config: Config) -> dict[Modali
 def _gemma3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     tile = (config.vision_config.image_size,) * 2
     return {Modality.IMAGE: tiled(files.image, Tiling(TilingRule.STRETCH, tile), HALF, BILINEAR)}
+
+
+def _paligemma_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    return {Modality.IMAGE: one_tile(files.image, config.vision_config.image_size, HALF, crops=False)}
 
 
 def _pools(tokens: int, config: Config) -> bool:
@@ -183,4 +187,21 @@ _GEMMA3 = TileFamily(
     special="pan and scan, where wanted, sends its pictures as images of their own",
 )
 
-ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _EMBEDDING_GEMMA2, _GEMMA3)
+_PALIGEMMA = TileFamily(
+    model_type="paligemma",
+    title="PaliGemma 1 and 2",
+    architecture="27 x 1152, patch 14",
+    tower=siglip("vision_tower."),
+    beside={
+        "projector": Module(
+            source="paligemma.modeling_paligemma:PaliGemmaMultiModalProjector",
+            prefixes=in_model("multi_modal_projector."),
+            config="",
+        )
+    },
+    encoder=Siglip,
+    processor=_paligemma_settings,
+    videos=Accepts.NOTHING,
+)
+
+ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _EMBEDDING_GEMMA2, _GEMMA3, _PALIGEMMA)

@@ -1,15 +1,22 @@
-"""Llama 4 (Meta)."""
+"""Llama 4 and Llama 3.2 Vision (Meta)."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from vitwire_server.core.footprints import LayoutFootprints
+from vitwire_server.core.geometries import LayoutGeometry
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
@@ -70,4 +77,101 @@ _LLAMA4 = TileFamily(
     videos=Accepts.NOTHING,
 )
 
-ROWS: tuple[Family, ...] = (_LLAMA4,)
+
+def _mllama_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    vision = config.vision_config
+    size, most = side(vision.image_size), int(files.image.get("max_image_tiles", 4))
+    if most != vision.max_num_tiles:
+        raise ValueError(f"max_image_tiles is {most}, but must be vision_config.max_num_tiles, {vision.max_num_tiles}")
+    tiling = Tiling(TilingRule.CANVAS, (size, size), max_tiles=most)
+    return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
+
+
+class CrossAttentionProjector(nn.Linear):
+    """From the tower's layers to the states that the language model's layers attend to."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.vision_config.vision_output_dim, config.text_config.hidden_size)
+
+
+class Mllama(AssembledEncoder):
+    """Tiles of an image attend to each other, and to those that it could have beyond: blank ones with positions.
+
+    So an image costs as much as one with all tiles. Rows are those of the tiles that it comes with.
+    """
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        vision = config.vision_config
+        size, self.patch = side(vision.image_size), side(vision.patch_size)
+        self.merge, self.channels = 1, vision.num_channels
+        positions = (size // self.patch) ** 2 + 1
+        self.tile = TileShape(size, size, positions)
+        self.width = config.text_config.hidden_size
+        self.attention_heads = heads_of(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self._layouts = tuple((rows, columns) for rows, columns in vision.supported_aspect_ratios)
+        self._most = vision.max_num_tiles
+        if max(rows * columns for rows, columns in self._layouts) > self._most:
+            raise ValueError(f"supported_aspect_ratios has layouts of more than {self._most} tiles")
+        self.blocks = [*self._tower.transformer.layers, *self._tower.global_transformer.layers]
+        longest = self._most * (positions - 1)
+        self.footprints = LayoutFootprints(positions, self._most, longest)
+        self.unit = Unit(self._most, self._most * positions, self._most * positions, longest)
+        self.inputs = {
+            "tiles": UnitInput((self._most,), torch.int64, counts_tiles=True),
+            "held": UnitInput((self._most,), torch.int64),
+            "aspect_ratio": UnitInput((1,), torch.int64),
+        }
+
+    @property
+    def geometry(self) -> LayoutGeometry:
+        return LayoutGeometry(**{**asdict(super().geometry), "layouts": self._layouts, "most": self._most})
+
+    def sample(self, units: int) -> Grid:
+        del units
+        rows, columns = max(self._layouts, key=lambda layout: layout[0] * layout[1])
+        return Grid(rows * columns, rows, columns)
+
+    def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Which tiles there are, and the number of the layout; 0 is the number of no image."""
+        places, own = torch.arange(self._most), grid.h * grid.w
+        number = 1 + self._layouts.index((grid.h, grid.w))
+        laid = {
+            "tiles": places.clamp(max=own - 1)[None],
+            "held": (places < own).long()[None],
+            "aspect_ratio": torch.tensor([[number]]),
+        }
+        return laid, torch.arange(grid.t * self.tile.tokens)
+
+    def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        held = inputs["held"]
+        images = tiles.index_select(0, inputs["tiles"].flatten()).unflatten(0, (-1, 1, self._most))
+        blank = images.masked_fill(held.logical_not()[:, None, :, None, None, None], 0)
+        states = self._tower(
+            pixel_values=blank, aspect_ratio_ids=inputs["aspect_ratio"], aspect_ratio_mask=held[:, None]
+        ).last_hidden_state
+        return self._projector(states.flatten(1, 3))  # type: ignore[no-any-return]
+
+
+_MLLAMA = AssembledFamily(
+    model_type="mllama",
+    title="Llama 3.2 Vision",
+    architecture="32 x 1280 and 8 x 1280, patch 14",
+    attention="over the tiles of an image",
+    tower=Module(source="mllama.modeling_mllama:MllamaVisionModel", prefixes=in_model("vision_model.")),
+    beside={
+        "projector": Module(
+            source="vitwire_server.towers.models.llama:CrossAttentionProjector",
+            prefixes=in_model("multi_modal_projector."),
+            config="",
+        )
+    },
+    encoder=Mllama,
+    processor=_mllama_settings,
+    videos=Accepts.NOTHING,
+    special="rows are what the LLM's cross-attention layers attend to, and depend on the layout; an image costs as "
+    "much as one of 4 tiles",
+)
+
+ROWS: tuple[Family, ...] = (_LLAMA4, _MLLAMA)

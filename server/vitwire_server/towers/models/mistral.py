@@ -65,13 +65,11 @@ class PixtralTower(RasterTower):
 
 @dataclass(frozen=True, kw_only=True)
 class PixtralFamily(RasterFamily):
-    """Checkpoints of which only those with Pixtral's tower are served."""
+    """Checkpoints of which only those with rows of the last layer are served."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over another tower."""
+        """See Family. Raises ValueError over another layer."""
         config = super().read_config(folder, settings)
-        if config.vision_config.model_type != "pixtral":
-            raise ValueError(f"its tower is {config.vision_config.model_type}, only Pixtral's is served")
         last_layer(config)
         return config
 
@@ -108,6 +106,7 @@ def _halves(rows: Tensor, heads: int) -> Tensor:
 
 _PIXTRAL = PixtralFamily(
     model_type="llava",
+    tower_type="pixtral",
     title="Pixtral",
     architecture="24 x 1024, patch 16",
     tower=Module(

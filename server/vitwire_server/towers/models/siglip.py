@@ -1,26 +1,39 @@
-"""SigLIP 2 NaFlex (Google)."""
+"""SigLIP and SigLIP 2 (Google)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, Pooler, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_tokens
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above
+from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention
+from vitwire_server.towers.shared.siglip import packed_layers
 
 _SIGLIP2_PATCHES = 256
+_SIGLIP_TOWER = "siglip.modeling_siglip:SiglipVisionModel"
+_NOT_TOWER = ("head.", "embeddings.position_ids")
+
+
+def _head(stem: str, prefixes: Mapping[str, str], config: str = "vision_config") -> Module:
+    """The pooling head of a tower whose weights have these prefixes."""
+    return Module(
+        source=f"{stem}MultiheadAttentionPoolingHead",
+        prefixes={f"{prefix}head.": "" for prefix in prefixes},
+        config=config,
+    )
 
 
 def _siglip2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -51,28 +64,14 @@ class Siglip2Tower(RasterTower):
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model = self.model
         states = (model.embeddings.patch_embedding(pixels) + tensors["positions"]).unsqueeze(0)
-        for layer in model.encoder.layers:
-            states = states + self._attention(layer.self_attn, layer.layer_norm1(states), attended)
-            states = states + layer.mlp(layer.layer_norm2(states))
+        states = packed_layers(model.encoder.layers, states, model.config._attn_implementation, attended)  # noqa: SLF001 - set by use_attention
         rows: Tensor = model.post_layernorm(states[0])
         return rows
-
-    def _attention(self, module: Siglip2Attention, states: Tensor, attended: Mapping[str, Any]) -> Tensor:
-        """The stock module keeps the boundaries from attention, so its projections are called one by one."""
-        attend = ALL_ATTENTION_FUNCTIONS[self.model.config._attn_implementation]  # noqa: SLF001 - set by use_attention
-        query, key, value = (
-            projection(states).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-            for projection in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        rows, _ = attend(
-            module, query, key, value, None, scaling=module.scale, dropout=0.0, is_causal=False, **attended
-        )
-        return module.out_proj(rows.flatten(2))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Siglip2Family(RasterFamily):
-    """SigLIP 2, whose pooling head is left out."""
+    """SigLIP 2, whose pooling head is not a part of the tower."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Raises ValueError over a table of positions that is not square."""
@@ -80,7 +79,8 @@ class Siglip2Family(RasterFamily):
         vision = config.vision_config
         if isqrt(vision.num_patches) ** 2 != vision.num_patches:
             raise ValueError(f"{vision.num_patches} positions are not a square")
-        return changed(config, {"vision_config.vision_use_head": False})
+        used = bool(getattr(vision, "vision_use_head", True))
+        return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
 
 
 _SIGLIP2 = Siglip2Family(
@@ -99,7 +99,32 @@ _SIGLIP2 = Siglip2Family(
     layers="encoder.layers",
     processor=_siglip2_settings,
     videos=Accepts.NOTHING,
-    special="rows of the patches, without the pooling head",
+    poolers=(
+        replace(attention(_head("siglip2.modeling_siglip2:Siglip2", stripped("vision_model."))), make=SegmentAttention),
+        Pooler(pooling=Pooling.MEAN, make=SegmentMean),
+    ),
+    special="rows of the patches, after the last norm",
 )
 
-ROWS: tuple[Family, ...] = (_SIGLIP2,)
+_SIGLIP = PlainFamily(
+    model_type="siglip",
+    title="SigLIP, SigLIP 2 of fixed resolution",
+    architecture="12 x 768, 24 x 1024, 27 x 1152 or 40 x 1536, patch 14, 16 or 32",
+    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model."), ignored=_NOT_TOWER),
+    encoder=PlainEncoder,
+    leading=no_tokens,
+    head="vision_use_head",
+    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model."))), MEAN),
+    processor="Siglip",
+    special="rows of the patches, after the last norm",
+)
+
+_SIGLIP_VISION = replace(
+    _SIGLIP,
+    model_type="siglip_vision_model",
+    title="SigLIP's tower",
+    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
+    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model.", ""), config="")), MEAN),
+)
+
+ROWS: tuple[Family, ...] = (_SIGLIP2, _SIGLIP, _SIGLIP_VISION)

@@ -15,8 +15,10 @@ _PROCESSORS = {
     "Glm4vVideoProcessor": Sampling(SamplingRule.SECONDS, fps=2.0, max_seconds=300.0),
     "Glm46VVideoProcessor": Sampling(SamplingRule.RATE_BY_DURATION),
     "InternVLVideoProcessor": Sampling(SamplingRule.MIDDLES, frames=8),
+    "LlavaNextVideoVideoProcessor": Sampling(SamplingRule.COUNT, frames=8),
     "LlavaOnevisionVideoProcessor": Sampling(SamplingRule.COUNT, frames=8),
     "Gemma4VideoProcessor": Sampling(SamplingRule.COUNT, frames=32),
+    "SmolVLMVideoProcessor": Sampling(SamplingRule.RATE_WITHIN, fps=1.0, max_frames=64),
 }
 """Defaults of each class. Where a class samples only if the caller names a rate or a number, those of its examples."""
 _OF_MODELS = {
@@ -43,8 +45,10 @@ _OF_MODELS = {
     "glm_ocr": "Glm46VVideoProcessor",
     "internvl": "InternVLVideoProcessor",
     "internvl_chat": "InternVLVideoProcessor",
+    "llava_next_video": "LlavaNextVideoVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "gemma4": "Gemma4VideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
 }
 _COUNTED = (SamplingRule.COUNT, SamplingRule.MIDDLES, SamplingRule.RATE, SamplingRule.RATE_TO_LAST)
 
@@ -59,6 +63,8 @@ def read_sampling(model_type: str, config: Mapping[str, Any]) -> Sampling | None
     )
     if default is None:
         return None
+    if default.rule is SamplingRule.RATE_WITHIN:
+        config = {"max_frames": config.get("num_frames"), **config, **(config.get("video_sampling") or {})}
     rate = _number(config, "fps", default.fps)
     found = replace(
         default,

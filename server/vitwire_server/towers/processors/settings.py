@@ -12,7 +12,7 @@ from vitwire_server.core.tilings import Tiling
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.files import CheckpointError, optional_json, read_json
 
-BILINEAR, BICUBIC = 2, 3
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 _FILTERS = range(6)
 """Pillow's numbers of its filters."""
 
@@ -36,6 +36,11 @@ class ProcessorFiles:
     def video(self) -> Mapping[str, Any]:
         """Keys for videos; keys that the videos' file lacks are those of images."""
         return {**self.image, **self.own_video}
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Keys for the choice of frames; SmolVLM keeps them in the images' file if there is no other."""
+        return self.own_video or {"video_sampling": self.image.get("video_sampling")}
 
     @classmethod
     def read(cls, folder: Path, *, required: bool = False) -> "ProcessorFiles":
@@ -74,7 +79,8 @@ def read_settings(
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{folder}: the preprocessor's settings cannot be used: {reason}") from error
-    drops = not files.image.get("do_convert_rgb", converts)
+    said = files.image.get("do_convert_rgb")  # null leaves it to the class, too
+    drops = not (converts if said is None else said)
     return found | {Modality.IMAGE: replace(found[Modality.IMAGE], drops_transparency=drops)}
 
 

@@ -1,8 +1,10 @@
-"""SigLIP's tower for tiles, with a projector of every patch."""
+"""SigLIP's towers: of tiles with a projector of every patch, and the layers of packed patches."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.towers.configs import Config, last_layer
 from vitwire_server.towers.family import Module, Parts, in_model
@@ -24,7 +26,7 @@ class Siglip(Encoder):
         self.patch = vision.patch_size
         side = vision.image_size // self.patch
         self.merge = self._merge(config, side)
-        self.tile = TileShape(vision.image_size, vision.image_size, self._tokens(config, (side // self.merge) ** 2))
+        self.tile = TileShape(vision.image_size, vision.image_size, (side // self.merge) ** 2)
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)
@@ -37,10 +39,48 @@ class Siglip(Encoder):
         del config, side
         return 1
 
-    def _tokens(self, config: Config, merged: int) -> int:
-        """Rows of a tile, which has `merged` tokens."""
-        del config
-        return merged
-
     def encode(self, tiles: Tensor) -> Tensor:
-        return self._projector(self._tower(pixel_values=tiles).last_hidden_state)  # type: ignore[no-any-return]
+        rows: Tensor = self._projector(self._tower(pixel_values=tiles).last_hidden_state)
+        return rows.flatten(1, -2)
+
+
+class SiglipAttention(Protocol):
+    """A stock attention of SigLIP 1 or 2, as far as it is called here."""
+
+    num_heads: int
+    scale: float
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+
+
+class SiglipLayer(Protocol):
+    """A stock layer of SigLIP 1 or 2."""
+
+    layer_norm1: nn.LayerNorm
+    layer_norm2: nn.LayerNorm
+    self_attn: SiglipAttention
+    mlp: nn.Module
+
+
+def packed_layers(
+    layers: Iterable[SiglipLayer], states: Tensor, implementation: str, attended: Mapping[str, Any]
+) -> Tensor:
+    """`states (1, patches, C)` after the layers, with attention within segments."""
+    for layer in layers:
+        states = states + _attention(layer.self_attn, layer.layer_norm1(states), implementation, attended)
+        states = states + layer.mlp(layer.layer_norm2(states))
+    return states
+
+
+def _attention(module: SiglipAttention, states: Tensor, implementation: str, attended: Mapping[str, Any]) -> Tensor:
+    """The stock module keeps the boundaries from attention, so its projections are called one by one."""
+    query, key, value = (
+        projection(states).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    rows, _ = ALL_ATTENTION_FUNCTIONS[implementation](
+        module, query, key, value, None, scaling=module.scale, dropout=0.0, is_causal=False, **attended
+    )
+    return module.out_proj(rows.flatten(2))  # type: ignore[no-any-return]

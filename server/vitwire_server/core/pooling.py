@@ -1,0 +1,16 @@
+"""How the rows of an image are pooled."""
+
+from enum import StrEnum
+
+
+class Pooling(StrEnum):
+    """What an image, or a frame of a clip, becomes; the values are those of `--pooling`."""
+
+    NONE = "none"
+    """Rows, as the tower returns them."""
+    CLS = "cls"
+    """One row: the class token."""
+    MEAN = "mean"
+    """One row: the mean of the rows."""
+    ATTENTION = "attention"
+    """One row, by the model's own attention pooling."""

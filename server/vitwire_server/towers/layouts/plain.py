@@ -1,0 +1,140 @@
+"""Vision transformers that are served alone: one tile an image, rows of its patches or one row pooled of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.family import Family, Parts
+from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower, heads_of, side
+from vitwire_server.towers.processors.settings import ProcessorFiles, read_settings
+from vitwire_server.towers.processors.single import class_of, one_tile
+
+
+class TilePool(Protocol):
+    """Makes one row of the tokens of each tile."""
+
+    width: int
+
+    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
+        """Class and register tokens `(tiles, n, C)` and rows of patches `(tiles, patches, C)` to `(tiles, width)`."""
+        ...
+
+
+def no_tokens(config: Config) -> int:
+    """Tokens before those of the patches: none."""
+    del config
+    return 0
+
+
+def class_token(config: Config) -> int:
+    """Tokens before those of the patches: the class token."""
+    del config
+    return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainFamily(Family):
+    """What differs between vision transformers that are served alone."""
+
+    encoder: "Callable[[PlainFamily, Parts, Config], PlainEncoder]"
+    layers: str = "encoder.layers"
+    """Path of the tower's layers."""
+    leading: Callable[[Config], int] = class_token
+    """Number of tokens before those of the patches, by the tower's configuration."""
+    head: str | None = None
+    """Field of the tower's configuration that says whether it has a pooling head, which is loaded on its own."""
+    processor: str
+    """Class of the model's processor, by the beginning of its name, where the checkpoint names none."""
+    resizes: bool = False
+    """The tower takes tiles of the size that the processor makes, rather than of image_size only."""
+    attention: str = "within each tile"
+    layout = "tiles"
+
+    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """The checkpoint's configuration of transformers' class."""
+        return super().read_config(folder, settings)
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError."""
+        config = self.stock_config(folder, settings)
+        vision = self.tower.configuration(config)
+        tiling = one_tile(ProcessorFiles.read(folder), self.processor).tiling
+        assert tiling is not None, "a processor of one tile has a tiling"
+        size = side(vision.image_size)
+        if not self.resizes and tiling.tile != (size, size):
+            raise ValueError(f"image_size is {size}, but the processor makes tiles of {tiling.tile}")
+        if any(length % side(vision.patch_size) for length in tiling.tile):
+            raise ValueError(f"the processor makes tiles of {tiling.tile}, which patch_size does not divide")
+        fields: dict[str, object] = {"tile": tiling.tile, "has_head": False}
+        if self.head:
+            path = f"{self.tower.config}.{self.head}".removeprefix(".")
+            fields |= {"has_head": bool(getattr(vision, self.head, True)), path: False}
+        return changed(config, fields)
+
+    def build(self, parts: Parts, config: Config) -> TileTower:
+        """See Family."""
+        encoder = self.encoder(self, parts, config)
+        return TileTower(PooledEncoder(encoder, self.pooler.make(parts, config)) if self.pooler else encoder, parts)
+
+    def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
+        """See Family. A frame of a clip is prepared as an image is."""
+        del config
+
+        def settings(files: ProcessorFiles) -> dict[Modality, Preprocessing]:
+            return dict.fromkeys((Modality.IMAGE, Modality.VIDEO), one_tile(files, self.processor))
+
+        converts = class_of(ProcessorFiles.read(folder), self.processor).converts
+        found = read_settings(folder, settings, converts=converts)
+        drops = found[Modality.IMAGE].drops_transparency
+        return {modality: replace(own, drops_transparency=drops) for modality, own in found.items()}
+
+
+class PlainEncoder(Encoder):
+    """A stock tower, which returns its tokens: class and register tokens first, then the patches, line by line."""
+
+    def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
+        vision = family.tower.configuration(config)
+        self.patch, self.merge = side(vision.patch_size), 1
+        height, width = config.tile
+        self.tile = TileShape(height, width, (height // self.patch) * (width // self.patch))
+        self.channels = vision.num_channels
+        self.width = vision.hidden_size
+        self.attention_heads = heads_of(vision)
+        self._tower: Any = parts["tower"]
+        self._leading = family.leading(vision)
+        self.blocks = list(self._tower.get_submodule(family.layers))
+
+    def tokens(self, tiles: Tensor) -> Tensor:
+        """`(tiles, C, H, W)` to all tokens, `(tiles, leading + patches, width)`."""
+        states: Tensor = self._tower(pixel_values=tiles).last_hidden_state
+        return states
+
+    def apart(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Class and register tokens, and rows of the patches."""
+        states = self.tokens(tiles)
+        return states[:, : self._leading], states[:, self._leading :]
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        return self.apart(tiles)[1]
+
+
+class PooledEncoder(Encoder):
+    """An encoder whose tiles become one row each."""
+
+    one_row = True
+
+    def __init__(self, encoder: PlainEncoder, pool: TilePool) -> None:
+        self._encoder, self._pool = encoder, pool
+        self.tile, self.patch, self.merge = encoder.tile, encoder.patch, encoder.merge
+        self.channels, self.attention_heads = encoder.channels, encoder.attention_heads
+        self.blocks, self.constants = encoder.blocks, encoder.constants
+        self.width = pool.width
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        return self._pool(*self._encoder.apart(tiles)).unsqueeze(1)

@@ -1,0 +1,110 @@
+"""Aria (Rhymes AI)."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitwire_server.core.footprints import TileFootprints
+from vitwire_server.core.geometries import MarginGeometry
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.tilings import Tiling, TilingRule
+from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput, mask_of_keys
+from vitwire_server.towers.layouts.tiles import TileShape, heads_of
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
+from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.served import Served
+
+
+def _aria_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    size = config.vision_config.image_size
+    largest = int(files.image.get("max_image_size", 980))
+    if largest != size:
+        raise ValueError(f"max_image_size is {largest}, but must be vision_config.image_size, {size}")
+    if files.image.get("split_image"):
+        raise ValueError("split_image is not served: send the parts of an image as images of their own")
+    smallest = int(files.image.get("min_image_size", 336))
+    tiling = Tiling(TilingRule.CORNER, (size, size), min_side=smallest, patch=config.vision_config.patch_size)
+    return {Modality.IMAGE: tiled(files.image, tiling, HALF)}
+
+
+class Aria(AssembledEncoder):
+    """SigLIP, and queries that attend to its patches; those of the margin are attended to by neither."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        last_layer(config)
+        vision = config.vision_config
+        self.patch, self.merge, self.channels = vision.patch_size, 1, vision.num_channels
+        self._side = vision.image_size // self.patch
+        queries = config.projector_patch_to_query_dict[self._side**2]
+        self.tile = TileShape(vision.image_size, vision.image_size, queries)
+        self.width = config.text_config.hidden_size
+        self.attention_heads = heads_of(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self.blocks = list(self._tower.encoder.layers)
+        self.footprints = TileFootprints(queries, self._side**2)
+        self.unit = Unit(1, queries, queries, self._side**2)
+        self.inputs = {"attended": UnitInput((self._side, self._side), torch.bool, padding=1)}
+
+    @property
+    def geometry(self) -> MarginGeometry:
+        return MarginGeometry(**asdict(super().geometry))
+
+    def sample(self, units: int) -> Grid:
+        del units
+        return Grid(1, self._side, self._side)
+
+    def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
+        attended = torch.zeros(1, self._side, self._side, dtype=torch.bool)
+        attended[:, : grid.h, : grid.w] = True
+        return {"attended": attended}, torch.arange(self.unit.rows)
+
+    def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        attended = inputs["attended"]
+        states = self._tower.embeddings(pixel_values=tiles, patch_attention_mask=attended)
+        mask = mask_of_keys(attended, states.dtype)
+        for layer in self.blocks:
+            states = layer(states, mask)
+        return self._projector(states, attn_mask=~attended.flatten(1))  # type: ignore[no-any-return]
+
+
+def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
+    vision = config.vision_config
+    return (vision.image_size // vision.patch_size) ** 2 in queries
+
+
+_ARIA = AssembledFamily(
+    model_type="aria",
+    title="Aria",
+    architecture="27 x 1152, patch 14",
+    attention="within each tile, without its margin",
+    tower=Module(source="idefics3.modeling_idefics3:Idefics3VisionTransformer", prefixes=in_model("vision_tower.")),
+    beside={
+        "projector": Module(
+            source="aria.modeling_aria:AriaProjector",
+            prefixes=in_model("multi_modal_projector."),
+            config="",
+            served=(
+                Served(
+                    "projector_patch_to_query_dict",
+                    _has_queries,
+                    "a table that has (image_size / patch_size) squared, the patches of a tile",
+                ),
+            ),
+        )
+    },
+    encoder=Aria,
+    processor=_aria_settings,
+    videos=Accepts.NOTHING,
+    transformers="5.23.0",
+    special="grids count an image's patches without its margin; parts of a split image are images of their own",
+)
+
+ROWS: tuple[Family, ...] = (_ARIA,)

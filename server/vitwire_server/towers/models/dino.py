@@ -1,0 +1,108 @@
+"""DINOv2 and DINOv3 (Meta)."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Family, Module, Parts, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
+from vitwire_server.towers.shared.modules import Constants
+from vitwire_server.towers.shared.pooling import MEAN, class_token
+
+_STORED_NAMES = (
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+)
+"""Checkpoints have these names; adapters may have those of newer modules."""
+
+
+def _with_registers(config: Config) -> int:
+    """The class token and the register tokens."""
+    return 1 + int(config.num_register_tokens)
+
+
+class Dinov2(PlainEncoder):
+    """Learned positions, resampled once to the processor's tile, which the stock forward then takes as they are."""
+
+    @torch.no_grad()
+    def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        embeddings = self._tower.embeddings
+        stand_in = embeddings.position_embeddings.new_zeros(1, 1 + self.tile.tokens, self.width)
+        resampled = embeddings.interpolate_pos_encoding(stand_in, self.tile.height, self.tile.width)
+        embeddings.position_embeddings = nn.Parameter(resampled.clone(), requires_grad=False)
+
+
+class Dinov3(PlainEncoder):
+    """Rotary positions of the processor's tile, computed once: the stock forward looks them up in a cache."""
+
+    @torch.no_grad()
+    def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        tile = torch.zeros(1, self.channels, self.tile.height, self.tile.width, device=self._tower.device)
+        cosines, sines = self._tower.rope_embeddings(tile)
+        self._rotary = Constants(cosines=cosines.clone(), sines=sines.clone())
+        self.constants = {"rotary": self._rotary}
+
+    def tokens(self, tiles: Tensor) -> Tensor:
+        tower, states = self._tower, self._tower.embeddings(tiles)
+        rotary = (self._rotary.cosines.to(states.dtype), self._rotary.sines.to(states.dtype))
+        return tower.norm(tower.model(states, position_embeddings=rotary).last_hidden_state)  # type: ignore[no-any-return]
+
+
+_DINOV2 = PlainFamily(
+    model_type="dinov2",
+    title="DINOv2",
+    architecture="12 x 384 to 40 x 1536, patch 14",
+    tower=Module(
+        source="dinov2.modeling_dinov2:Dinov2Model",
+        prefixes=stripped("dinov2.", ""),
+        renames=_STORED_NAMES,
+        ignored=("classifier.",),
+        config="",
+    ),
+    encoder=Dinov2,
+    layers="encoder.layer",
+    resizes=True,
+    poolers=(class_token(), MEAN),
+    processor="Bit",
+    special="rows of the patches, after the last norm",
+)
+
+_DINOV2_WITH_REGISTERS = replace(
+    _DINOV2,
+    model_type="dinov2_with_registers",
+    title="DINOv2 with registers",
+    tower=Module(
+        source="dinov2_with_registers.modeling_dinov2_with_registers:Dinov2WithRegistersModel",
+        prefixes=stripped("dinov2_with_registers.", ""),
+        renames=_STORED_NAMES,
+        ignored=("classifier.",),
+        config="",
+    ),
+    leading=_with_registers,
+)
+
+_DINOV3 = replace(
+    _DINOV2,
+    model_type="dinov3_vit",
+    title="DINOv3",
+    architecture="12 x 384 to 40 x 4096, patch 16",
+    tower=Module(
+        source="dinov3_vit.modeling_dinov3_vit:DINOv3ViTModel",
+        prefixes=stripped(""),
+        renames=((r"^model\.layer\.", "layer."),),
+        config="",
+    ),
+    encoder=Dinov3,
+    layers="model.layer",
+    leading=_with_registers,
+    processor="DINOv3ViT",
+    special="register tokens, rotary positions; rows of the patches, after the last norm",
+)
+
+ROWS: tuple[Family, ...] = (_DINOV2, _DINOV2_WITH_REGISTERS, _DINOV3)

@@ -1,0 +1,202 @@
+"""Ovis 2 (AIDC-AI), in transformers' layout and in the authors' own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.models.ovis2.configuration_ovis2 import Ovis2Config
+from transformers.models.ovis2.modeling_ovis2 import Ovis2VisualEmbeddingTable
+
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel
+from vitwire_server.towers.processors.tiles import shade, tiled
+from vitwire_server.towers.served import Served
+
+
+def _ovis2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    image = files.image
+    tile = (side(config.vision_config.image_size),) * 2
+    most = int(image.get("max_patches", 12))
+    tiling = Tiling(TilingRule.STRETCH, tile)
+    if image.get("crop_to_patches") and most > 1:
+        covering = image.get("use_covering_area_grid", True)
+        tiling = Tiling(
+            TilingRule.COVERING if covering else TilingRule.CLOSEST_RATIO,
+            tile,
+            overview=Overview.FIRST,
+            min_tiles=1 if covering else int(image.get("min_patches", 1)),
+            max_tiles=most,
+        )
+    return {Modality.IMAGE: tiled(image, tiling, CLIP)}
+
+
+_INDICATORS = 5
+"""Words of the visual vocabulary that mark an image's layout."""
+_BACKBONE = (
+    "hidden_size",
+    "image_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_channels",
+    "num_hidden_layers",
+    "patch_size",
+    "qkv_bias",
+    "rms_norm_eps",
+)
+_MOST_PARTS = 9
+"""That the authors' code cuts an image in, unless it is asked for another number."""
+
+
+def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """The authors' code cuts images, and has their processor resize and normalise the parts."""
+    size = side(config.vision_config.image_size)
+    tiling = Tiling(
+        TilingRule.COVERING_PARTS,
+        (size, size),
+        overview=Overview.FIRST,
+        max_tiles=_MOST_PARTS,
+        background=shade(per_channel(files.image, "image_mean", CLIP[0])),
+    )
+    return {Modality.IMAGE: tiled(files.image, tiling, CLIP)}
+
+
+def _divides(stride: int, vision: Config) -> bool:
+    return side(vision.image_size) // side(vision.patch_size) % stride == 0
+
+
+class VisualEmbeddings(Ovis2VisualEmbeddingTable):
+    """An embedding for each word of the visual vocabulary; the last ones are of tokens that mark an image's layout."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.vision_config.vocab_size, config.hidden_size)
+
+
+class Ovis2(Encoder):
+    """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        vision = config.vision_config
+        size, self.patch = side(vision.image_size), side(vision.patch_size)
+        self.merge = vision.hidden_stride
+        self.tile = TileShape(size, size, (size // self.patch // self.merge) ** 2)
+        self.channels = vision.num_channels
+        self.width = config.hidden_size
+        self.attention_heads = heads_of(vision)
+        self._tower: Any = parts["tower"]
+        self._table: Any = parts["projector"]
+        self._words = vision.vocab_size - vision.num_visual_indicator_tokens
+        self.blocks = list(self._tower.transformer.encoder.layers)
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        probabilities: Tensor = self._tower(pixel_values=tiles).pooler_output
+        return probabilities @ self._table.weight[: self._words]  # type: ignore[no-any-return]
+
+
+_OVIS2 = TileFamily(
+    model_type="ovis2",
+    title="Ovis 2",
+    architecture="24 x 1024, patch 14, SwiGLU",
+    tower=Module(
+        source="ovis2.modeling_ovis2:Ovis2VisionModel",
+        prefixes=in_model("vision_tower."),
+        served=(
+            Served("tokenize_function", lambda name, _: name == "softmax", "'softmax'"),
+            Served("hidden_stride", _divides, "a divisor of image_size / patch_size"),
+        ),
+    ),
+    beside={
+        "projector": Module(
+            source="vitwire_server.towers.models.ovis:VisualEmbeddings",
+            prefixes=in_model("visual_embeddings_table."),
+            config="",
+        )
+    },
+    encoder=Ovis2,
+    processor=_ovis2_settings,
+    videos=Accepts.NOTHING,
+    special="rows are means of visual embeddings; those of the tokens between tiles stay with the LLM",
+)
+
+
+def _converted(weights: Weights, config: Config) -> Weights:
+    """Query, key and value apart; a table of positions without an axis of length 1."""
+    del config
+    apart: Weights = {}
+    for name, tensor in weights.items():
+        if ".attn.qkv." in name:
+            for part, own in zip("qkv", tensor.chunk(3), strict=True):
+                apart[name.replace("attn.qkv", f"attention.{part}_proj")] = own
+        else:
+            apart[name] = tensor.flatten(0, -2) if name.endswith("position_embedding.weight") else tensor
+    return apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalOvis(TileFamily):
+    """Checkpoints whose config.json names the tower's fields in AIDC-AI's way."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
+        del folder
+        own = settings["visual_tokenizer_config"]
+        backbone = own["backbone_config"]
+        if backbone["model_type"] != "aimv2":
+            raise ValueError(
+                f"visual_tokenizer_config.backbone_config.model_type is {backbone['model_type']!r}, but must be 'aimv2'"
+            )
+        config: Config = Ovis2Config(
+            hidden_size=settings["hidden_size"],
+            vision_config={
+                **{name: backbone[name] for name in _BACKBONE if name in backbone},
+                **{name: own[name] for name in ("hidden_stride", "tokenize_function", "vocab_size") if name in own},
+                "mlp_bias": backbone.get("use_bias", False),
+                "num_visual_indicator_tokens": _INDICATORS,
+            },
+            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+        )
+        return config
+
+
+_OVIS = OriginalOvis(
+    model_type="ovis",
+    title="Ovis 2",
+    architecture="24 x 1024, patch 14, SwiGLU",
+    tower=Module(
+        source="ovis2.modeling_ovis2:Ovis2VisionModel",
+        prefixes={"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
+        renames=(
+            (r"^head\.0\.", "head_linear."),
+            (r"^head\.1\.", "head_norm."),
+            (r"^transformer\.preprocessor\.pos_embed$", "transformer.embeddings.position_embedding.weight"),
+            (r"^transformer\.preprocessor\.patchifier\.proj\.", "transformer.embeddings.patch_embedding."),
+            (r"^transformer\.preprocessor\.patchifier\.norm\.", "transformer.embeddings.rms_norm."),
+            (r"^transformer\.trunk\.post_trunk_norm\.", "transformer.rms_norm."),
+            (r"^transformer\.trunk\.blocks\.", "transformer.encoder.layers."),
+            (r"\.norm_([12])\.", r".rms_norm\1."),
+            (r"\.attn\.proj\.", ".attention.out_proj."),
+            (r"\.mlp\.fc1\.", ".ffn.gate_proj."),
+            (r"\.mlp\.fc2\.", ".ffn.down_proj."),
+            (r"\.mlp\.fc3\.", ".ffn.up_proj."),
+        ),
+        convert=_converted,
+        served=_OVIS2.tower.served,
+    ),
+    beside={
+        "projector": Module(
+            source="vitwire_server.towers.models.ovis:VisualEmbeddings", prefixes=stripped("vte."), config=""
+        )
+    },
+    encoder=Ovis2,
+    processor=_original_settings,
+    videos=Accepts.NOTHING,
+    special="AIDC-AI's layout",
+)
+
+ROWS: tuple[Family, ...] = (_OVIS2, _OVIS)

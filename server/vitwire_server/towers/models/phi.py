@@ -1,0 +1,197 @@
+"""Phi-4 multimodal (Microsoft)."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.phi4_multimodal.configuration_phi4_multimodal import Phi4MultimodalConfig
+
+from vitwire_server.core.footprints import CanvasFootprints
+from vitwire_server.core.geometries import CanvasGeometry
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput, mask_of_keys
+from vitwire_server.towers.layouts.tiles import TileShape, heads_of
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above
+from vitwire_server.towers.served import Served
+
+_MERGE = 2
+"""Squares of patches of this side are averaged."""
+_TRANSFORM = {
+    "hd_transform_order": "sub_glb",
+    "image_token_compression_cls": "avg_pool_2d",
+    "projection_cls": "mlp",
+    "use_hd_transform": True,
+    "with_learnable_separator": True,
+}
+"""What the authors' config.json says of the steps that follow the tower."""
+
+
+def _phi4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """Clients cannot make the overview: its filter is one that only torchvision has, on normalised pixels."""
+    vision = config.vision_config
+    most = vision.crop_size**2 * (1 + int(files.image.get("dynamic_hd", 36)))
+    return {Modality.IMAGE: bounded_above(files.image, most, vision.patch_size, Resizing.OTHER, HALF)}
+
+
+class Separators(nn.Module):
+    """The projector, with the embeddings of line ends and of what stands between crops and overview."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        columns = config.vision_config.hidden_size
+        self.sub_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, 1, columns))
+        self.global_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, columns))
+        self.img_projection_up = nn.Linear(columns, config.hidden_size)
+        self.img_projection_down = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows `(tiles, rows, C)` and behind them a line end and a separator, projected."""
+        marks = [self.sub_img_feature_extensor.view(1, 1, -1), self.global_img_feature_extensor]
+        joined = torch.cat([rows, *(mark.expand(len(rows), 1, -1) for mark in marks)], dim=1)
+        projected: Tensor = self.img_projection_down(functional.gelu(self.img_projection_up(joined)))
+        return projected
+
+
+class Phi4(AssembledEncoder):
+    """SigLIP on the overview and on crops of a canvas; patches of background are not attended to.
+
+    transformers computes crops without background as if attention were causal where it attends through SDPA; this is
+    what its eager attention and the authors' code compute.
+    """
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        vision = config.vision_config
+        self.patch, self.merge, self.channels = vision.patch_size, _MERGE, vision.num_channels
+        self._side = vision.image_size // self.patch
+        self._lines = self._side // _MERGE
+        self.tile = TileShape(vision.image_size, vision.image_size, self._lines**2)
+        self.width = config.hidden_size
+        self.attention_heads = heads_of(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        layer = vision.feature_layer
+        self.blocks = list(self._tower.encoder.layers)[: vision.num_hidden_layers + 1 + layer if layer < 0 else layer]
+        self.footprints = CanvasFootprints(self._side, _MERGE)
+        self.unit = Unit(1, self.footprints.tokens, self._lines**2 + 2, self._side**2)
+        self.inputs = {"attended": UnitInput((self._side, self._side), torch.bool, padding=1)}
+        self.fewest = 2
+
+    @property
+    def geometry(self) -> CanvasGeometry:
+        return CanvasGeometry(**asdict(super().geometry))
+
+    def sample(self, units: int) -> Grid:
+        return Grid(1, self._side, self._side * (units - 1))
+
+    def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Which patches of each tile are not background, and rows of the crops, line by line, then of the overview."""
+        rows, columns = ceil(grid.h / self._side), ceil(grid.w / self._side)
+        canvas = torch.zeros(rows * self._side, columns * self._side, dtype=torch.bool)
+        canvas[: grid.h, : grid.w] = True
+        crops = canvas.unflatten(0, (rows, -1)).unflatten(2, (columns, -1)).transpose(1, 2).flatten(0, 1)
+        whole = torch.ones(1, self._side, self._side, dtype=torch.bool)
+        down = torch.arange(ceil(grid.h / _MERGE))[:, None]
+        right = torch.arange(ceil(grid.w / _MERGE))[None]
+        crop = 1 + down // self._lines * columns + right // self._lines
+        places = crop * self.unit.rows + down % self._lines * self._lines + right % self._lines
+        overview = torch.arange(self._lines**2).view(self._lines, -1)
+        separator = torch.tensor([self._lines**2 + 1])
+        order = torch.cat([self._with_line_ends(places), separator, self._with_line_ends(overview)])
+        return {"attended": torch.cat([whole, crops])}, order
+
+    def _with_line_ends(self, lines: Tensor) -> Tensor:
+        return functional.pad(lines, (0, 1), value=self._lines**2).flatten()
+
+    def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        attended = inputs["attended"]
+        states = self._tower.embeddings(pixel_values=tiles, patch_attention_mask=attended)
+        mask = mask_of_keys(attended, states.dtype)
+        for layer in self.blocks:
+            states = layer(states, mask)
+        squares = states.unflatten(1, (self._side, -1)).permute(0, 3, 1, 2)
+        return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
+
+
+def _whole_squares(size: int, vision: Config) -> bool:
+    return not size % (vision.patch_size * _MERGE) and bool(size == vision.crop_size)
+
+
+_IMAGE_EMBED = in_model("embed_tokens_extend.image_embed.")
+_PHI4 = AssembledFamily(
+    model_type="phi4_multimodal",
+    title="Phi-4 multimodal",
+    architecture="27 x 1152, patch 14",
+    attention="within each tile, to patches that are not background",
+    tower=Module(
+        source="phi4_multimodal.modeling_phi4_multimodal:Phi4MultimodalVisionModel",
+        prefixes=in_model("embed_tokens_extend.image_embed.img_processor."),
+        served=(Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),),
+    ),
+    beside={
+        "projector": Module(
+            source="vitwire_server.towers.models.phi:Separators",
+            prefixes=_IMAGE_EMBED,
+            renames=(
+                (r"^img_projection\.0\.", "img_projection_up."),
+                (r"^img_projection\.2\.", "img_projection_down."),
+                (r"^glb_GN$", "global_img_feature_extensor"),
+                (r"^sub_GN$", "sub_img_feature_extensor"),
+            ),
+            ignored=("img_processor.",),
+            config="",
+        )
+    },
+    transformers="5.23.0",
+    encoder=Phi4,
+    processor=_phi4_settings,
+    images=Accepts.PIXELS,
+    videos=Accepts.NOTHING,
+    special="grids count an image's patches without background; rows have line ends and a separator, as the LLM takes "
+    "them; audio stays with the LLM",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalPhi4(AssembledFamily):
+    """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises ValueError over another transform of the rows."""
+        del folder
+        embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
+        for name, value in _TRANSFORM.items():
+            if embedding.get(name, value) != value:
+                raise ValueError(f"embd_layer.image_embd_layer.{name} is {embedding[name]!r}, but must be {value!r}")
+        config: Config = Phi4MultimodalConfig(
+            hidden_size=settings["hidden_size"],
+            vision_config=settings.get("vision_config") or {},
+            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+        )
+        return config
+
+
+_PHI4MM = OriginalPhi4(
+    model_type="phi4mm",
+    title="Phi-4 multimodal",
+    architecture="27 x 1152, patch 14",
+    attention=_PHI4.attention,
+    tower=_PHI4.tower,
+    beside=_PHI4.beside,
+    transformers="5.23.0",
+    encoder=Phi4,
+    processor=_phi4_settings,
+    images=Accepts.PIXELS,
+    videos=Accepts.NOTHING,
+    special="Microsoft's layout",
+)
+
+ROWS: tuple[Family, ...] = (_PHI4, _PHI4MM)

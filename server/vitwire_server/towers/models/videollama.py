@@ -1,0 +1,132 @@
+"""VideoLLaMA 3 (Alibaba DAMO Academy), in transformers' layout and in the authors' own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.models import Geometry
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.files import optional_json
+from vitwire_server.towers.layouts.heads import Head, Output, of_clips
+from vitwire_server.towers.layouts.packed import PackedFamily
+from vitwire_server.towers.metadata import Kind, Sources
+from vitwire_server.towers.processors.settings import ProcessorFiles
+
+_OF_CLIPS = 2
+"""Root of the patches of a clip's token; an image's token is one patch."""
+_NOT_OF_TOWERS = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype")
+"""Fields of the authors' configuration of the tower that say nothing about it."""
+
+
+class SquareMeans(Head):
+    """Tokens of clips are means of squares of patches, those of images single patches; then the projector.
+
+    The stock tower interpolates at the centre of each square, which is the mean of its four patches.
+    """
+
+    pools_clips = True
+
+    def sizes(self, bare: Geometry) -> Geometry:
+        return of_clips(bare, clip_merge=_OF_CLIPS)
+
+    def inputs(self) -> dict[str, Kind]:
+        return {"squares": Sources(_OF_CLIPS**2)}
+
+    def compute(self, grid: Grid) -> dict[str, Tensor]:
+        """An image's patch is all four of its own square."""
+        patches = torch.arange(grid.patches)
+        return {"squares": patches.view(-1, _OF_CLIPS**2) if grid.t > 1 else patches[:, None].repeat(1, _OF_CLIPS**2)}
+
+    def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower asks for merge sizes, which only the step reads that is left out."""
+        return {"merge_sizes": tensors["squares"][:0, 0]}
+
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
+        patches = output.last_hidden_state
+        means = patches[tensors["squares"]].float().mean(dim=1).to(patches.dtype)
+        rows: Tensor = self.projector(means)
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoLlama3Family(PackedFamily):
+    """Checkpoints whose processors merge as the published ones do."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises ValueError over processors that merge other squares of patches."""
+        files = ProcessorFiles.read(folder)
+        _check_merged("merge_size of images", files.image.get("merge_size"), 1)
+        _check_merged("merge_size of clips", files.own_video.get("merge_size"), _OF_CLIPS)
+        return super().read_config(folder, settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalFamily(PackedFamily):
+    """Checkpoints of the authors' own code, whose config.json has the fields of the language model at its top."""
+
+    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
+        processor = optional_json(folder / "processor_config.json")
+        _check_merged("image_merge_size", processor.get("image_merge_size"), 1)
+        _check_merged("video_merge_size", processor.get("video_merge_size"), _OF_CLIPS)
+        if (projector := settings.get("mm_projector_type")) != "mlp2x_gelu":
+            raise ValueError(f"mm_projector_type is {projector!r}, but must be 'mlp2x_gelu'")
+        vision = settings["vision_encoder_config"]
+        config_class: Any = CONFIG_MAPPING["video_llama_3"]
+        config: Config = config_class(
+            vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
+            text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
+            dtype=settings.get("dtype") or settings.get("torch_dtype"),
+        )
+        return config
+
+
+def _check_merged(name: str, found: object, merge: int) -> None:
+    if found not in (None, merge):
+        raise ValueError(f"{name} is {found!r}, but must be {merge}")
+
+
+_VIDEO_LLAMA_3 = VideoLlama3Family(
+    model_type="video_llama_3",
+    title="VideoLLaMA 3",
+    tower=Module(source="vitwire_server.towers.models.videollama_tower:PatchTower", prefixes=in_model("vision_model.")),
+    beside={
+        "projector": Module(
+            source="video_llama_3.modeling_video_llama_3:VideoLlama3Projector",
+            prefixes=in_model("projector."),
+            config="",
+        )
+    },
+    head=SquareMeans,
+    width="text_config.hidden_size",
+    layers="encoder.layers",
+    videos=Accepts.PIXELS,
+    architecture="27 x 1152, patch 14",
+    attention="per frame",
+    special="a token of an image is one patch, a token of a clip four; clips have two frames or more; "
+    "the LLM drops tokens by `video_compression_mask`",
+)
+
+_ORIGINAL = OriginalFamily(
+    model_type="videollama3_qwen2",
+    title="VideoLLaMA 3, original",
+    tower=replace(_VIDEO_LLAMA_3.tower, prefixes=in_model("vision_encoder.")),
+    beside={"projector": replace(_VIDEO_LLAMA_3.modules["projector"], prefixes=in_model("mm_projector."))},
+    head=SquareMeans,
+    width="text_config.hidden_size",
+    layers="encoder.layers",
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+    architecture=_VIDEO_LLAMA_3.architecture,
+    attention="per frame",
+    special="the layout of the authors' own code, whose processor sizes the images of a prompt together",
+)
+
+ROWS: tuple[Family, ...] = (_VIDEO_LLAMA_3, _ORIGINAL)

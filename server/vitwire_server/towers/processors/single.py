@@ -1,0 +1,94 @@
+"""Processors that make one tile of an image: resized to it, or its middle cut out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.tilings import Tiling, TilingRule
+from vitwire_server.towers.processors.settings import (
+    BICUBIC,
+    BILINEAR,
+    CLIP,
+    HALF,
+    IDENTITY,
+    IMAGENET,
+    Normalisation,
+    ProcessorFiles,
+)
+from vitwire_server.towers.processors.tiles import tiled
+
+Size = tuple[int, int]
+_SUFFIXES = ("ImageProcessorFast", "ImageProcessorPil", "ImageProcessor", "FeatureExtractor")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorClass:
+    """What a class of Hugging Face's processors does where a file does not say."""
+
+    normalisation: Normalisation
+    resample: int
+    size: Mapping[str, int]
+    crops: bool = False
+    """The middle of the resized image is cut out."""
+    squares: bool = False
+    """A size of one number is that of a square, rather than of the shorter side."""
+    converts: bool = False
+    """Images are converted to RGB."""
+
+
+_SHORTEST = {"shortest_edge": 224}
+_SQUARE = {"height": 224, "width": 224}
+CLASSES = {
+    "CLIP": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
+    "Bit": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
+    "Siglip": ProcessorClass(HALF, BICUBIC, _SQUARE, converts=True),
+    "ViT": ProcessorClass(HALF, BILINEAR, _SQUARE, squares=True),
+    "DINOv3ViT": ProcessorClass(IMAGENET, BILINEAR, _SQUARE, squares=True),
+}
+"""By the beginning of their names."""
+
+
+def class_of(files: ProcessorFiles, default: str) -> ProcessorClass:
+    """The class that a processor's file names, or else `default`. Raises ValueError over one that is not known here."""
+    named = files.image.get("image_processor_type") or files.image.get("feature_extractor_type")
+    if not named:
+        return CLASSES[default]
+    stem = next((str(named).removesuffix(suffix) for suffix in _SUFFIXES if str(named).endswith(suffix)), "")
+    if stem not in CLASSES:
+        known = ", ".join(f"{name}ImageProcessor" for name in CLASSES)
+        raise ValueError(f"image_processor_type {named!r} is not served, only {known} are")
+    return CLASSES[stem]
+
+
+def one_tile(files: ProcessorFiles, default: str) -> Preprocessing:
+    """Settings of images, and of frames of clips. Raises ValueError over steps that do not end in one tile."""
+    own = class_of(files, default)
+    image = {key: value for key, value in files.image.items() if value is not None}
+    for step in ("do_resize", "do_rescale"):
+        if not image.get(step, True):
+            raise ValueError(f"{step} false is not served")
+    normalisation = own.normalisation
+    if not image.get("do_normalize", True):
+        image, normalisation = {**image, "image_mean": None, "image_std": None}, IDENTITY
+    return tiled(image, _tiling(image, own), normalisation, own.resample)
+
+
+def _tiling(image: Mapping[str, Any], own: ProcessorClass) -> Tiling:
+    size = image.get("size", own.size)
+    if not isinstance(size, dict):
+        size = {"height": size, "width": size} if own.squares else {"shortest_edge": size}
+    stretched = (int(size["height"]), int(size["width"])) if "height" in size else None
+    cut = _crop(image) if image.get("do_center_crop", own.crops) else None
+    if stretched and cut in (None, stretched):
+        return Tiling(TilingRule.STRETCH, stretched)
+    if stretched or cut is None or size.keys() != {"shortest_edge"}:
+        raise ValueError(f"size {dict(size)} with crop_size {cut} does not make one tile of an image")
+    if max(cut) > int(size["shortest_edge"]):
+        raise ValueError(f"crop_size {cut} is larger than size {dict(size)}")
+    return Tiling(TilingRule.CENTER_CROP, cut, min_side=int(size["shortest_edge"]))
+
+
+def _crop(image: Mapping[str, Any]) -> Size:
+    crop = image.get("crop_size", 224)
+    return (int(crop["height"]), int(crop["width"])) if isinstance(crop, dict) else (int(crop), int(crop))

@@ -1,0 +1,143 @@
+"""Poolers: parts that make one row of the tokens of an image."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vitwire_server.core.pooling import Pooling
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Module, Parts, Pooler, always
+
+
+class Projection(nn.Linear):
+    """The projection to the space that images share with texts, which transformers keeps on the whole model."""
+
+    def __init__(self, config: Config) -> None:
+        vision = getattr(config, "vision_config", config)
+        super().__init__(vision.hidden_size, config.projection_dim, bias=False)
+
+
+PROJECTION = {
+    "projection": Module(
+        source="vitwire_server.towers.shared.pooling:Projection", prefixes={"visual_projection.": ""}, config=""
+    )
+}
+
+
+class _TilePool:
+    """A pool whose row may be projected."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        del config
+        self._tower: Any = parts["tower"]
+        self._projection: Any = parts.get("projection", nn.Identity())
+        self.width: int = parts["projection"].out_features if "projection" in parts else self._tower.config.hidden_size
+
+
+class ClassToken(_TilePool):
+    """The class token, after the norm that the tower applies to it alone, if there is one."""
+
+    def __init__(self, parts: Parts, config: Config, *, norm: str | None) -> None:
+        super().__init__(parts, config)
+        self._norm = self._tower.get_submodule(norm) if norm else nn.Identity()
+
+    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
+        """See TilePool."""
+        del patches
+        row: Tensor = self._projection(self._norm(leading[:, 0]))
+        return row
+
+
+class Mean(_TilePool):
+    """The mean of the rows of the patches."""
+
+    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
+        """See TilePool."""
+        del leading
+        return patches.mean(dim=1)
+
+
+class Head(_TilePool):
+    """The model's own pooling head."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
+        self._head: Any = parts["head"]
+
+    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
+        """See TilePool."""
+        del leading
+        row: Tensor = self._projection(self._head(patches))
+        return row
+
+
+def has_head(config: Config) -> bool:
+    """Whether a checkpoint has the pooling head."""
+    return bool(config.has_head)
+
+
+def class_token(
+    *, norm: str | None = None, projected: bool = False, offered: Callable[[Config], bool] = always
+) -> Pooler:
+    """`norm` is the tower's module that is applied to the class token alone."""
+    modules = PROJECTION if projected else {}
+    return Pooler(pooling=Pooling.CLS, make=partial(ClassToken, norm=norm), modules=modules, offered=offered)
+
+
+MEAN = Pooler(pooling=Pooling.MEAN, make=Mean)
+
+
+def attention(head: Module, *, projected: bool = False) -> Pooler:
+    """Pooling by a stock head."""
+    modules = {"head": head, **(PROJECTION if projected else {})}
+    return Pooler(pooling=Pooling.ATTENTION, make=Head, modules=modules, offered=has_head)
+
+
+class SegmentMean:
+    """The mean of the rows of each segment."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        del config
+        self.width: int = parts["tower"].config.hidden_size
+
+    def __call__(self, rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
+        """See SegmentPool."""
+        sums = _summed(rows.float(), numbers, segments)
+        counts = _summed(rows.new_ones((len(rows), 1), dtype=torch.float32), numbers, segments)
+        return (sums / counts.clamp_min(1)).to(rows.dtype)
+
+
+class SegmentAttention:
+    """SigLIP's pooling head over packed segments: a learned query attends to the rows of each."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        del config
+        self.width: int = parts["tower"].config.hidden_size
+        self._head: Any = parts["head"]
+
+    def __call__(self, rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
+        """See SegmentPool. Scores and sums are computed in float32."""
+        head, attention = self._head, self._head.attention
+        weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+        query, keys, values = (
+            functional.linear(states, weight, bias).unflatten(-1, (attention.num_heads, -1)).float()
+            for states, weight, bias in zip((head.probe[0], rows, rows), weights, biases, strict=True)
+        )
+        scores = (query * keys).sum(-1) * query.shape[-1] ** -0.5
+        index = numbers.unsqueeze(-1).expand_as(scores)
+        largest = scores.new_full((segments, scores.shape[-1]), -torch.inf).scatter_reduce(0, index, scores, "amax")
+        shares = (scores - largest[numbers]).exp()
+        totals = _summed(shares, numbers, segments).clamp_min(torch.finfo(torch.float32).tiny)
+        attended = _summed(shares.unsqueeze(-1) * values, numbers, segments) / totals.unsqueeze(-1)
+        states = attention.out_proj(attended.flatten(1).to(rows.dtype))
+        pooled: Tensor = states + head.mlp(head.layernorm(states))
+        return pooled
+
+
+def _summed(rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
+    """The sum of the rows of each segment."""
+    return rows.new_zeros((segments, *rows.shape[1:])).index_add(0, numbers, rows)

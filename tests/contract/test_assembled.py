@@ -1,0 +1,40 @@
+"""Towers whose rows are put together from those of tiles: what budgets are timed and calibrated with."""
+
+import pytest
+import torch
+
+from checkpoints import Checkpoints
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import Modality, total
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.tower import Tower
+
+
+def tower_of(checkpoint: str) -> Tower:
+    device = torch.device("cpu")
+    opened = open_checkpoint(checkpoint)
+    return load_tower(opened, dtype=torch.float32, device=device, track=lambda shards, *_: shards).tower
+
+
+@pytest.mark.parametrize("model_type", ["aria", "mllama", "phi4_multimodal"])
+def test_samples_fit_their_budgets(model_type: str, checkpoints: Checkpoints) -> None:
+    tower = tower_of(str(checkpoints(model_type)))
+    sizes = tower.sizes(3000)
+    assert len(sizes) > 5
+    for tokens in (1, *sizes):
+        for items in (1, 3, 64):
+            budget = tower.budget(tokens, max_items=items, max_frames=64)
+            assert budget.tokens in sizes
+            grids = tower.samples_for(budget)
+            load = total([tower.footprint(grid) for grid in grids])
+            assert budget.fits(load, len(grids)), (budget, grids)
+            assert load.patches <= tower.capacity(budget).patches
+            assert not [wrong for grid in grids for wrong in tower.geometry.wrong(grid, Modality.IMAGE)]
+
+
+def test_what_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
+    tower = tower_of(str(checkpoints("mllama")))
+    metadata = tower.reserve(tower.exact([Grid(4, 2, 2)]))
+    tower.prepare([Grid(1, 1, 1)], metadata)
+    with pytest.raises(ValueError, match="2 units of tiles do not fit"):
+        tower.prepare([Grid(1, 1, 1)] * 2, metadata)

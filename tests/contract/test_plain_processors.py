@@ -1,0 +1,120 @@
+"""Tiles of vision transformers that are served alone, as a client prepares them, against the model's own processor."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from broken import Break, edit, load
+from checkpoints import Checkpoints
+from client_models import client_model
+from vitwire import InvalidItem
+from vitwire._prepare import clip_items, image_items
+from vitwire_server.towers.files import CheckpointError
+
+PROCESSOR = "preprocessor_config.json"
+SIZES = [(480, 640), (33, 250), (60, 24), (700, 301), (56, 56), (64, 64), (65, 99), (1, 5)]
+STOCK: dict[str, Any] = {
+    "clip": CLIPImageProcessorPil,
+    "aimv2": CLIPImageProcessorPil,
+    "intern_vit_6b": CLIPImageProcessorPil,
+    "dinov2": BitImageProcessorPil,
+    "siglip": SiglipImageProcessorPil,
+    "vit": ViTImageProcessorPil,
+}
+
+
+def photograph(height: int, width: int) -> Image.Image:
+    """A slope with noise on it."""
+    slope = np.add.outer(np.arange(height) * 2, np.arange(width))[..., None] * [1, 3, 2] % 200
+    return Image.fromarray((slope + np.random.default_rng(width).integers(0, 55, (height, width, 3))).astype(np.uint8))
+
+
+RAW = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+
+
+@pytest.mark.parametrize("model_type", STOCK)
+def test_pixels_are_those_of_the_processor(model_type: str, checkpoints: Checkpoints) -> None:
+    folder = checkpoints(model_type)
+    processor, model = STOCK[model_type].from_pretrained(folder), client_model(folder)
+    settings = model.image_preprocessor
+    assert settings is not None
+    assert (settings.mean, settings.std) == (tuple(processor.image_mean), tuple(processor.image_std))
+    for size in SIZES:
+        image = photograph(*size)
+        stock = processor([image], **RAW)["pixel_values"]
+        (item,), (clip,) = image_items([image], model), clip_items([[image, image]], model)
+        np.testing.assert_array_equal(item.pixels, stock, err_msg=str(size))
+        np.testing.assert_array_equal(clip.pixels, np.concatenate([stock, stock]))
+        assert (item.grid, clip.grid) == ((1, 1, 1), (2, 1, 1))
+
+
+def test_pixels_of_dinov3_differ_from_those_of_its_processor_by_rounding_alone(checkpoints: Checkpoints) -> None:
+    """It needs torchvision, rescales before it resizes, and emits values between those of 8 bits; Pillow rounds twice.
+
+    `functional.interpolate` is what it calls: with torchvision 0.29, DINOv3ViTImageProcessor(size=...) of these
+    photographs is within 3e-7 of it.
+    """
+    model = client_model(checkpoints("dinov3_vit"))
+    for size in SIZES:
+        image = photograph(*size)
+        whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+        stock = functional.interpolate(whole, (56, 56), mode="bilinear", antialias=True, align_corners=False)
+        (item,) = image_items([image], model)
+        assert isinstance(item.pixels, np.ndarray)
+        assert np.abs(item.pixels - stock.numpy()).max() < 1.5, size
+
+
+def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoints) -> None:
+    model = client_model(checkpoints("clip"))
+    with pytest.raises(InvalidItem, match="1x30000 is too elongated: resized, it would have "):
+        image_items([Image.new("RGB", (30000, 1))], model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "harm", "message"),
+    [
+        ("clip", edit(PROCESSOR, crop_size=112), "crop_size .112, 112. is larger than size"),
+        ("clip", edit(PROCESSOR, crop_size=42), "image_size is 56, but the processor makes tiles of .42, 42."),
+        ("clip", edit(PROCESSOR, do_center_crop=False), "crop_size None does not make one tile"),
+        ("clip", edit(PROCESSOR, do_resize=False), "do_resize false is not served"),
+        ("clip", edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"), "'ConvNextImageProcessor' is not"),
+        ("siglip", edit(PROCESSOR, size={"height": 56, "width": 42}), "tiles of .56, 42."),
+        ("dinov2", edit(PROCESSOR, crop_size=60), "tiles of .60, 60., which patch_size does not divide"),
+        ("vit", edit(PROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
+    ],
+)
+def test_what_does_not_make_one_tile_is_named(
+    model_type: str, harm: Break, message: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    harm(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Sizes as plain numbers, names of feature extractors, nulls, or no file at all."""
+    folder = Path(shutil.copytree(checkpoints("clip"), tmp_path / "copy"))
+    wanted = client_model(folder).image_preprocessor
+    old = {"feature_extractor_type": "CLIPFeatureExtractor", "image_processor_type": None, "size": 64, "crop_size": 56}
+    edit(PROCESSOR, **old, do_convert_rgb=None, do_center_crop=None)(folder)
+    assert client_model(folder).image_preprocessor == wanted
+    (folder / PROCESSOR).unlink()
+    with pytest.raises(CheckpointError, match=r"image_size is 56, but the processor makes tiles of \(224, 224\)"):
+        load(folder)
+
+
+def test_dinov2_takes_tiles_of_any_size_of_its_processor(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("dinov2"), tmp_path / "copy"))
+    edit(PROCESSOR, size={"shortest_edge": 84}, crop_size={"height": 84, "width": 70})(folder)
+    assert load(folder).tower.footprints.tokens == 6 * 5  # type: ignore[attr-defined]

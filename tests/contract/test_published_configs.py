@@ -1,0 +1,143 @@
+"""Published config.json files of layouts without classes in transformers: the sizes that follow from them.
+
+Of each, the fields that are read; names are those on huggingface.co.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
+
+_SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}
+_MINICPM = {
+    "query_num": 64,
+    "drop_vision_last_layer": False,
+    "torch_dtype": "bfloat16",
+    "vision_config": {**_SO400M, "image_size": 980, "model_type": "siglip", "patch_size": 14},
+}
+_INTERN = {
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": True,
+    "force_image_size": 448,
+    "max_dynamic_patch": 6,
+    "min_dynamic_patch": 1,
+    "ps_version": "v2",
+    "select_layer": -1,
+    "torch_dtype": "bfloat16",
+    "use_thumbnail": True,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nvidia/NVLM-D-72B": {
+        **_INTERN,
+        "model_type": "NVLM_D",
+        "llm_config": {"hidden_size": 8192, "intermediate_size": 29568},
+        "vision_config": {
+            "hidden_size": 3200,
+            "image_size": 448,
+            "intermediate_size": 12800,
+            "norm_type": "rms_norm",
+            "num_attention_heads": 25,
+            "num_hidden_layers": 45,
+            "patch_size": 14,
+            "qk_normalization": True,
+            "qkv_bias": False,
+        },
+    },
+    "h2oai/h2ovl-mississippi-2b": {
+        **_INTERN,
+        "model_type": "h2ovl_chat",
+        "use_msac": True,
+        "llm_config": {"hidden_size": 2560, "intermediate_size": 6912},
+        "vision_config": {
+            "hidden_size": 1024,
+            "image_size": 448,
+            "intermediate_size": 4096,
+            "norm_type": "layer_norm",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+            "qk_normalization": False,
+            "qkv_bias": True,
+        },
+    },
+    "openbmb/MiniCPM-V-2_6": {**_MINICPM, "model_type": "minicpmv", "version": 2.6, "hidden_size": 3584},
+    "openbmb/MiniCPM-V-4": {**_MINICPM, "model_type": "minicpmv", "version": 4.0, "hidden_size": 2560},
+    "openbmb/MiniCPM-V-4_5": {**_MINICPM, "model_type": "minicpmv", "version": 4.5, "hidden_size": 4096},
+    "deepseek-ai/deepseek-vl2-tiny": {
+        "model_type": "deepseek_vl_v2",
+        "candidate_resolutions": [[384, 384], [384, 768], [768, 384], [768, 768]],
+        "projector_config": {"model_type": "mlp_projector", "n_embed": 1280},
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "layers": 27,
+            "mlp_ratio": 3.7362,
+            "model_name": "siglip_so400m_patch14_384",
+            "model_type": "vision",
+            "patch_size": 14,
+            "width": 1152,
+        },
+    },
+    "nvidia/Eagle2.5-8B": {
+        "model_type": "eagle_2_5_vl",
+        "downsample_ratio": 0.5,
+        "select_layer": -1,
+        "text_config": {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584},
+        "torch_dtype": "bfloat16",
+        "vision_config": {**_SO400M, "image_size": 448, "model_type": "siglip_vision_model", "patch_size": 14},
+    },
+}
+WEIGHTS = {
+    "nvidia/NVLM-D-72B": {
+        "projector linear_1.weight": (29568, 12800),
+        "projector linear_2.weight": (8192, 29568),
+        "tower encoder.layer.44.attention.q_norm.weight": (3200,),
+    },
+    "h2oai/h2ovl-mississippi-2b": {
+        "projector linear_1.weight": (2560, 4096),
+        "projector linear_2.bias": (2560,),
+        "tower embeddings.position_embeddings": (1, 1025, 1024),
+    },
+    "openbmb/MiniCPM-V-2_6": {
+        "resampler attn.in_proj_weight": (10752, 3584),
+        "resampler kv_proj.weight": (3584, 1152),
+        "resampler query": (64, 3584),
+        "tower embeddings.position_embedding.weight": (4900, 1152),
+    },
+    "openbmb/MiniCPM-V-4": {"resampler proj": (2560, 2560)},
+    "openbmb/MiniCPM-V-4_5": {"resampler proj": (4096, 4096)},
+    "deepseek-ai/deepseek-vl2-tiny": {
+        "projector layers.0.weight": (1280, 4608),
+        "projector layers.2.weight": (1280, 1280),
+        "tower embeddings.position_embedding.weight": (729, 1152),
+        "tower encoder.layers.26.mlp.fc1.weight": (4304, 1152),
+    },
+    "nvidia/Eagle2.5-8B": {
+        "projector linear_1.weight": (3584, 4608),
+        "tower embeddings.position_embedding.weight": (1024, 1152),
+    },
+}
+TOKENS = {"nvidia/NVLM-D-72B": 256, "deepseek-ai/deepseek-vl2-tiny": 196, "nvidia/Eagle2.5-8B": 256}
+"""Of a tile."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_configuration_asks_for_the_published_weights(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.dtype == torch.bfloat16
+    with torch.device("meta"):
+        parts = {
+            part: module.resolve()(module.configuration(checkpoint.config))
+            for part, module in checkpoint.family.modules.items()
+        }
+    shapes = {f"{part} {key}": tuple(own.shape) for part in parts for key, own in parts[part].named_parameters()}
+    for weight, shape in WEIGHTS[name].items():
+        assert shapes[weight] == shape, weight
+    tower = checkpoint.family.build(parts, checkpoint.config)
+    assert tower.geometry.width == CONFIGS[name].get("hidden_size", tower.geometry.width)
+    if name in TOKENS:
+        assert tower.samples(1, 1)[0].t * TOKENS[name] == tower.footprint(tower.samples(1, 1)[0]).rows

@@ -1,0 +1,88 @@
+"""What transformers makes of an image with a vision transformer that is served alone."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from reference import Array
+from tile_reference import OriginalInternVL
+from vitwire_server.core.pooling import Pooling
+
+PLAIN = {
+    "clip": 1,
+    "clip_vision_model": 1,
+    "metaclip_2": 1,
+    "mlcd_vision_model": 1,
+    "mlcd": 1,
+    "siglip": 0,
+    "siglip_vision_model": 0,
+    "dinov2": 1,
+    "dinov2_with_registers": 4,
+    "dinov3_vit": 5,
+    "vit": 1,
+    "aimv2_vision_model": 0,
+    "aimv2": 0,
+    "intern_vit_6b": 1,
+}
+"""Tokens before those of the patches in the demo model of each type."""
+
+
+class PlainReference:
+    """The whole model of a checkpoint, stock, asked for its last hidden state and for its pooled rows."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        settings = json.loads((checkpoint / "config.json").read_text())
+        if settings["model_type"] == "intern_vit_6b":
+            self.model: Any = OriginalInternViT(checkpoint, settings, dtype, device)
+        else:
+            model = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
+            self.model = model.eval().to(device)
+        self.dtype, self.device = dtype, device
+        self._class_token = settings["model_type"] != "vit"  # which has a layer behind it
+        self._leading = PLAIN[settings["model_type"]]
+
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The rows of the patches of one item, tile after tile."""
+        del grid
+        assert crops is None
+        return self.pooled(Pooling.NONE, pixels)
+
+    @torch.inference_mode()
+    def pooled(self, pooling: Pooling, pixels: Tensor, grid: tuple[int, int, int] = (1, 1, 1)) -> Array:
+        """The rows of tiles, pooled or not."""
+        del grid
+        given = pixels.to(self.device, self.dtype)
+        features = getattr(self.model, "get_image_features", self.model)
+        output = features(pixel_values=given)
+        patches = output.last_hidden_state[:, self._leading :]
+        rows = {
+            Pooling.NONE: lambda: patches.flatten(0, 1),
+            Pooling.MEAN: lambda: patches.mean(1),
+            Pooling.CLS: lambda: self._own(output) if self._class_token else output.last_hidden_state[:, 0],
+            Pooling.ATTENTION: lambda: self._own(output),
+        }[pooling]()
+        return rows.float().cpu().numpy()  # type: ignore[no-any-return]
+
+    def _own(self, output: Any) -> Any:
+        """What the model itself pools: projected by those that have a projection."""
+        projected = getattr(output, "image_embeds", None)
+        return output.pooler_output if projected is None else projected
+
+
+class OriginalInternViT(OriginalInternVL):
+    """OpenGVLab's tower alone, whose weights have no prefix."""
+
+    def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+        super().__init__(checkpoint, {"vision_config": settings, "downsample_ratio": 1.0}, dtype, device)
+        self._weights = {f"vision_model.{name}": weight for name, weight in self._weights.items()}
+
+    def __call__(self, pixel_values: Tensor, crops: Tensor | None = None) -> Any:
+        """What the original returns: the class token is the pooled output."""
+        assert crops is None
+        states = self._layers(pixel_values)
+        return SimpleNamespace(last_hidden_state=states, pooler_output=states[:, 0])
