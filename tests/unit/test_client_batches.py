@@ -18,6 +18,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pix2struct.image_processing_pil_pix2struct import Pix2StructImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -257,6 +258,24 @@ def test_crops() -> None:
     pairs = batch_items(views, crops=crops[:3])
     assert [item.grid for item in pairs] == [(1, 1, 1)] * 3
     np.testing.assert_array_equal(pairs[1].crops, crops[1:2])
+
+
+@pytest.mark.parametrize("kind", ["np", "pt"])
+def test_each_slice_of_a_strip_is_an_item(kind: str) -> None:
+    processor = MiniCPMV4_6ImageProcessorPil(max_slice_nums=4, patch_size=14, scale_resolution=112)
+    outputs = processor([picture(224, 120)], return_tensors=kind)
+    items = Item.from_processor(outputs)
+    assert [item.grid for item in items] == [(1, int(h), int(w)) for h, w in outputs["target_sizes"]]
+    assert len(items) > 1, "the overview and slices of it"
+    strip = np.asarray(outputs["pixel_values"])[0]
+    patches = [strip[:, :, at : at + 14].reshape(-1) for at in range(0, strip.shape[-1], 14)]
+    np.testing.assert_array_equal(np.concatenate([np.asarray(item.pixels) for item in items]), np.stack(patches))
+    clip = Item.from_processor(
+        {"pixel_values_videos": outputs["pixel_values"], "target_sizes_videos": outputs["target_sizes"]}
+    )
+    assert [item.modality for item in clip] == ["video"] * len(items)
+    with pytest.raises(InvalidItem, match="expected one strip of patches"):
+        Item.from_processor({**outputs, "pixel_values": [strip, strip]})
 
 
 def test_an_empty_batch_has_no_items() -> None:

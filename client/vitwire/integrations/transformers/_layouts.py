@@ -410,6 +410,7 @@ _SAME = {
     "qwen2_5_omni": "qwen2_5_omni_thinker",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
     "internvl_chat": "internvl",
+    "vlm": "hyperclovax_vision_v2",
     "ovis": "ovis2",
     "phi4mm": "phi4_multimodal",
     "videollama3_qwen2": "video_llama_3",

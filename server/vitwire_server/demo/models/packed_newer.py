@@ -1,11 +1,13 @@
 """Demo models whose towers are those of Qwen, in language models of other makers or of a newer generation."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
-from transformers import AutoModelForPreTraining
+from transformers import AutoModelForPreTraining, PreTrainedModel
 
-from vitwire_server.demo.demo_model import TEXT, DemoModel, Json
+from vitwire_server.demo.demo_model import TEXT, DemoModel, Json, save_plain, write_json
 from vitwire_server.demo.models.packed import (
     EXPERTS,
     GLM_TEXT,
@@ -85,6 +87,17 @@ _LFM3: Json = {**TOKENS, "projector_hidden_size": 96}
 
 _EDGE_TOWER: Json = {**LAYERS, "num_patches": 64}
 
+_HYPERCLOVA: Json = whole({**QWEN3_TEXT, "model_type": "hyperclovax"}, QWEN2_5_TOWER)
+
+
+def _save_vlm(model: PreTrainedModel, out: Path) -> None:
+    """With NAVER's names of the types in config.json; those of the weights are transformers' too."""
+    save_plain(model, out)
+    settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    vision = {**settings["vision_config"], "model_type": "qwen2_5_vl"}
+    write_json(out / "config.json", {**settings, "model_type": "vlm", "vision_config": vision})
+
+
 PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "qwen4_exp": packed_demo("qwen4_exp", whole(_QWEN4_TEXT, QWEN3_5_TOWER), _QWEN3_VL),
@@ -116,8 +129,7 @@ PACKED_NEWER: Mapping[str, DemoModel] = MappingProxyType(
             auto=AutoModelForPreTraining,
         ),
         "lfm3_vl": packed_demo("lfm3_vl", whole(_LFM3_TEXT, _LFM3_TOWER, _LFM3), _QWEN3_VL),
-        "hyperclovax_vision_v2": packed_demo(
-            "hyperclovax_vision_v2", whole({**QWEN3_TEXT, "model_type": "hyperclovax"}, QWEN2_5_TOWER)
-        ),
+        "hyperclovax_vision_v2": packed_demo("hyperclovax_vision_v2", _HYPERCLOVA),
+        "vlm": packed_demo("vlm", _HYPERCLOVA, base="hyperclovax_vision_v2", save=_save_vlm),
     }
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
@@ -37,7 +37,7 @@ class HunyuanTower(RasterTower):
         }
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        indices, weights = get_vision_interpolation_indices_and_weights(
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             torch.tensor([grid]),
             num_grid_per_side=self.model.embeddings.position_edge,
             mode="bilinear",

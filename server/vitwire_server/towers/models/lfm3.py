@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.lfm3_vl.modeling_lfm3_vl import Lfm3VlVisionShortConv
-from transformers.vision_utils import get_vision_position_ids
+from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.configs import Config
@@ -24,7 +23,9 @@ from vitwire_server.towers.shared.grouped_queries import copied, ungrouped
 class GatheredConvolution(nn.Module):
     """A stock layer's convolution with the neighbours of each patch given, so that it needs no grid on the host."""
 
-    def __init__(self, stock: Lfm3VlVisionShortConv) -> None:
+    stock: Any
+
+    def __init__(self, stock: nn.Module) -> None:
         super().__init__()
         self.stock = stock
 
@@ -52,7 +53,7 @@ class ConvolvedHead(Projected):
         return {"neighbours": Sources(taps, per_patch=True), "inside": Rows((taps,), torch.float32)}
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:
-        places = get_vision_position_ids(torch.tensor([(1, grid.h, grid.w)]), self.geometry.merge)
+        places = vision_utils.get_vision_position_ids(torch.tensor([(1, grid.h, grid.w)]), self.geometry.merge)
         numbers = torch.empty(grid.h, grid.w, dtype=torch.int64)
         numbers[places[:, 0], places[:, 1]] = torch.arange(grid.frame_patches)
         steps = torch.arange(self._side) - self._side // 2

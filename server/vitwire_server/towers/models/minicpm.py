@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.vision_utils import get_vision_nearest_position_ids, get_vision_window_index
+from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
@@ -52,13 +52,13 @@ class MiniCpmTower(RasterTower):
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """Neighbours are numbered among merged patches, which lie line by line."""
         side, sizes = self.model.embeddings.num_patches_per_side, torch.tensor([[grid.h, grid.w]])
-        order, ends = get_vision_window_index(
+        order, ends = vision_utils.get_vision_window_index(
             torch.tensor([grid]), spatial_merge_size=1, window_size=_SIDE, patch_size=1
         )
         shrunk = _SIDE if self._merges else 1
         return {
             **super()._compute(grid),
-            "positions": get_vision_nearest_position_ids(sizes, side).repeat(grid.t),
+            "positions": vision_utils.get_vision_nearest_position_ids(sizes, side).repeat(grid.t),
             "window_index": order,
             "cu_window_seqlens": ends[1:].int(),
             "neighbours": neighbours(Grid(grid.t, grid.h // shrunk, grid.w // shrunk), _SIDE),

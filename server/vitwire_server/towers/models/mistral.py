@@ -182,6 +182,7 @@ _LIGHTON_OCR = replace(
             config="",
         )
     },
+    transformers="5.23.0",
     special="images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token",
 )
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerRMSNorm
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_window_index
+from torch.nn import functional
+from transformers import vision_utils
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Grid
@@ -38,7 +38,7 @@ class MuseTower(RasterTower):
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
         self._adapter, self._projection = parts["adapter"], parts["projector"]
-        self._norm = MuseGlimmerRMSNorm(eps=config.text_config.rms_norm_eps, with_scale=False)
+        self._eps: float = config.text_config.rms_norm_eps
         self._side: int = self.model.window_size // self.model.patch_size
         self._full = [kind == "full_attention" for kind in self.model.config.layer_types]
 
@@ -70,7 +70,7 @@ class MuseTower(RasterTower):
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """Neighbours are numbered in the order of windows."""
         embedder = self.model.patch_embedder
-        indices, weights = get_vision_interpolation_indices_and_weights(
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             torch.tensor([self._looked_up(grid)]),
             num_grid_per_side=embedder.num_grid_per_side,
             mode=embedder.interpolation_mode,
@@ -78,7 +78,7 @@ class MuseTower(RasterTower):
             spatial_merge_size=1,
             padding=embedder.interpolation_padding,
         )
-        order, ends = get_vision_window_index(
+        order, ends = vision_utils.get_vision_window_index(
             torch.tensor([grid]), spatial_merge_size=1, window_size=self._side, patch_size=1
         )
         return {
@@ -109,8 +109,8 @@ class MuseTower(RasterTower):
             boundaries, longest = frames if full else windows
             states = layer(states, position_embeddings=rotary, cu_seqlens=boundaries, max_seqlen=longest)
         beside = model.ln_post(states)[tensors["neighbours"]].transpose(1, 2).flatten(1)
-        rows: Tensor = self._norm(self._projection(self._adapter(beside)))
-        return rows
+        rows: Tensor = self._projection(self._adapter(beside))
+        return functional.rms_norm(rows.float(), rows.shape[-1:], eps=self._eps).to(rows.dtype)
 
 
 class MuseSparkTower(MuseTower):

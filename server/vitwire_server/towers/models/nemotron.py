@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3MultiModalProjector
-from transformers.models.radio.configuration_radio import RadioConfig
-from transformers.models.radio.modeling_radio import RadioModel
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
@@ -27,22 +24,6 @@ from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 
 _TAPS = 4
 """Neighbours that a resampled position is made of."""
-
-
-class Radio(RadioModel):
-    """C-RADIO, whose pixels the processor has normalised."""
-
-    def __init__(self, config: RadioConfig) -> None:
-        super().__init__(config)
-        self.make_preprocessor_external()  # type: ignore[no-untyped-call]
-
-
-class Projector(NemotronH_Omni_Reasoning_V3MultiModalProjector):
-    """The projector, built of the checkpoint's whole configuration."""
-
-    def __init__(self, config: Config) -> None:
-        merged = config.vision_hidden_size * round(1 / config.downsample_ratio) ** 2
-        super().__init__(merged, config.projector_hidden_size, config.text_config.hidden_size)
 
 
 class RadioTower(RasterTower):
@@ -66,7 +47,7 @@ class RadioTower(RasterTower):
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         side = max(grid.h, grid.w)
-        taps = get_vision_interpolation_indices_and_weights(
+        taps = vision_utils.get_vision_interpolation_indices_and_weights(
             torch.tensor([(1, side, side)]),
             num_grid_per_side=self.model.embeddings.max_rows,
             mode="bilinear",
@@ -126,7 +107,7 @@ _NEMOTRON = RasterFamily(
     title="Nemotron 3 Omni",
     architecture="32 x 1280, patch 16",
     tower=Module(
-        source=f"{__name__}:Radio",
+        source="vitwire_server.towers.models.nemotron_parts:Radio",
         prefixes=stripped("vision_model.radio_model.", "vision_model."),
         renames=(
             (r"^model\.patch_generator\.video_embedder\.", "embeddings.video_patch_projection."),
@@ -141,7 +122,7 @@ _NEMOTRON = RasterFamily(
     ),
     beside={
         "projector": Module(
-            source=f"{__name__}:Projector",
+            source="vitwire_server.towers.models.nemotron_parts:Projector",
             prefixes={
                 "multi_modal_projector.": "",
                 "mlp1.0.": "layer_norm.",

@@ -38,6 +38,7 @@ _OF_MODELS = {
     "cohere_compass": "Qwen3VLVideoProcessor",
     "lfm3_vl": "Qwen3VLVideoProcessor",
     "hyperclovax_vision_v2": "Qwen2VLVideoProcessor",
+    "vlm": "Qwen2VLVideoProcessor",
     "glm4v": "Glm4vVideoProcessor",
     "glm4v_moe": "Glm4vVideoProcessor",
     "glm46v": "Glm46VVideoProcessor",
