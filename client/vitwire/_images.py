@@ -18,8 +18,9 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from vitwire._patches import MAX_DECODED_PIXELS, Grid, Pixels, Preprocessor, Size, patch_rows, smart_resize
+from vitwire._pictures import Picture, Tiles
 from vitwire._sizes import resized
-from vitwire._tiles import Picture, Tiles, Tiling, cut
+from vitwire._tiles import Tiling, cut
 
 if TYPE_CHECKING:
     from PIL.Image import Image

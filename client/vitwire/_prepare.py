@@ -15,7 +15,7 @@ from vitwire._errors import EncodeFailed, InvalidItem
 from vitwire._images import Preprocessor
 from vitwire._items import Item, Modality
 from vitwire._model import Model
-from vitwire._tiles import Tiles
+from vitwire._pictures import Tiles
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,8 +6,9 @@ from typing import NamedTuple
 from vitwire._images import ImageLike, clip_patches, clip_tiles, image_patches, image_tiles, read_image
 from vitwire._model import Model
 from vitwire._patches import Grid, Pixels, Preprocessor, Size, patch_shape
+from vitwire._pictures import Picture, Tiles, outline, outline_resizer
 from vitwire._sizes import resized
-from vitwire._tiles import Picture, Tiles, cut, outline, outline_resizer
+from vitwire._tiles import cut
 
 __all__ = ["Form", "Model", "Preprocessor", "Tiles", "clip", "clip_form", "image", "image_form", "read_image"]
 

@@ -23,9 +23,10 @@ from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProce
 from ovis_reference import original_tiles
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._canvases import layouts_of
-from vitwire._coverings import covering_layout
 from vitwire._images import Preprocessor, clip_tiles, image_tiles
-from vitwire._tiles import Tiles, Tiling
+from vitwire._pictures import Tiles
+from vitwire._tile_layouts import covering_layout
+from vitwire._tiles import Tiling
 
 SIZES = [
     (64, 40),
