@@ -12,7 +12,8 @@ from checkpoints import Checkpoints
 from client_models import client_model
 from prompts import images
 from vitwire import InvalidItem, Item
-from vitwire.integrations.transformers._layouts import LAYOUTS, Call
+from vitwire.integrations.transformers._layout import Call
+from vitwire.integrations.transformers._layouts import LAYOUTS
 from vitwire_server.demo.checkpoint import DEMO_MODELS
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -17,7 +17,8 @@ from vitwire._client import Client
 from vitwire._items import Modality
 from vitwire._model import Model
 from vitwire.integrations.transformers._features import Encoder, RemoteFeatures
-from vitwire.integrations.transformers._layouts import LAYOUTS, Layout, tower_type
+from vitwire.integrations.transformers._layout import Layout
+from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
 from vitwire.integrations.transformers._weights import Original, has_tower
 
 _ATTACHED = "_vitwire"

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from vitwire._embedding import Embedding
 from vitwire._items import Item, Modality
 from vitwire._model import Model
-from vitwire.integrations.transformers._layouts import Call, Features, Layout
+from vitwire.integrations.transformers._layout import Call, Features, Layout
 
 Output = BaseModelOutputWithPooling
 
