@@ -103,12 +103,21 @@ class Connections(Generic[C]):
             self._check()
             return self._choose(stream, routed=False)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether the channels belong to the process that this one was forked from.
+
+        Threads of that process may have held any lock at the fork, which nobody releases here.
+        """
+        return self._process not in (None, os.getpid())
+
     def close(self) -> list[C]:
         """Refuse further calls; returns the channels, for the caller to close. In a forked process, there are none."""
+        if self.is_forked:
+            self._closed = True
+            return []
         with self._lock:
             self._closed = True
-            if self._process not in (None, os.getpid()):
-                return []
             return [*self._control.values(), *(each.channel for kind in self._bulk.values() for each in kind)]
 
     def _choose(self, stream: bool, routed: bool) -> Connection[C]:

@@ -109,12 +109,15 @@ class Nixl:
 
     def close(self) -> None:
         """Lease no more."""
+        if self._process != os.getpid():  # where another thread may have held the lock at the fork
+            self._closed = True
+            _inherited.extend(filter(None, [self._pool]))
+            self._pool = None
+            return
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
-        if pool and self._process != os.getpid():
-            _inherited.append(pool)
-        elif pool:
+        if pool:
             pool.close()
 
     def _wait(self) -> float:

@@ -81,6 +81,8 @@ class Transport:
 
     def close(self) -> None:
         channels = self._connections.close()
+        if self._connections.is_forked:
+            return
         self._timers.close()
         closing = threading.Thread(target=_close_all, args=(channels,), daemon=True)
         try:

@@ -344,18 +344,26 @@ def test_a_repr_of_an_item_has_no_values() -> None:
 # -- processes and event loops -----------------------------------------------------------------------
 
 FORKING = """
-import os, sys, time
+import os, sys, threading, time
 import numpy as np
 from vitwire import Client, Item
 item = Item(np.ones((4, 6), np.float32), (1, 2, 2))
 with Client(sys.argv[1], timeout=60) as client:
     client.encode([item])
+    held, forked = threading.Event(), threading.Event()
+    def hold():  # as the client's own threads may at any time
+        with client._shared.transport._timers._changed, client._shared.transport._connections._lock:
+            held.set()
+            forked.wait()
+    threading.Thread(target=hold).start()
+    held.wait()
     child = os.fork()
     if not child:
         start = time.monotonic()
         client.close()
         os.write(1, b"closed" if time.monotonic() - start < 4 else b"slow")
         os._exit(0)
+    forked.set()
     os.waitpid(child, 0)
     client.encode([item])
 """
