@@ -62,6 +62,11 @@ class ResampledTower(QueriedTower):
     def _geometry(self, config: Config) -> Geometry:
         return replace(super()._geometry(config), longest_side=LONGEST_SIDE)
 
+    @property
+    def resampler_heads(self) -> tuple[int, int]:
+        """See Tower."""
+        return self._resampler.heads
+
     def _inputs(self) -> dict[str, Kind]:
         return self._resampler.inputs()
 

@@ -46,6 +46,11 @@ class Resampler(nn.Module):
         """Rows of an image."""
         return len(self.query)
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Their number, and the size of one."""
+        return self.attn.num_heads, _HEAD
+
     def inputs(self) -> dict[str, Kind]:
         """The metadata that `forward` takes."""
         return {"places": Rows((2,), torch.int64), "asked": Rows((), torch.int64), "answers": Sources(1)}
