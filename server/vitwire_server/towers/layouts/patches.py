@@ -19,6 +19,8 @@ from vitwire_server.towers.metadata import Boundaries, Capacity, Kind
 from vitwire_server.towers.rewrites import aligned_mlps, linear_patches
 from vitwire_server.towers.tower import Metadata, Tower
 
+TAPS = {"bilinear": 4, "bicubic": 16}
+"""Neighbours that a resampled learned position is made of."""
 _KEPT_BYTES = 1 << 27
 """Of metadata that is kept per grid: about 64 a patch, or a row of columns where positions are resampled ahead."""
 

@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
-from vitwire_server.towers.shared.siglip import Siglip, siglip
+from vitwire_server.towers.shared.siglip import Siglip, siglip, siglip_config
 
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -59,15 +58,10 @@ class EagleFamily(TileFamily):
         vision = dict(settings["vision_config"])
         if vision.get("model_type") != "siglip_vision_model":
             raise ValueError(f"vision_config.model_type is {vision.get('model_type')!r}, only SigLIP's is served")
-        config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-        config: Config = config_class(
-            vision_config={
-                **vision,
-                "image_size": settings.get("force_image_size") or vision["image_size"],
-                "vision_use_head": False,
-            },
-            text_config={"model_type": "llama", "hidden_size": settings["text_config"]["hidden_size"]},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+        config = siglip_config(
+            {**vision, "image_size": settings.get("force_image_size") or vision["image_size"]},
+            width=settings["text_config"]["hidden_size"],
+            dtype=dtype_of(settings),
         )
         return changed(
             config,

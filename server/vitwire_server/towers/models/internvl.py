@@ -12,13 +12,14 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, last_layer
+from vitwire_server.towers.configs import Config, changed, dtype_of, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.fused import split_qkv
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
@@ -109,14 +110,7 @@ def _h2ovl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
 def unfused(weights: Weights, config: Config) -> Weights:
     """Query, key and value apart, as transformers holds them."""
     del config
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if ".attn.qkv." in name:
-            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
-                apart[name.replace("attn.qkv", f"attention.{part}")] = own
-        else:
-            apart[name] = tensor
-    return apart
+    return split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.")
 
 
 class InternVL(Encoder):
@@ -180,7 +174,7 @@ class OriginalInternVL(TileFamily):
             },
             downsample_ratio=settings.get("downsample_ratio", 0.5),
             vision_feature_layer=settings.get("select_layer", -1),
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            dtype=dtype_of(settings),
         )
         return changed(config, {name: settings.get(name, default) for name, default in _DYNAMIC.items()})
 
@@ -255,8 +249,7 @@ class OriginalInternViT(PlainFamily):
     def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See PlainFamily."""
         del folder
-        dtype = settings.get("torch_dtype") or settings.get("dtype")
-        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype)
+        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype_of(settings))
         return config
 
 

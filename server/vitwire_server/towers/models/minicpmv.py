@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.resampled import ResampledTower
-from vitwire_server.towers.shared.siglip import packed_layers, siglip
+from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
 
 _VISION = (
     "hidden_act",
@@ -90,15 +89,13 @@ class MiniCPMFamily(RasterFamily):
             raise ValueError(f"version is {version!r}, but must be one of {known}")
         vision = dict(settings["vision_config"])
         dropped = int(bool(settings.get("drop_vision_last_layer")))
-        config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-        config: Config = config_class(
-            vision_config={
+        config = siglip_config(
+            {
                 **{name: vision[name] for name in _VISION if name in vision},
                 "num_hidden_layers": vision["num_hidden_layers"] - dropped,
-                "vision_use_head": False,
             },
-            text_config={"model_type": "llama", "hidden_size": settings["hidden_size"]},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            width=settings["hidden_size"],
+            dtype=dtype_of(settings),
         )
         return changed(config, {"query_num": settings["query_num"]})
 

@@ -16,7 +16,7 @@ from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput, mask_of_keys
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
@@ -174,7 +174,7 @@ class OriginalPhi4(AssembledFamily):
         config: Config = Phi4MultimodalConfig(
             hidden_size=settings["hidden_size"],
             vision_config=settings.get("vision_config") or {},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            dtype=dtype_of(settings),
         )
         return config
 

@@ -16,6 +16,7 @@ from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.models.deepseek_ocr import SAM_NAMES, ocr_settings
 from vitwire_server.towers.processors.settings import ProcessorFiles, square
+from vitwire_server.towers.shared.fused import split_qkv
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
 _MOST_CROPS, _CROP = 32, 640
@@ -78,14 +79,7 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
 def _unfused(weights: Weights, config: Config) -> Weights:
     """Query, key and value apart, as transformers holds them."""
     del config
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if ".qkv_proj." in name:
-            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
-                apart[name.replace("qkv_proj", part)] = own
-        else:
-            apart[name] = tensor
-    return apart
+    return split_qkv(weights, ".qkv_proj.", ".{}_proj.")
 
 
 _UNLIMITED_OCR = UnlimitedOcrFamily(

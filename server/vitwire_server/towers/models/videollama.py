@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, in_model
 from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
@@ -83,7 +83,7 @@ class OriginalFamily(PackedFamily):
         config: Config = config_class(
             vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
             text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
-            dtype=settings.get("dtype") or settings.get("torch_dtype"),
+            dtype=dtype_of(settings),
         )
         return config
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.towers.configs import Config, last_layer
@@ -15,6 +16,17 @@ def siglip(name: str) -> Module:
     """SigLIP's tower by this name, its weights within `vision_model.` or not; its pooling head is left out."""
     prefixes = in_model(f"{name}vision_model.", name)
     return Module(source="siglip.modeling_siglip:SiglipVisionModel", prefixes=prefixes, ignored=("head.",))
+
+
+def siglip_config(vision: Mapping[str, object], *, width: int, dtype: str | None) -> Config:
+    """A configuration that transformers has no class for: SigLIP's tower with these fields, and rows of this width."""
+    config_class: Any = CONFIG_MAPPING["deepseek_vl"]
+    config: Config = config_class(
+        vision_config={**vision, "vision_use_head": False},
+        text_config={"model_type": "llama", "hidden_size": width},
+        dtype=dtype,
+    )
+    return config
 
 
 class Siglip(Encoder):
