@@ -122,7 +122,7 @@ _SIGLIP = PlainFamily(
 _SIGLIP_VISION = replace(
     _SIGLIP,
     model_type="siglip_vision_model",
-    title="SigLIP's tower",
+    title="SigLIP (vision alone)",
     tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
     poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model.", ""), config="")), MEAN),
 )

@@ -68,7 +68,7 @@ class VideoLlama3Family(PackedFamily):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OriginalFamily(PackedFamily):
+class OriginalVideoLlama(PackedFamily):
     """Checkpoints of the authors' own code, whose config.json has the fields of the language model at its top."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -96,7 +96,9 @@ def _check_merged(name: str, found: object, merge: int) -> None:
 _VIDEO_LLAMA_3 = VideoLlama3Family(
     model_type="video_llama_3",
     title="VideoLLaMA 3",
-    tower=Module(source="vitwire_server.towers.models.videollama_tower:PatchTower", prefixes=in_model("vision_model.")),
+    tower=Module(
+        source="vitwire_server.towers.models.videollama_tower:UnmergedTower", prefixes=in_model("vision_model.")
+    ),
     beside={
         "projector": Module(
             source="video_llama_3.modeling_video_llama_3:VideoLlama3Projector",
@@ -114,9 +116,9 @@ _VIDEO_LLAMA_3 = VideoLlama3Family(
     "the LLM drops tokens by `video_compression_mask`",
 )
 
-_ORIGINAL = OriginalFamily(
+_ORIGINAL = OriginalVideoLlama(
     model_type="videollama3_qwen2",
-    title="VideoLLaMA 3, original",
+    title="VideoLLaMA 3",
     tower=replace(_VIDEO_LLAMA_3.tower, prefixes=in_model("vision_encoder.")),
     beside={"projector": replace(_VIDEO_LLAMA_3.modules["projector"], prefixes=in_model("mm_projector."))},
     head=SquareMeans,

@@ -49,7 +49,7 @@ def _nearest(count: int, side: int) -> Tensor:
     return torch.bucketize(torch.arange(0, 1 - 1e-6, step), torch.arange(1 / side, 1.0, 1 / side), right=True)
 
 
-class MiniCPMTower(ResampledTower):
+class OriginalMiniCpmTower(ResampledTower):
     """SigLIP on slices of any size, each patch with the learned position nearest to its own."""
 
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
@@ -74,7 +74,7 @@ class MiniCPMTower(ResampledTower):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniCPMFamily(RasterFamily):
+class OriginalMiniCpm(RasterFamily):
     """Checkpoints whose config.json has the fields of the language model beside those of the tower."""
 
     versions: Sequence[float]
@@ -100,9 +100,9 @@ class MiniCPMFamily(RasterFamily):
         return changed(config, {"query_num": settings["query_num"]})
 
 
-_MINICPMV = MiniCPMFamily(
+_MINICPMV = OriginalMiniCpm(
     model_type="minicpmv",
-    title="MiniCPM-V 2.6, 4.0, 4.5",
+    title="MiniCPM-V 2.6, 4.0 and 4.5",
     versions=(2.6, 4.0, 4.5),
     tower=siglip("vpm."),
     beside={
@@ -110,12 +110,12 @@ _MINICPMV = MiniCPMFamily(
             source="vitwire_server.towers.shared.resampler:Resampler",
             prefixes=stripped("resampler."),
             config="",
-            served=(Served("query_num", lambda count, _: 0 < count < 4096, "positive"),),
+            served=(Served("query_num", lambda count, _: 0 < count < 4096, "from 1 to 4095"),),
         )
     },
     architecture="27 x 1152, patch 14",
     width="text_config.hidden_size",
-    forward=MiniCPMTower,
+    forward=OriginalMiniCpmTower,
     layers="encoder.layers",
     processor=_settings,
     images=Accepts.PIXELS,
@@ -126,7 +126,7 @@ _MINICPMV = MiniCPMFamily(
 _MINICPMO = replace(
     _MINICPMV,
     model_type="minicpmo",
-    title="MiniCPM-o 2.6, 4.5",
+    title="MiniCPM-o 2.6 and 4.5",
     versions=(2.6, 4.5),
     special="each slice is an image; a resampler makes 64 tokens of it; audio stays with the LLM",
 )
