@@ -40,7 +40,7 @@ class Eagle(Siglip):
     def _merge(self, config: Config, side: int) -> int:
         merge: int = round(1 / config.downsample_ratio)
         if side % merge:
-            raise ValueError(f"{side} patches a side cannot be merged by {merge}")
+            raise ValueError(f"image_size / patch_size is {side}, but must be a multiple of {merge} (downsample_ratio)")
         return merge
 
     def encode(self, tiles: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ class Florence2(Encoder):
         for kernel, stride, padding in zip(vision.patch_size, vision.patch_stride, vision.patch_padding, strict=True):
             side = (side + 2 * padding - kernel) // stride + 1
         if side > vision.max_position_embeddings:
-            raise ValueError(f"{side} rows of patches are more than max_position_embeddings")
+            raise ValueError(
+                f"{side} rows of patches are more than max_position_embeddings, {vision.max_position_embeddings}"
+            )
         self.patch, self.merge, self.channels = prod(vision.patch_stride), 1, vision.in_channels
         self.tile = TileShape(vision.image_size, vision.image_size, 1 + side**2)
         self.width = vision.projection_dim

@@ -15,7 +15,7 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
@@ -125,10 +125,7 @@ class InternVL(Encoder):
         size = side(vision.image_size)
         self.patch = side(vision.patch_size)
         self.merge = round(1 / config.downsample_ratio)
-        patches = size // self.patch
-        if patches % self.merge:
-            raise ValueError(f"{patches} patches a side cannot be merged by {self.merge}")
-        self.tile = TileShape(size, size, (patches // self.merge) ** 2)
+        self.tile = merged_tile(size, self.patch, self.merge, "downsample_ratio")
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)

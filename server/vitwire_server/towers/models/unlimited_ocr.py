@@ -41,9 +41,9 @@ class UnlimitedOcr(CropEncoder):
         sam = vision.sam_config
         self.patch, self.merge = sam.patch_size, _MERGE
         sizes = {size: size // self.patch // _MERGE for size in (sam.image_size, config.crop_size)}
-        for size, side in sizes.items():
-            if side * self.patch * _MERGE != size:
-                raise ValueError(f"{size} pixels are not a whole number of tokens of {self.patch * _MERGE} pixels")
+        token = self.patch * _MERGE
+        if any(size % token for size in sizes):
+            raise ValueError(f"sam_config.image_size and tile_size are {list(sizes)}, but must be multiples of {token}")
         self.tile = TileShape(sam.image_size, sam.image_size, sizes[sam.image_size] ** 2 + 1)
         self.crop = TileShape(config.crop_size, config.crop_size, sizes[config.crop_size] ** 2)
         self.width = config.text_config.hidden_size
