@@ -26,13 +26,13 @@ class TilePool(Protocol):
         ...
 
 
-def no_tokens(config: Config) -> int:
+def no_leading_tokens(config: Config) -> int:
     """Tokens before those of the patches: none."""
     del config
     return 0
 
 
-def class_token(config: Config) -> int:
+def one_class_token(config: Config) -> int:
     """Tokens before those of the patches: the class token."""
     del config
     return 1
@@ -45,7 +45,7 @@ class PlainFamily(Family):
     encoder: "Callable[[PlainFamily, Parts, Config], PlainEncoder]"
     layers: str = "encoder.layers"
     """Path of the tower's layers."""
-    leading: Callable[[Config], int] = class_token
+    leading: Callable[[Config], int] = one_class_token
     """Number of tokens before those of the patches, by the tower's configuration."""
     head: str | None = None
     """Field of the tower's configuration that says whether it has a pooling head, which is loaded on its own."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from vitwire_server.towers.family import Family, Module, stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_tokens
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
 from vitwire_server.towers.shared.pooling import MEAN, attention
 
 _TOWER = "aimv2.modeling_aimv2:Aimv2VisionModel"
@@ -16,7 +16,7 @@ _AIMV2_VISION = PlainFamily(
     architecture="24 x 1024 to 24 x 3072, patch 14",
     tower=Module(source=_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
     encoder=PlainEncoder,
-    leading=no_tokens,
+    leading=no_leading_tokens,
     head="use_head",
     poolers=(attention(Module(source=_HEAD, prefixes=stripped("vision_model.head.", "head."), config="")), MEAN),
     processor="CLIP",

@@ -75,7 +75,7 @@ class ResampledTower(QueriedTower):
 
     def _resampled(self, states: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         """`states (patches, C)` to rows `(tokens, width)`; computes no more of them than the segments can have."""
-        tokens, slots = len(tensors["answers"]), len(tensors["cu_seqlens"]) - 1
+        tokens, slots = len(tensors["picked"]), len(tensors["cu_seqlens"]) - 1
         most = min(tokens, slots * self._resampler.queries)
         implementation = self.model.config._attn_implementation  # noqa: SLF001 - set by use_attention
 
@@ -86,5 +86,5 @@ class ResampledTower(QueriedTower):
             )
             return rows[0]  # type: ignore[no-any-return]
 
-        rows = self._resampler(states, tensors["places"], tensors["asked"], tensors["answers"][:most, 0], attend)
+        rows = self._resampler(states, tensors["places"], tensors["query_index"], tensors["picked"][:most, 0], attend)
         return functional.pad(rows, (0, 0, 0, tokens - most))
