@@ -1286,9 +1286,9 @@ class Tiling(google.protobuf.message.Message):
     """How images are cut into tiles of one size. In the item's grid, t is the number
     of tiles, and h and w are the rows and columns of the layout; with several
     tiles, t may count one more that shows the whole image. If the layout is
-    unknown, (tiles, 1, 1) is accepted, as embeddings do not depend on it; except
-    on Llama 3.2 Vision, which refuses it. Each frame of a clip is one tile:
-    (frames, 1, 1). With `patch`, grids count patches instead.
+    unknown, (tiles, 1, 1) is accepted; images of Llama 3.2 Vision and
+    LLaVA-NeXT-Video, whose embeddings depend on the layout, need it. Each frame
+    of a clip is one tile: (frames, 1, 1). With `patch`, grids count patches.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -12,8 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.core.capacities import Capacities, ResampledCapacities
 from vitwire_server.core.footprints import Footprints, ResampledFootprints
+from vitwire_server.core.geometries import ResampledGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.models import Geometry, ResampledGeometry
+from vitwire_server.core.models import Geometry
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
