@@ -16,7 +16,7 @@ from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
+from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.siglip import Siglip, siglip, siglip_config
 
 
@@ -81,7 +81,7 @@ _EAGLE2_5 = EagleFamily(
     beside={
         "projector": Module(
             source="internvl.modeling_internvl:InternVLMultiModalProjector",
-            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+            prefixes=MLP1,
             config="",
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         )

@@ -20,7 +20,7 @@ from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, Process
 from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import split_qkv
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
+from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _SAME = (
@@ -196,7 +196,7 @@ _INTERNVL = TileFamily(
 
 _ORIGINAL_PROJECTOR = Module(
     source="internvl.modeling_internvl:InternVLMultiModalProjector",
-    prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+    prefixes=MLP1,
     config="",
     served=PROJECTION,
 )

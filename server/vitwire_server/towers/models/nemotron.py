@@ -20,7 +20,7 @@ from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.models.internvl import unfused
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
+from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
 
 
 class RadioTower(RasterTower):
@@ -120,12 +120,7 @@ _NEMOTRON = RasterFamily(
     beside={
         "projector": Module(
             source="vitwire_server.towers.models.nemotron_parts:Projector",
-            prefixes={
-                "multi_modal_projector.": "",
-                "mlp1.0.": "layer_norm.",
-                "mlp1.1.": "linear_1.",
-                "mlp1.3.": "linear_2.",
-            },
+            prefixes={"multi_modal_projector.": "", **MLP1},
             config="",
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         )
