@@ -20,6 +20,7 @@ from vitwire_server.core.models import TileGeometry
 from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.family import Accepts
+from vitwire_server.towers.layouts import patches
 from vitwire_server.towers.layouts.packed import AttentionSpan
 from vitwire_server.towers.registry import FAMILIES
 
@@ -170,6 +171,18 @@ def test_forward_runs_on_the_meta_device(model_type: str, checkpoints: Checkpoin
         incomplete = {k: v for k, v in metadata.tensors.items() if k != key}
         with pytest.raises((RuntimeError, NotImplementedError, ValueError, KeyError)):
             tower.forward(pixels, replace(metadata, tensors=incomplete))
+
+
+def test_metadata_that_is_kept_is_bounded_in_bytes(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that are resampled ahead are a row of columns for each patch."""
+    tower = Rig.of(checkpoints("siglip2"), torch.float32, CPU, sizes=()).tower
+    assert isinstance(tower, patches.PatchTower)
+    monkeypatch.setattr(patches, "_KEPT_BYTES", 20_000)
+    for width in range(2, 12):
+        tower.prepare([Grid(1, 4, width)], tower.reserve(tower.exact([Grid(1, 4, width)])))
+    kept = tower._measured
+    assert list(kept) == [Grid(1, 4, 11)], "one of them has 11 KB"
+    assert tower._kept_bytes == sum(tensor.nbytes for own in kept.values() for tensor in own.values())
 
 
 @pytest.mark.parametrize("model_type", ROWS)
