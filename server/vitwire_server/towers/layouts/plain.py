@@ -64,7 +64,11 @@ class PlainFamily(Family):
         """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError."""
         config = self.stock_config(folder, settings)
         vision = self.tower.configuration(config)
-        tiling = one_tile(ProcessorFiles.read(folder), self.processor).tiling
+        files = ProcessorFiles.read(folder)
+        try:
+            tiling = one_tile(files, self.processor).tiling
+        except ValueError as error:
+            raise ValueError(f"its processor's settings: {error}") from error
         assert tiling is not None, "a processor of one tile has a tiling"
         size = side(vision.image_size)
         if not self.resizes and tiling.tile != (size, size):
