@@ -31,7 +31,7 @@ def short_table() -> Iterator[str]:
     """Models whose pixels come in one layout share a line."""
     titles: dict[str, dict[str, None]] = {}
     for row in FAMILIES.values():
-        kind = "either, pooled on request (`--pooling`)" if row.poolers else row.layout
+        kind = "tiles or patches, pooled on request (`--pooling`)" if row.poolers else row.layout
         titles.setdefault(kind, {})[row.title.partition(" (")[0]] = None
     return _table(("pixels", "models"), [(kind, ", ".join(own)) for kind, own in titles.items()])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn import functional
+from transformers import AutoModel
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -17,8 +18,11 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from broken import Break, edit, load
 from checkpoints import Checkpoints
 from client_models import client_model
+from reference import TOLERANCE, error
+from rigs import Rig
 from vitwire import InvalidItem
 from vitwire._prepare import clip_items, image_items
+from vitwire_server.core.grids import Grid
 from vitwire_server.towers.files import CheckpointError
 
 PROCESSOR = "preprocessor_config.json"
@@ -117,4 +121,8 @@ def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: P
 def test_dinov2_takes_tiles_of_any_size_of_its_processor(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoints("dinov2"), tmp_path / "copy"))
     edit(PROCESSOR, size={"shortest_edge": 84}, crop_size={"height": 84, "width": 70})(folder)
-    assert load(folder).tower.footprints.tokens == 6 * 5  # type: ignore[attr-defined]
+    rig, stock = Rig.of(folder, torch.float32, torch.device("cpu")), AutoModel.from_pretrained(folder, dtype="float32")
+    (item,) = rig.items([Grid(2, 1, 1)])
+    with torch.no_grad():
+        states = stock(rig.pixels(Grid(2, 1, 1), 0).view(2, 3, 84, 70)).last_hidden_state
+    assert error(rig.run([item])[0], states[:, 1:].flatten(0, 1).numpy()) <= TOLERANCE

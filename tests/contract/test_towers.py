@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import MODEL_TYPES, ROWS, Checkpoints
+from host_tensors import NoHostTensors
 from reference import TOLERANCE, Array, Reference, error, norm_error
 from rigs import BUDGETS, Rig, draw_grids, takes
 from tile_reference import TileReference
@@ -19,6 +20,7 @@ from vitwire_server.core.models import TileGeometry
 from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.family import Accepts
+from vitwire_server.towers.layouts import patches
 from vitwire_server.towers.layouts.packed import AttentionSpan
 from vitwire_server.towers.registry import FAMILIES
 
@@ -142,14 +144,16 @@ class TestGraphs:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_forward_runs_on_the_meta_device(model_type: str, checkpoints: Checkpoints) -> None:
-    """No host synchronisation and no data-dependent shape: either would raise here.
+    """No host synchronisation, no data-dependent shape and no tensor on the host: each would raise here.
 
     Whatever metadata is left out would be computed in the forward, which raises.
     """
     checkpoint = open_checkpoint(str(checkpoints(model_type)))
     tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
     tower.to("meta")
-    choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
+    choice = select(
+        "auto", tower.device, tower.dtype, *tower.attention_heads, captured=True, resampler=tower.resampler_heads
+    )
     tower.use_attention(choice.implementation)
     budget = tower.budget(64, max_items=8, max_frames=16)
     capacity = tower.capacity(budget)
@@ -157,7 +161,9 @@ def test_forward_runs_on_the_meta_device(model_type: str, checkpoints: Checkpoin
     metadata = tower.reserve(capacity)
     if tower.geometry.crop_row:
         metadata.crops = pixels.new_empty(capacity.crops, tower.geometry.crop_row)
-    assert tower.forward(pixels, metadata).shape == (budget.tokens, tower.geometry.width)
+    with NoHostTensors():
+        rows = tower.forward(pixels, metadata)
+    assert rows.shape == (budget.tokens, tower.geometry.width)
     # Ends of whole clips are summed up on the device.
     of_clips = getattr(checkpoint.family, "span", None) is AttentionSpan.CLIP
     needed = metadata.tensors.keys() - ({"cu_seqlens"} if of_clips else set())
@@ -165,6 +171,18 @@ def test_forward_runs_on_the_meta_device(model_type: str, checkpoints: Checkpoin
         incomplete = {k: v for k, v in metadata.tensors.items() if k != key}
         with pytest.raises((RuntimeError, NotImplementedError, ValueError, KeyError)):
             tower.forward(pixels, replace(metadata, tensors=incomplete))
+
+
+def test_metadata_that_is_kept_is_bounded_in_bytes(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that are resampled ahead are a row of columns for each patch."""
+    tower = Rig.of(checkpoints("siglip2"), torch.float32, CPU, sizes=()).tower
+    assert isinstance(tower, patches.PatchTower)
+    monkeypatch.setattr(patches, "_KEPT_BYTES", 20_000)
+    for width in range(2, 12):
+        tower.prepare([Grid(1, 4, width)], tower.reserve(tower.exact([Grid(1, 4, width)])))
+    kept = tower._measured
+    assert list(kept) == [Grid(1, 4, 11)], "one of them has 11 KB"
+    assert tower._kept_bytes == sum(tensor.nbytes for own in kept.values() for tensor in own.values())
 
 
 @pytest.mark.parametrize("model_type", ROWS)

@@ -77,7 +77,9 @@ class Rig:
         tower = load_tower(
             checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
         ).tower
-        choice = attention or select("auto", device, dtype, *tower.attention_heads, captured=bool(sizes))
+        choice = attention or select(
+            "auto", device, dtype, *tower.attention_heads, captured=bool(sizes), resampler=tower.resampler_heads
+        )
         tower.use_attention(choice.implementation)
         if device.type == "cuda":
             from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA

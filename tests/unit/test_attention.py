@@ -1,5 +1,7 @@
 """Packed attention against dense attention under a block mask, in float64; and the choice among backends."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -75,6 +77,15 @@ def test_a_name_that_cannot_serve_is_reported() -> None:
             ValueError, match=rf"{name}' does not run on cpu in torch.float32 \({why}\); available: sdpa"
         ):
             select(name, torch.device("cpu"), torch.float32, 2, 64, captured=False)
+
+
+def test_the_heads_of_a_resampler_must_be_supported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(registry.BACKENDS["sdpa"], head_dims=frozenset({64}))
+    monkeypatch.setitem(registry.BACKENDS, "sdpa", own)
+    given = ("sdpa", torch.device("cpu"), torch.float32, 2, 64)
+    assert select(*given, captured=False, resampler=(4, 64)).name == "sdpa"
+    with pytest.raises(ValueError, match="sdpa: it does not support heads of 96 columns"):
+        select(*given, captured=False, resampler=(4, 96))
 
 
 def test_another_backend_for_shorter_segments_asks_for_a_budget_of_its_own() -> None:

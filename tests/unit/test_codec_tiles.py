@@ -8,6 +8,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.errors import InvalidRequest
+from vitwire_server.core.geometries import ResampledGeometry
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality
 from vitwire_server.core.models import (
@@ -16,7 +17,6 @@ from vitwire_server.core.models import (
     Limits,
     ModelCard,
     Preprocessing,
-    ResampledGeometry,
     TileGeometry,
 )
 from vitwire_server.rpc.codec import Codec

@@ -153,12 +153,12 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     TILING_RULE_LEAST_SCALING: _TilingRule.ValueType  # 12
     """The layout that scales the image least; the image is stretched to it."""
     TILING_RULE_RATIO_AND_AREA: _TilingRule.ValueType  # 13
-    """The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
-    with fewer, it counts as less near. The image is stretched to it.
+    """The layout of the nearest aspect ratio; one that has less than 0.6 of the
+    image's pixels counts as less near. The image is stretched to it.
     """
     TILING_RULE_COVERING_PARTS: _TilingRule.ValueType  # 14
-    """As many tiles; each part of the image is resized in its own shape and
-    centred on the background.
+    """As many tiles as TILING_RULE_COVERING; each part of the image keeps its
+    aspect ratio and is centred on the background.
     """
     TILING_RULE_CORNER: _TilingRule.ValueType  # 15
     """One tile; the longer side is resized to that of the tile, and the image is
@@ -205,12 +205,12 @@ both are padded with the background, the image in their middle.
 TILING_RULE_LEAST_SCALING: TilingRule.ValueType  # 12
 """The layout that scales the image least; the image is stretched to it."""
 TILING_RULE_RATIO_AND_AREA: TilingRule.ValueType  # 13
-"""The layout of the nearest aspect ratio that has 0.6 of the image's pixels;
-with fewer, it counts as less near. The image is stretched to it.
+"""The layout of the nearest aspect ratio; one that has less than 0.6 of the
+image's pixels counts as less near. The image is stretched to it.
 """
 TILING_RULE_COVERING_PARTS: TilingRule.ValueType  # 14
-"""As many tiles; each part of the image is resized in its own shape and
-centred on the background.
+"""As many tiles as TILING_RULE_COVERING; each part of the image keeps its
+aspect ratio and is centred on the background.
 """
 TILING_RULE_CORNER: TilingRule.ValueType  # 15
 """One tile; the longer side is resized to that of the tile, and the image is
@@ -227,7 +227,7 @@ class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
     """Same as POOLING_NONE."""
     POOLING_NONE: _Pooling.ValueType  # 1
-    """Not: an image has a row for each token."""
+    """An image has a row for each token."""
     POOLING_CLS: _Pooling.ValueType  # 2
     """One row: the class token, after the model's last norm and its projection,
     if it has one.
@@ -243,7 +243,7 @@ class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 """Same as POOLING_NONE."""
 POOLING_NONE: Pooling.ValueType  # 1
-"""Not: an image has a row for each token."""
+"""An image has a row for each token."""
 POOLING_CLS: Pooling.ValueType  # 2
 """One row: the class token, after the model's last norm and its projection,
 if it has one.
@@ -1286,9 +1286,9 @@ class Tiling(google.protobuf.message.Message):
     """How images are cut into tiles of one size. In the item's grid, t is the number
     of tiles, and h and w are the rows and columns of the layout; with several
     tiles, t may count one more that shows the whole image. If the layout is
-    unknown, (tiles, 1, 1) is accepted, as embeddings do not depend on it; except
-    on Llama 3.2 Vision, which refuses it. Each frame of a clip is one tile:
-    (frames, 1, 1). With `patch`, grids count patches instead.
+    unknown, (tiles, 1, 1) is accepted; images of Llama 3.2 Vision and
+    LLaVA-NeXT-Video, whose embeddings depend on the layout, need it. Each frame
+    of a clip is one tile: (frames, 1, 1). With `patch`, grids count patches.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1331,9 +1331,8 @@ class Tiling(google.protobuf.message.Message):
 
     @property
     def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
-        """Allowed layouts, for TILING_RULE_BEST_FIT and TILING_RULE_PADDED_FIT.
-        Allowed layouts, for TILING_RULE_BEST_FIT and, if there are any, for
-        TILING_RULE_CLOSEST_RATIO.
+        """Allowed layouts, for TILING_RULE_BEST_FIT, TILING_RULE_PADDED_FIT and, if
+        there are any, TILING_RULE_CLOSEST_RATIO.
         """
 
     @property

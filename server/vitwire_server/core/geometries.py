@@ -1,4 +1,4 @@
-"""Towers of tiles whose rows depend on the layout of an image: what a grid means to them."""
+"""Sizes of towers that take fewer grids than others, or read other things of them: resamplers, layouts, margins."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,23 @@ from math import ceil
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import TileGeometry
+from vitwire_server.core.models import Geometry, TileGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class ResampledGeometry(Geometry):
+    """Sizes of a tower of patches that gives as many rows of an image as it has queries."""
+
+    queries: int = 1
+
+    @property
+    def prunes(self) -> bool:
+        return False
+
+    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        yield from Geometry.wrong(self, grid, modality)
+        if grid.frame_patches < self.queries:
+            yield "", f"must have at least {self.queries} patches for this model, got {grid}"
 
 
 @dataclass(frozen=True, slots=True)

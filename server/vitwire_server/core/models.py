@@ -116,22 +116,6 @@ class ClipGeometry(Geometry):
 
 
 @dataclass(frozen=True, slots=True)
-class ResampledGeometry(Geometry):
-    """Sizes of a tower of patches that gives as many rows of an image as it has queries."""
-
-    queries: int = 1
-
-    @property
-    def prunes(self) -> bool:
-        return False
-
-    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
-        yield from Geometry.wrong(self, grid, modality)
-        if grid.frame_patches < self.queries:
-            yield "", f"must have at least {self.queries} patches for this model, got {grid}"
-
-
-@dataclass(frozen=True, slots=True)
 class TileGeometry(Geometry):
     """Sizes of a tower that takes tiles of one size.
 

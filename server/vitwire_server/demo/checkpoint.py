@@ -9,7 +9,7 @@ from vitwire_server.demo.demo_model import DemoModel, write
 from vitwire_server.demo.models.assembled import ASSEMBLED
 from vitwire_server.demo.models.granite_docling import GRANITE_DOCLING
 from vitwire_server.demo.models.idefics import IDEFICS
-from vitwire_server.demo.models.liquid import LIQUID
+from vitwire_server.demo.models.lfm2 import LFM2
 from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.packed import PACKED
 from vitwire_server.demo.models.packed_newer import PACKED_NEWER
@@ -26,7 +26,7 @@ DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
         **ASSEMBLED,
         **GRANITE_DOCLING,
         **IDEFICS,
-        **LIQUID,
+        **LFM2,
         **LLAVA,
         **PACKED,
         **PACKED_NEWER,

@@ -28,7 +28,12 @@ def chosen_attention(settings: ServeSettings, tower: Tower, *, captured: bool) -
         return None
     try:
         selection = select(
-            settings.attention_backend, tower.device, tower.dtype, *tower.attention_heads, captured=captured
+            settings.attention_backend,
+            tower.device,
+            tower.dtype,
+            *tower.attention_heads,
+            captured=captured,
+            resampler=tower.resampler_heads,
         )
     except ValueError as error:
         raise UsageError(f"--attention-backend: {error}") from error

@@ -26,6 +26,11 @@ def changed(config: Config, fields: Mapping[str, object]) -> Config:
     return copied
 
 
+def dtype_of(settings: Mapping[str, Any]) -> str | None:
+    """Type of the weights by config.json, whose field older releases of transformers call `torch_dtype`."""
+    return settings.get("dtype") or settings.get("torch_dtype")
+
+
 def last_layer(config: Config) -> None:
     """Raises ValueError unless rows are those of the last layer."""
     layer = getattr(config, "vision_feature_layer", -1)

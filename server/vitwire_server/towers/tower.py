@@ -72,6 +72,11 @@ class Tower(ABC):
         """Their number, and the size of one."""
 
     @property
+    def resampler_heads(self) -> tuple[int, int] | None:
+        """Those of a resampler that attends through the same backend; None without one."""
+        return None
+
+    @property
     def blocks(self) -> Sequence[nn.Module]:
         """The layers, which are compiled one by one."""
         return list(self.model.blocks)

@@ -1,4 +1,4 @@
-"""Demo models with Pixtral's tower, in language models of a newer generation or of other makers."""
+"""Demo models of patches in raster order that transformers 5.23 added."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

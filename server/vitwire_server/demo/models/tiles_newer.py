@@ -1,4 +1,4 @@
-"""Demo models of tiles of newer generations."""
+"""Demo models of tiles that transformers 5.23 added."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -32,6 +32,8 @@ _BANDS = (
 )
 """For each band, the largest `longest` in it, and sample segments to check and time backends on: windows, images of
 224 x 224, small images, and images of several sizes, with as many slots as a budget for them has."""
+_RESAMPLED = (1024, 256, 64, 256, *[0] * 28)
+"""Sample segments to check a resampler's heads on."""
 _REPEATS = 5
 _CALLS = 8
 _NEW_LINE = "\n"
@@ -107,13 +109,25 @@ class Selection:
 
 
 def select(
-    name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, *, captured: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    *,
+    captured: bool,
+    resampler: tuple[int, int] | None = None,
 ) -> Selection:
     """Load and register the backend called `name`, or with `auto` the fastest that pass the accuracy check.
 
+    Backends must also support the heads of the `resampler`, their number and the size of one, if there is one.
     Raises ValueError for an unknown backend, or one that does not run or is inaccurate on this device and dtype.
     """
-    faults = {each.name: each.fault(device, dtype, head_dim, captured=captured) for each in BACKENDS.values()}
+    sizes = (head_dim, resampler[1]) if resampler else (head_dim,)
+    faults = {
+        each.name: next(filter(None, (each.fault(device, dtype, size, captured=captured) for size in sizes)), "")
+        for each in BACKENDS.values()
+    }
     wanted = [backend for backend in BACKENDS.values() if name in ("auto", backend.name)]
     loaded = [one for each in wanted if not faults[each.name] and (one := _loaded(each, faults))]
     if not loaded:
@@ -121,6 +135,9 @@ def select(
         why = "; ".join(f"{each.name}: {faults[each.name]}" for each in wanted) or "there is no such backend"
         raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype} ({why}); available: {known}")
     if device.type == "cuda":
+        if resampler:
+            sample = _Sample.of(_RESAMPLED, device, dtype, *resampler)
+            loaded = [one for one in loaded if sample.seconds(one, faults) is not None]
         selection = _fastest(loaded, device, dtype, heads, head_dim, faults)
     else:
         selection = Selection.only(loaded[0], "the only backend for this device")

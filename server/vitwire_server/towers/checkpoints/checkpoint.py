@@ -144,7 +144,7 @@ def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> C
         config = family.read_config(folder, settings)
         problem = next(filter(None, (module.problem(config) for module in family.modules.values())), None)
     except (*BROKEN, OSError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
+        reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {reason}") from error
     if problem:
         raise CheckpointError(f"{folder / 'config.json'}: this {family.title} is not served: {problem}")

@@ -158,13 +158,3 @@ class AssembledTower(TileTower):
         tiles = pixels.view(-1, self.geometry.channels, *self.geometry.tile)
         rows = self.encoder.encode_units(tiles, metadata.tensors).flatten(0, 1)
         return rows.index_select(0, metadata.tensors["order"])
-
-
-def mask_of_keys(attended: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores, `(units, 1, N, N)`; `attended` is for patches, `(units, rows, columns)`.
-
-    Attention layers would make it of booleans again and again.
-    """
-    keys = attended.flatten(1)
-    added = torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, -torch.inf)
-    return added[:, None, None].expand(-1, 1, keys.shape[1], -1)

@@ -19,13 +19,11 @@ from vitwire_server.core.models import ClipGeometry, Geometry, Preprocessing, Re
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.heads import Head
-from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower, most_windows
+from vitwire_server.towers.layouts.patches import TAPS, PatchFamily, PatchTower, most_windows
 from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
 from vitwire_server.towers.processors.areas import AreaRule, read_preprocessing
 from vitwire_server.towers.tower import Metadata
 
-_TAPS = {"bilinear": 4, "bicubic": 16}
-"""Neighbours that a resampled position is made of."""
 _IMAGE_AREAS, _VIDEO_AREAS = AreaRule(), AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28))
 """How most families resize."""
 
@@ -207,7 +205,7 @@ class PackedTower(PatchTower):
         inputs = self.family.inputs
         kinds: dict[str, Kind] = {"position_ids": Rows((3 if inputs.frame_positions else 2,), torch.int64)}
         if self._learned is not None:
-            taps = _TAPS[self._learned.interpolation_mode]
+            taps = TAPS[self._learned.interpolation_mode]
             kinds["interp_indices"] = Rows((taps,), torch.int64)
             kinds["interp_weights"] = Rows((taps,), torch.float32)
         if self._window_side:

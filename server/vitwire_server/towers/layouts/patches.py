@@ -19,8 +19,10 @@ from vitwire_server.towers.metadata import Boundaries, Capacity, Kind
 from vitwire_server.towers.rewrites import aligned_mlps, linear_patches
 from vitwire_server.towers.tower import Metadata, Tower
 
-_KEPT_PATCHES = 1 << 20
-"""Patches whose metadata is kept per grid: about 64 bytes each on the device."""
+TAPS = {"bilinear": 4, "bicubic": 16}
+"""Neighbours that a resampled learned position is made of."""
+_KEPT_BYTES = 1 << 27
+"""Of metadata that is kept per grid: about 64 a patch, or a row of columns where positions are resampled ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class PatchTower(Tower):
         self.model = parts["tower"]
         self._modules = parts
         self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
-        self._kept = 0
+        self._kept_bytes = 0
 
     @cached_property
     def _kinds(self) -> Mapping[str, Kind]:
@@ -132,11 +134,15 @@ class PatchTower(Tower):
             for key, kind in self._kinds.items()
         }
         self._measured[grid] = measured
-        self._kept += grid.patches
-        while self._kept > _KEPT_PATCHES and len(self._measured) > 1:
-            oldest, _ = self._measured.popitem(last=False)
-            self._kept -= oldest.patches
+        self._kept_bytes += _bytes(measured)
+        while self._kept_bytes > _KEPT_BYTES and len(self._measured) > 1:
+            _, oldest = self._measured.popitem(last=False)
+            self._kept_bytes -= _bytes(oldest)
         return measured
+
+
+def _bytes(measured: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in measured.values())
 
 
 def neighbours(grid: Grid, merge: int) -> Tensor:

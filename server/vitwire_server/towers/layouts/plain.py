@@ -26,13 +26,13 @@ class TilePool(Protocol):
         ...
 
 
-def no_tokens(config: Config) -> int:
+def no_leading_tokens(config: Config) -> int:
     """Tokens before those of the patches: none."""
     del config
     return 0
 
 
-def class_token(config: Config) -> int:
+def one_class_token(config: Config) -> int:
     """Tokens before those of the patches: the class token."""
     del config
     return 1
@@ -45,7 +45,7 @@ class PlainFamily(Family):
     encoder: "Callable[[PlainFamily, Parts, Config], PlainEncoder]"
     layers: str = "encoder.layers"
     """Path of the tower's layers."""
-    leading: Callable[[Config], int] = class_token
+    leading: Callable[[Config], int] = one_class_token
     """Number of tokens before those of the patches, by the tower's configuration."""
     head: str | None = None
     """Field of the tower's configuration that says whether it has a pooling head, which is loaded on its own."""
@@ -64,7 +64,11 @@ class PlainFamily(Family):
         """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError."""
         config = self.stock_config(folder, settings)
         vision = self.tower.configuration(config)
-        tiling = one_tile(ProcessorFiles.read(folder), self.processor).tiling
+        files = ProcessorFiles.read(folder)
+        try:
+            tiling = one_tile(files, self.processor).tiling
+        except ValueError as error:
+            raise ValueError(f"its processor's settings: {error}") from error
         assert tiling is not None, "a processor of one tile has a tiling"
         size = side(vision.image_size)
         if not self.resizes and tiling.tile != (size, size):

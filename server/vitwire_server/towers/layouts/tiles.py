@@ -178,6 +178,14 @@ def heads_of(config: Config) -> tuple[int, int]:
     return config.num_attention_heads, config.hidden_size // config.num_attention_heads
 
 
+def merged_tile(size: int, patch: int, merge: int, field: str) -> TileShape:
+    """A square tile of which squares of `merge` patches a side become tokens, as `field` says. Raises ValueError."""
+    patches = size // patch
+    if patches % merge:
+        raise ValueError(f"image_size / patch_size is {patches}, but must be a multiple of {merge} ({field})")
+    return TileShape(size, size, (patches // merge) ** 2)
+
+
 def side(value: int | list[int] | tuple[int, ...]) -> int:
     """One side of a square that a configuration gives as one number or two. Raises ValueError unless square."""
     sides = set(value) if isinstance(value, list | tuple) else {value}

@@ -15,11 +15,12 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput, mask_of_keys
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.siglip import masked_states
 
 
 def _aria_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -68,10 +69,7 @@ class Aria(AssembledEncoder):
 
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         attended = inputs["attended"]
-        states = self._tower.embeddings(pixel_values=tiles, patch_attention_mask=attended)
-        mask = mask_of_keys(attended, states.dtype)
-        for layer in self.blocks:
-            states = layer(states, mask)
+        states = masked_states(self._tower, self.blocks, tiles, attended)
         return self._projector(states, attn_mask=~attended.flatten(1))  # type: ignore[no-any-return]
 
 

@@ -34,7 +34,7 @@ _CLIP = PlainFamily(
 _CLIP_VISION = replace(
     _CLIP,
     model_type="clip_vision_model",
-    title="CLIP's tower",
+    title="CLIP (vision alone)",
     tower=Module(
         source="clip.modeling_clip:CLIPVisionModel",
         prefixes=stripped("vision_model.", ""),

@@ -7,20 +7,19 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, stripped
 from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel
 from vitwire_server.towers.processors.tiles import shade, tiled
-from vitwire_server.towers.shared.siglip import Siglip
+from vitwire_server.towers.shared.fused import position_tables, split_qkv
+from vitwire_server.towers.shared.siglip import Siglip, siglip_config
 
-_FUSED = ".attn.qkv."
 _TOWER = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}
 """What config.json leaves out, by the authors' configuration classes; the projector's below."""
 _PROJECTOR = {
@@ -59,16 +58,8 @@ def _layout(sides: Sequence[int], tile: int) -> tuple[int, int]:
 
 
 def _unfused(weights: Weights, config: Config) -> Weights:
-    """Query, key and value apart, and positions without the axis of a batch."""
     del config
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if _FUSED in name:
-            for part, own in zip("qkv", tensor.chunk(3), strict=True):
-                apart[name.replace(_FUSED, f".self_attn.{part}_proj.")] = own
-        else:
-            apart[name] = tensor.flatten(0, -2) if name.endswith("position_embedding.weight") else tensor
-    return apart
+    return position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj."))
 
 
 class DownsampleProjector(nn.Module):
@@ -124,19 +115,17 @@ class DeepseekVL2Family(TileFamily):
                 f"projector_config.projector_type is {projector['projector_type']!r}, only 'downsample_mlp_gelu' "
                 "without token_pooling is served"
             )
-        config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-        config: Config = config_class(
-            vision_config={
+        config = siglip_config(
+            {
                 "hidden_size": vision["width"],
                 "image_size": vision["image_size"],
                 "intermediate_size": int(vision["width"] * vision["mlp_ratio"]),
                 "num_attention_heads": vision["heads"],
                 "num_hidden_layers": vision["layers"],
                 "patch_size": vision["patch_size"],
-                "vision_use_head": False,
             },
-            text_config={"model_type": "llama", "hidden_size": projector["n_embed"]},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            width=projector["n_embed"],
+            dtype=dtype_of(settings),
         )
         processor = {"candidate_resolutions": settings.get("candidate_resolutions")}
         processor |= optional_json(folder / "processor_config.json")

@@ -1,6 +1,8 @@
 """DINOv2 and DINOv3 (Meta)."""
 
 from dataclasses import replace
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def _with_registers(config: Config) -> int:
 
 
 class Dinov2(PlainEncoder):
-    """Learned positions, resampled once to the processor's tile, which the stock forward then takes as they are."""
+    """Learned positions, resampled once to the processor's tile, square or not."""
 
     @torch.no_grad()
     def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
@@ -35,6 +37,13 @@ class Dinov2(PlainEncoder):
         stand_in = embeddings.position_embeddings.new_zeros(1, 1 + self.tile.tokens, self.width)
         resampled = embeddings.interpolate_pos_encoding(stand_in, self.tile.height, self.tile.width)
         embeddings.position_embeddings = nn.Parameter(resampled.clone(), requires_grad=False)
+        embeddings.interpolate_pos_encoding = MethodType(_resampled_before, embeddings)
+
+
+def _resampled_before(embeddings: Any, *_: object) -> Tensor:  # noqa: ANN401 - a stock module
+    """In place of the stock function, which would resample those of a tile that is not square again."""
+    positions: Tensor = embeddings.position_embeddings
+    return positions
 
 
 class Dinov3(PlainEncoder):

@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
-from vitwire_server.towers.shared.siglip import Siglip, siglip
+from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
+from vitwire_server.towers.shared.siglip import Siglip, siglip, siglip_config
 
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -41,7 +40,7 @@ class Eagle(Siglip):
     def _merge(self, config: Config, side: int) -> int:
         merge: int = round(1 / config.downsample_ratio)
         if side % merge:
-            raise ValueError(f"{side} patches a side cannot be merged by {merge}")
+            raise ValueError(f"image_size / patch_size is {side}, but must be a multiple of {merge} (downsample_ratio)")
         return merge
 
     def encode(self, tiles: Tensor) -> Tensor:
@@ -59,15 +58,10 @@ class EagleFamily(TileFamily):
         vision = dict(settings["vision_config"])
         if vision.get("model_type") != "siglip_vision_model":
             raise ValueError(f"vision_config.model_type is {vision.get('model_type')!r}, only SigLIP's is served")
-        config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-        config: Config = config_class(
-            vision_config={
-                **vision,
-                "image_size": settings.get("force_image_size") or vision["image_size"],
-                "vision_use_head": False,
-            },
-            text_config={"model_type": "llama", "hidden_size": settings["text_config"]["hidden_size"]},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+        config = siglip_config(
+            {**vision, "image_size": settings.get("force_image_size") or vision["image_size"]},
+            width=settings["text_config"]["hidden_size"],
+            dtype=dtype_of(settings),
         )
         return changed(
             config,
@@ -87,7 +81,7 @@ _EAGLE2_5 = EagleFamily(
     beside={
         "projector": Module(
             source="internvl.modeling_internvl:InternVLMultiModalProjector",
-            prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+            prefixes=MLP1,
             config="",
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         )

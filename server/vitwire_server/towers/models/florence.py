@@ -12,7 +12,7 @@ from transformers.models.florence2.configuration_florence2 import Florence2Confi
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
 from vitwire_server.towers.processors.settings import IMAGENET, ProcessorFiles, square
@@ -49,7 +49,9 @@ class Florence2(Encoder):
         for kernel, stride, padding in zip(vision.patch_size, vision.patch_stride, vision.patch_padding, strict=True):
             side = (side + 2 * padding - kernel) // stride + 1
         if side > vision.max_position_embeddings:
-            raise ValueError(f"{side} rows of patches are more than max_position_embeddings")
+            raise ValueError(
+                f"{side} rows of patches are more than max_position_embeddings, {vision.max_position_embeddings}"
+            )
         self.patch, self.merge, self.channels = prod(vision.patch_stride), 1, vision.in_channels
         self.tile = TileShape(vision.image_size, vision.image_size, 1 + side**2)
         self.width = vision.projection_dim
@@ -76,7 +78,7 @@ class FlorenceFamily(TileFamily):
         """See Family. Raises KeyError or ValueError if config.json is not of a model that is served."""
         own = settings.get("vision_config") or {}
         if own.get("model_type") == "davit":
-            config: Config = Florence2Config(vision_config=_renamed(own), dtype=settings.get("torch_dtype"))
+            config: Config = Florence2Config(vision_config=_renamed(own), dtype=dtype_of(settings))
         else:
             config = super().read_config(folder, settings)
         return changed(config, {"vision_config.image_size": square(ProcessorFiles.read(folder).image, default=_SIZE)})

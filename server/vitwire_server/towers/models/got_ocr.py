@@ -8,7 +8,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
 from vitwire_server.towers.shared.sam import gather_relative_positions
@@ -30,9 +30,7 @@ class GotOcr2(Encoder):
         size = side(vision.image_size)
         self.patch, self.merge = side(vision.patch_size), _MERGE
         patches = size // self.patch
-        if patches % _MERGE:
-            raise ValueError(f"{patches} patches a side cannot be merged by {_MERGE}")
-        self.tile = TileShape(size, size, (patches // _MERGE) ** 2)
+        self.tile = merged_tile(size, self.patch, self.merge, "the stride of the projector")
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)

@@ -12,14 +12,12 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, in_model
-from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.patches import TAPS, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import BICUBIC, CLIP, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
 
-_TAPS = 4
-"""Neighbours that a resampled position is made of."""
 _AREAS = (512 * 512, 2048 * 2048)
 
 
@@ -31,8 +29,8 @@ class HunyuanTower(RasterTower):
 
     def _inputs(self) -> dict[str, Kind]:
         return {
-            "interp_indices": Rows((_TAPS,), torch.int64),
-            "interp_weights": Rows((_TAPS,), torch.float32),
+            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
+            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
             "neighbours": Sources(self.geometry.merge**2),
         }
 

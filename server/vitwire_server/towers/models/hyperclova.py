@@ -35,7 +35,7 @@ class HyperclovaFamily(PackedFamily):
 
         tower, projector = settings["vision_config"].get("model_type"), settings.get("mm_projector_type", "linear")
         if tower not in _TOWERS:
-            raise ValueError(f"its tower is {tower}, only Qwen2.5-VL's is served")
+            raise ValueError(f"vision_config.model_type is {tower!r}, only Qwen2.5-VL's is served")
         if projector != "linear":
             raise ValueError(f"mm_projector_type is {projector!r}, but must be 'linear'")
         config: Config = HyperCLOVAXVisionV2Config.from_dict(deepcopy(dict(settings)))

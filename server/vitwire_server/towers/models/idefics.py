@@ -11,7 +11,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fractions import fractional_positions
@@ -68,9 +68,7 @@ class Idefics3(Encoder):
         size = side(vision.image_size)
         self.patch, self.merge = side(vision.patch_size), config.scale_factor
         patches = size // self.patch
-        if patches % self.merge:
-            raise ValueError(f"{patches} patches a side cannot be merged by scale_factor {self.merge}")
-        self.tile = TileShape(size, size, (patches // self.merge) ** 2)
+        self.tile = merged_tile(size, self.patch, self.merge, "scale_factor")
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)

@@ -35,6 +35,12 @@ class Idefics2Tower(QueriedTower):
         self._connector: Any = parts["connector"]
         super().__init__(family, parts, config, queries=self._connector.perceiver_resampler.n_latents)
 
+    @property
+    def resampler_heads(self) -> tuple[int, int]:
+        """See Tower."""
+        config: Config = self._connector.perceiver_resampler.config
+        return config.resampler_n_heads, config.resampler_head_dim
+
     def use_attention(self, implementation: str) -> None:
         """See Tower. The resampler's configuration is its own."""
         super().use_attention(implementation)

@@ -12,14 +12,15 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, last_layer
+from vitwire_server.towers.configs import Config, changed, dtype_of, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffled, shuffles
+from vitwire_server.towers.shared.fused import split_qkv
+from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _SAME = (
@@ -109,14 +110,7 @@ def _h2ovl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
 def unfused(weights: Weights, config: Config) -> Weights:
     """Query, key and value apart, as transformers holds them."""
     del config
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if ".attn.qkv." in name:
-            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
-                apart[name.replace("attn.qkv", f"attention.{part}")] = own
-        else:
-            apart[name] = tensor
-    return apart
+    return split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.")
 
 
 class InternVL(Encoder):
@@ -131,10 +125,7 @@ class InternVL(Encoder):
         size = side(vision.image_size)
         self.patch = side(vision.patch_size)
         self.merge = round(1 / config.downsample_ratio)
-        patches = size // self.patch
-        if patches % self.merge:
-            raise ValueError(f"{patches} patches a side cannot be merged by {self.merge}")
-        self.tile = TileShape(size, size, (patches // self.merge) ** 2)
+        self.tile = merged_tile(size, self.patch, self.merge, "downsample_ratio")
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)
@@ -180,7 +171,7 @@ class OriginalInternVL(TileFamily):
             },
             downsample_ratio=settings.get("downsample_ratio", 0.5),
             vision_feature_layer=settings.get("select_layer", -1),
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            dtype=dtype_of(settings),
         )
         return changed(config, {name: settings.get(name, default) for name, default in _DYNAMIC.items()})
 
@@ -205,7 +196,7 @@ _INTERNVL = TileFamily(
 
 _ORIGINAL_PROJECTOR = Module(
     source="internvl.modeling_internvl:InternVLMultiModalProjector",
-    prefixes={"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."},
+    prefixes=MLP1,
     config="",
     served=PROJECTION,
 )
@@ -255,8 +246,7 @@ class OriginalInternViT(PlainFamily):
     def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See PlainFamily."""
         del folder
-        dtype = settings.get("torch_dtype") or settings.get("dtype")
-        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype)
+        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype_of(settings))
         return config
 
 

@@ -11,13 +11,14 @@ from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Weights, in_model, stripped
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily, frame_of
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.fused import rotary_halves
 
 _FUSED = ".attn.wqkv."
 
@@ -34,15 +35,9 @@ def _unfused(weights: Weights, config: Config) -> Weights:
             continue
         queries, keys, values = tensor.chunk(3)
         for kind, own in (("q", queries), ("k", keys)):
-            apart[name.replace(_FUSED, f".attn.{kind}_proj.")] = _halves(own, config.num_attention_heads)
+            apart[name.replace(_FUSED, f".attn.{kind}_proj.")] = rotary_halves(own, config.num_attention_heads)
         apart[name.replace(_FUSED, ".attn.v_proj.")] = values
     return apart
-
-
-def _halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows (of each head) 0, 2, 4, ... and then 1, 3, 5, ..."""
-    halves: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-    return halves
 
 
 def squares(rows: Tensor, side: int) -> Tensor:
@@ -124,7 +119,7 @@ class KimiVLFamily(PackedFamily):
             vision_config=vision,
             text_config=text,
             projection_hidden_size=own["hidden_size"],
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            dtype=dtype_of(settings),
         )
         return config
 

@@ -16,7 +16,7 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
@@ -40,10 +40,7 @@ class Llama4(Encoder):
         vision = config.vision_config
         self.patch = vision.patch_size
         self.merge = round(1 / vision.pixel_shuffle_ratio)
-        patches = vision.image_size // self.patch
-        if patches % self.merge:
-            raise ValueError(f"{patches} patches a side cannot be merged by {self.merge}")
-        self.tile = TileShape(vision.image_size, vision.image_size, (patches // self.merge) ** 2)
+        self.tile = merged_tile(vision.image_size, self.patch, self.merge, "pixel_shuffle_ratio")
         self.channels = vision.num_channels
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)

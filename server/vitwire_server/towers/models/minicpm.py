@@ -32,7 +32,7 @@ def _of_two(sides: Sequence[int], _: Config) -> bool:
 
 
 class MiniCpmTower(RasterTower):
-    """Learned positions of the nearest place in a table; attention goes on between merged patches."""
+    """Learned positions of the nearest place in a table; layers after the merger attend between merged patches."""
 
     def _geometry(self, config: Config) -> Geometry:
         self._merges = config.downsample_mode == _MERGED

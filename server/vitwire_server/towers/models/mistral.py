@@ -18,6 +18,7 @@ from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, plac
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, bounded_above, square
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.fused import rotary_halves
 
 
 def _pixtral_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -93,15 +94,9 @@ def _from_original(weights: Weights, config: Config) -> Weights:
         original = next((part for part in _ORIGINAL if part in name), "")
         paired = original.startswith(("attention.wq", "attention.wk"))
         renamed[name.replace(original, _ORIGINAL[original]) if original else name] = (
-            _halves(own, config.num_attention_heads) if paired else own
+            rotary_halves(own, config.num_attention_heads) if paired else own
         )
     return renamed
-
-
-def _halves(rows: Tensor, heads: int) -> Tensor:
-    """Of each head, the even rows and then the odd ones."""
-    apart: Tensor = rows.unflatten(0, (heads, -1, 2))
-    return apart.transpose(1, 2).flatten(0, 2)
 
 
 _PIXTRAL = PixtralFamily(

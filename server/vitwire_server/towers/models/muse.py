@@ -16,13 +16,10 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.patches import most_windows, neighbours
+from vitwire_server.towers.layouts.patches import TAPS, most_windows, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded, per_channel, read_settings
-
-_TAPS = 4
-"""Neighbours that a resampled position is made of."""
 
 
 class Projection(nn.Linear):
@@ -60,8 +57,8 @@ class MuseTower(RasterTower):
         window = self._side**2
         return {
             "positions": Rows((2,), torch.int64),
-            "interp_indices": Rows((_TAPS,), torch.int64),
-            "interp_weights": Rows((_TAPS,), torch.float32),
+            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
+            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
             "window_index": Order(per_patch=True),
             "cu_window_seqlens": Boundaries(slots=lambda c: c.windows, longest=lambda _: window),
             "neighbours": Sources(self.geometry.merge**2),

@@ -14,16 +14,13 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
-from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.patches import TAPS, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.models.internvl import unfused
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
-
-_TAPS = 4
-"""Neighbours that a resampled position is made of."""
+from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
 
 
 class RadioTower(RasterTower):
@@ -40,8 +37,8 @@ class RadioTower(RasterTower):
 
     def _inputs(self) -> dict[str, Kind]:
         return {
-            "interp_indices": Rows((_TAPS,), torch.int64),
-            "interp_weights": Rows((_TAPS,), torch.float32),
+            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
+            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
             "neighbours": Sources(self.geometry.merge**2),
         }
 
@@ -123,12 +120,7 @@ _NEMOTRON = RasterFamily(
     beside={
         "projector": Module(
             source="vitwire_server.towers.models.nemotron_parts:Projector",
-            prefixes={
-                "multi_modal_projector.": "",
-                "mlp1.0.": "layer_norm.",
-                "mlp1.1.": "linear_1.",
-                "mlp1.3.": "linear_2.",
-            },
+            prefixes={"multi_modal_projector.": "", **MLP1},
             config="",
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         )

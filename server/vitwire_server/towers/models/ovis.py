@@ -12,12 +12,13 @@ from transformers.models.ovis2.modeling_ovis2 import Ovis2VisualEmbeddingTable
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel
 from vitwire_server.towers.processors.tiles import shade, tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.fused import position_tables, split_qkv
 
 
 def _ovis2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -126,16 +127,8 @@ _OVIS2 = TileFamily(
 
 
 def _converted(weights: Weights, config: Config) -> Weights:
-    """Query, key and value apart; a table of positions without an axis of length 1."""
     del config
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if ".attn.qkv." in name:
-            for part, own in zip("qkv", tensor.chunk(3), strict=True):
-                apart[name.replace("attn.qkv", f"attention.{part}_proj")] = own
-        else:
-            apart[name] = tensor.flatten(0, -2) if name.endswith("position_embedding.weight") else tensor
-    return apart
+    return position_tables(split_qkv(weights, ".attn.qkv.", ".attention.{}_proj."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +152,7 @@ class OriginalOvis(TileFamily):
                 "mlp_bias": backbone.get("use_bias", False),
                 "num_visual_indicator_tokens": _INDICATORS,
             },
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            dtype=dtype_of(settings),
         )
         return config
 

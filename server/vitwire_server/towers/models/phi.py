@@ -16,12 +16,13 @@ from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput, mask_of_keys
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.siglip import masked_states
 
 _MERGE = 2
 """Squares of patches of this side are averaged."""
@@ -113,10 +114,7 @@ class Phi4(AssembledEncoder):
 
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         attended = inputs["attended"]
-        states = self._tower.embeddings(pixel_values=tiles, patch_attention_mask=attended)
-        mask = mask_of_keys(attended, states.dtype)
-        for layer in self.blocks:
-            states = layer(states, mask)
+        states = masked_states(self._tower, self.blocks, tiles, attended)
         squares = states.unflatten(1, (self._side, -1)).permute(0, 3, 1, 2)
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
@@ -174,7 +172,7 @@ class OriginalPhi4(AssembledFamily):
         config: Config = Phi4MultimodalConfig(
             hidden_size=settings["hidden_size"],
             vision_config=settings.get("vision_config") or {},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            dtype=dtype_of(settings),
         )
         return config
 

@@ -7,6 +7,7 @@ from vitwire_server.towers.family import Accepts, Family, Module, in_model
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.models.internvl import ORIGINAL_NAMES, PROJECTION, InternVL, internvl_settings, unfused
 from vitwire_server.towers.processors.settings import ProcessorFiles
+from vitwire_server.towers.shared.pixel_shuffle import MLP1
 
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -32,12 +33,7 @@ _QIANFAN = TileFamily(
     beside={
         "projector": Module(
             source="qianfan_ocr.modeling_qianfan_ocr:QianfanOCRMultiModalProjector",
-            prefixes={
-                **in_model("multi_modal_projector."),
-                "mlp1.0.": "layer_norm.",
-                "mlp1.1.": "linear_1.",
-                "mlp1.3.": "linear_2.",
-            },
+            prefixes={**in_model("multi_modal_projector."), **MLP1},
             config="",
             served=PROJECTION,
         )

@@ -15,7 +15,7 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Pooler, stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_tokens
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above
@@ -112,7 +112,7 @@ _SIGLIP = PlainFamily(
     architecture="12 x 768, 24 x 1024, 27 x 1152 or 40 x 1536, patch 14, 16 or 32",
     tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model."), ignored=_NOT_TOWER),
     encoder=PlainEncoder,
-    leading=no_tokens,
+    leading=no_leading_tokens,
     head="vision_use_head",
     poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model."))), MEAN),
     processor="Siglip",
@@ -122,7 +122,7 @@ _SIGLIP = PlainFamily(
 _SIGLIP_VISION = replace(
     _SIGLIP,
     model_type="siglip_vision_model",
-    title="SigLIP's tower",
+    title="SigLIP (vision alone)",
     tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
     poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model.", ""), config="")), MEAN),
 )

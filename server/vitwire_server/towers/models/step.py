@@ -13,7 +13,7 @@ from transformers.vision_utils import get_vision_position_ids
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
@@ -111,7 +111,7 @@ class Step3Family(CropFamily):
             vision_config=dict(settings["vision_config"]),
             text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
             projector_bias=settings.get("projector_bias", False),
-            dtype=settings.get("dtype") or settings.get("torch_dtype"),
+            dtype=dtype_of(settings),
         )
         return changed(config, {"crop_size": square(ProcessorFiles.read(folder).image, "patch_size", 504)})
 

@@ -16,6 +16,7 @@ from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.models.deepseek_ocr import SAM_NAMES, ocr_settings
 from vitwire_server.towers.processors.settings import ProcessorFiles, square
+from vitwire_server.towers.shared.fused import split_qkv
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
 _MOST_CROPS, _CROP = 32, 640
@@ -40,9 +41,9 @@ class UnlimitedOcr(CropEncoder):
         sam = vision.sam_config
         self.patch, self.merge = sam.patch_size, _MERGE
         sizes = {size: size // self.patch // _MERGE for size in (sam.image_size, config.crop_size)}
-        for size, side in sizes.items():
-            if side * self.patch * _MERGE != size:
-                raise ValueError(f"{size} pixels are not a whole number of tokens of {self.patch * _MERGE} pixels")
+        token = self.patch * _MERGE
+        if any(size % token for size in sizes):
+            raise ValueError(f"sam_config.image_size and tile_size are {list(sizes)}, but must be multiples of {token}")
         self.tile = TileShape(sam.image_size, sam.image_size, sizes[sam.image_size] ** 2 + 1)
         self.crop = TileShape(config.crop_size, config.crop_size, sizes[config.crop_size] ** 2)
         self.width = config.text_config.hidden_size
@@ -78,14 +79,7 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
 def _unfused(weights: Weights, config: Config) -> Weights:
     """Query, key and value apart, as transformers holds them."""
     del config
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if ".qkv_proj." in name:
-            for part, own in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
-                apart[name.replace("qkv_proj", part)] = own
-        else:
-            apart[name] = tensor
-    return apart
+    return split_qkv(weights, ".qkv_proj.", ".{}_proj.")
 
 
 _UNLIMITED_OCR = UnlimitedOcrFamily(

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, in_model
 from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
@@ -68,7 +68,7 @@ class VideoLlama3Family(PackedFamily):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OriginalFamily(PackedFamily):
+class OriginalVideoLlama(PackedFamily):
     """Checkpoints of the authors' own code, whose config.json has the fields of the language model at its top."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -83,7 +83,7 @@ class OriginalFamily(PackedFamily):
         config: Config = config_class(
             vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
             text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
-            dtype=settings.get("dtype") or settings.get("torch_dtype"),
+            dtype=dtype_of(settings),
         )
         return config
 
@@ -96,7 +96,9 @@ def _check_merged(name: str, found: object, merge: int) -> None:
 _VIDEO_LLAMA_3 = VideoLlama3Family(
     model_type="video_llama_3",
     title="VideoLLaMA 3",
-    tower=Module(source="vitwire_server.towers.models.videollama_tower:PatchTower", prefixes=in_model("vision_model.")),
+    tower=Module(
+        source="vitwire_server.towers.models.videollama_tower:UnmergedTower", prefixes=in_model("vision_model.")
+    ),
     beside={
         "projector": Module(
             source="video_llama_3.modeling_video_llama_3:VideoLlama3Projector",
@@ -114,9 +116,9 @@ _VIDEO_LLAMA_3 = VideoLlama3Family(
     "the LLM drops tokens by `video_compression_mask`",
 )
 
-_ORIGINAL = OriginalFamily(
+_ORIGINAL = OriginalVideoLlama(
     model_type="videollama3_qwen2",
-    title="VideoLLaMA 3, original",
+    title="VideoLLaMA 3",
     tower=replace(_VIDEO_LLAMA_3.tower, prefixes=in_model("vision_encoder.")),
     beside={"projector": replace(_VIDEO_LLAMA_3.modules["projector"], prefixes=in_model("mm_projector."))},
     head=SquareMeans,

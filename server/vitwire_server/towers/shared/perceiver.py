@@ -71,7 +71,7 @@ def _layer(layer: Idefics2PerceiverLayer, latents: Tensor, context: Tensor, plac
 
 
 def _attention(module: Idefics2PerceiverAttention, latents: Tensor, context: Tensor, places: Places) -> Tensor:
-    """Heads of queries that share a key get copies of it; patches ask for nothing."""
+    """Keys that several query heads share are copied; rows of patches have no query, so zeros."""
     attend: Attention = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]  # noqa: SLF001
     length = len(context) + len(latents)
 
@@ -87,5 +87,5 @@ def _attention(module: Idefics2PerceiverAttention, latents: Tensor, context: Ten
     rows, _ = attend(
         module, query, key, value, None, scaling=module.scaling, dropout=0.0, is_causal=False, **places.attended
     )
-    answers: Tensor = module.o_proj(rows[0].flatten(1)[places.latents])
-    return answers
+    attended: Tensor = module.o_proj(rows[0].flatten(1)[places.latents])
+    return attended

@@ -8,6 +8,10 @@ SHUFFLED = "1 divided by a whole number"
 """What `shuffles` asks for, in words."""
 
 
+MLP1 = {"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."}
+"""Prefixes of the projector behind it in checkpoints of OpenGVLab and of makers who follow its layout."""
+
+
 def shuffles(ratio: float, _: Config) -> bool:
     """Whether shuffling pixels by this ratio makes squares of patches to tokens."""
     return round(1 / ratio) * ratio == 1

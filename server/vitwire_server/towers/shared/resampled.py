@@ -12,8 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.core.capacities import Capacities, ResampledCapacities
 from vitwire_server.core.footprints import Footprints, ResampledFootprints
+from vitwire_server.core.geometries import ResampledGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.models import Geometry, ResampledGeometry
+from vitwire_server.core.models import Geometry
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
@@ -62,6 +63,11 @@ class ResampledTower(QueriedTower):
     def _geometry(self, config: Config) -> Geometry:
         return replace(super()._geometry(config), longest_side=LONGEST_SIDE)
 
+    @property
+    def resampler_heads(self) -> tuple[int, int]:
+        """See Tower."""
+        return self._resampler.heads
+
     def _inputs(self) -> dict[str, Kind]:
         return self._resampler.inputs()
 
@@ -70,7 +76,7 @@ class ResampledTower(QueriedTower):
 
     def _resampled(self, states: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         """`states (patches, C)` to rows `(tokens, width)`; computes no more of them than the segments can have."""
-        tokens, slots = len(tensors["answers"]), len(tensors["cu_seqlens"]) - 1
+        tokens, slots = len(tensors["picked"]), len(tensors["cu_seqlens"]) - 1
         most = min(tokens, slots * self._resampler.queries)
         implementation = self.model.config._attn_implementation  # noqa: SLF001 - set by use_attention
 
@@ -81,5 +87,5 @@ class ResampledTower(QueriedTower):
             )
             return rows[0]  # type: ignore[no-any-return]
 
-        rows = self._resampler(states, tensors["places"], tensors["asked"], tensors["answers"][:most, 0], attend)
+        rows = self._resampler(states, tensors["places"], tensors["query_index"], tensors["picked"][:most, 0], attend)
         return functional.pad(rows, (0, 0, 0, tokens - most))

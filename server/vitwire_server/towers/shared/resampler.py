@@ -46,9 +46,14 @@ class Resampler(nn.Module):
         """Rows of an image."""
         return len(self.query)
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Their number, and the size of one."""
+        return self.attn.num_heads, _HEAD
+
     def inputs(self) -> dict[str, Kind]:
         """The metadata that `forward` takes."""
-        return {"places": Rows((2,), torch.int64), "asked": Rows((), torch.int64), "answers": Sources(1)}
+        return {"places": Rows((2,), torch.int64), "query_index": Rows((), torch.int64), "picked": Sources(1)}
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:
         """That metadata of an item that is alone, on the host."""
@@ -56,12 +61,15 @@ class Resampler(nn.Module):
         firsts = torch.arange(grid.t) * grid.frame_patches
         return {
             "places": places(grid),
-            "asked": (frame % self.queries).repeat(grid.t),
-            "answers": (firsts[:, None] + torch.arange(self.queries)).view(-1, 1),
+            "query_index": (frame % self.queries).repeat(grid.t),
+            "picked": (firsts[:, None] + torch.arange(self.queries)).view(-1, 1),
         }
 
-    def forward(self, states: Tensor, places: Tensor, asked: Tensor, answers: Tensor, attend: Attend) -> Tensor:
-        """`states (patches, C)` to rows `(answers, width)`: `asked` is the query at each patch, `answers` a patch."""
+    def forward(self, states: Tensor, places: Tensor, query_index: Tensor, picked: Tensor, attend: Attend) -> Tensor:
+        """`states (patches, C)` to rows `(picked, width)`, of the patches that `picked` numbers.
+
+        `query_index` is the number of the query at each patch.
+        """
         values = self.ln_kv(self.kv_proj(states))
         down, across = self.waves[places].unbind(1)
         keys = values + torch.cat([across, down], dim=-1).to(values.dtype)
@@ -70,8 +78,8 @@ class Resampler(nn.Module):
         query, key, value = (
             functional.linear(*each).unflatten(-1, (-1, _HEAD)) for each in zip(inputs, weights, biases, strict=True)
         )
-        attended = attend(query[asked], key, value, _HEAD**-0.5).flatten(1)
-        rows: Tensor = self.ln_post(self.attn.out_proj(attended[answers])) @ self.proj
+        attended = attend(query[query_index], key, value, _HEAD**-0.5).flatten(1)
+        rows: Tensor = self.ln_post(self.attn.out_proj(attended[picked])) @ self.proj
         return rows
 
 

@@ -1,9 +1,11 @@
-"""SigLIP's towers: of tiles with a projector of every patch, and the layers of packed patches."""
+"""SigLIP's towers: of tiles with a projector of every patch, the layers of packed patches, and those with a mask."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.towers.configs import Config, last_layer
@@ -15,6 +17,17 @@ def siglip(name: str) -> Module:
     """SigLIP's tower by this name, its weights within `vision_model.` or not; its pooling head is left out."""
     prefixes = in_model(f"{name}vision_model.", name)
     return Module(source="siglip.modeling_siglip:SiglipVisionModel", prefixes=prefixes, ignored=("head.",))
+
+
+def siglip_config(vision: Mapping[str, object], *, width: int, dtype: str | None) -> Config:
+    """A configuration that transformers has no class for: SigLIP's tower with these fields, and rows of this width."""
+    config_class: Any = CONFIG_MAPPING["deepseek_vl"]
+    config: Config = config_class(
+        vision_config={**vision, "vision_use_head": False},
+        text_config={"model_type": "llama", "hidden_size": width},
+        dtype=dtype,
+    )
+    return config
 
 
 class Siglip(Encoder):
@@ -84,3 +97,22 @@ def _attention(module: SiglipAttention, states: Tensor, implementation: str, att
         module, query, key, value, None, scaling=module.scale, dropout=0.0, is_causal=False, **attended
     )
     return module.out_proj(rows.flatten(2))  # type: ignore[no-any-return]
+
+
+def masked_states(tower: Any, layers: Iterable[nn.Module], tiles: Tensor, attended: Tensor) -> Tensor:  # noqa: ANN401 - typed in part only
+    """States of SigLIP's layers on tiles of which only some patches, `attended (tiles, rows, columns)`, are keys."""
+    states: Tensor = tower.embeddings(pixel_values=tiles, patch_attention_mask=attended)
+    mask = _mask_of_keys(attended, states.dtype)
+    for layer in layers:
+        states = layer(states, mask)
+    return states
+
+
+def _mask_of_keys(attended: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores, `(units, 1, N, N)`; `attended` is for patches, `(units, rows, columns)`.
+
+    Attention layers would make it of booleans again and again.
+    """
+    keys = attended.flatten(1)
+    added = torch.zeros_like(keys, dtype=dtype).masked_fill(~keys, -torch.inf)
+    return added[:, None, None].expand(-1, 1, keys.shape[1], -1)

@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.resampled import ResampledTower
-from vitwire_server.towers.shared.siglip import packed_layers, siglip
+from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
 
 _VISION = (
     "hidden_act",
@@ -50,7 +49,7 @@ def _nearest(count: int, side: int) -> Tensor:
     return torch.bucketize(torch.arange(0, 1 - 1e-6, step), torch.arange(1 / side, 1.0, 1 / side), right=True)
 
 
-class MiniCPMTower(ResampledTower):
+class OriginalMiniCpmTower(ResampledTower):
     """SigLIP on slices of any size, each patch with the learned position nearest to its own."""
 
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
@@ -75,7 +74,7 @@ class MiniCPMTower(ResampledTower):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniCPMFamily(RasterFamily):
+class OriginalMiniCpm(RasterFamily):
     """Checkpoints whose config.json has the fields of the language model beside those of the tower."""
 
     versions: Sequence[float]
@@ -90,22 +89,20 @@ class MiniCPMFamily(RasterFamily):
             raise ValueError(f"version is {version!r}, but must be one of {known}")
         vision = dict(settings["vision_config"])
         dropped = int(bool(settings.get("drop_vision_last_layer")))
-        config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-        config: Config = config_class(
-            vision_config={
+        config = siglip_config(
+            {
                 **{name: vision[name] for name in _VISION if name in vision},
                 "num_hidden_layers": vision["num_hidden_layers"] - dropped,
-                "vision_use_head": False,
             },
-            text_config={"model_type": "llama", "hidden_size": settings["hidden_size"]},
-            dtype=settings.get("torch_dtype") or settings.get("dtype"),
+            width=settings["hidden_size"],
+            dtype=dtype_of(settings),
         )
         return changed(config, {"query_num": settings["query_num"]})
 
 
-_MINICPMV = MiniCPMFamily(
+_MINICPMV = OriginalMiniCpm(
     model_type="minicpmv",
-    title="MiniCPM-V 2.6, 4.0, 4.5",
+    title="MiniCPM-V 2.6, 4.0 and 4.5",
     versions=(2.6, 4.0, 4.5),
     tower=siglip("vpm."),
     beside={
@@ -113,12 +110,12 @@ _MINICPMV = MiniCPMFamily(
             source="vitwire_server.towers.shared.resampler:Resampler",
             prefixes=stripped("resampler."),
             config="",
-            served=(Served("query_num", lambda count, _: 0 < count < 4096, "positive"),),
+            served=(Served("query_num", lambda count, _: 0 < count < 4096, "from 1 to 4095"),),
         )
     },
     architecture="27 x 1152, patch 14",
     width="text_config.hidden_size",
-    forward=MiniCPMTower,
+    forward=OriginalMiniCpmTower,
     layers="encoder.layers",
     processor=_settings,
     images=Accepts.PIXELS,
@@ -129,7 +126,7 @@ _MINICPMV = MiniCPMFamily(
 _MINICPMO = replace(
     _MINICPMV,
     model_type="minicpmo",
-    title="MiniCPM-o 2.6, 4.5",
+    title="MiniCPM-o 2.6 and 4.5",
     versions=(2.6, 4.5),
     special="each slice is an image; a resampler makes 64 tokens of it; audio stays with the LLM",
 )

@@ -1,10 +1,10 @@
-"""Demo models of Liquid AI."""
+"""Demo model of LFM2-VL."""
 
 from collections.abc import Mapping
 
 from vitwire_server.demo.demo_model import HALF, TEXT, VISION, DemoModel, demo_vlm
 
-LIQUID: Mapping[str, DemoModel] = {
+LFM2: Mapping[str, DemoModel] = {
     "lfm2_vl": demo_vlm(
         text={
             "model_type": "lfm2",
