@@ -160,10 +160,13 @@ class Child:
             return False
 
     async def close(self) -> None:
-        """Kill the process. Its end of the socket is then closed, which ends a wait for its answer."""
+        """Kill the process. Its end of the socket is then closed, which ends a wait for its answer.
+
+        Not by `process.kill`, which reaps a process that has just ended, so that asyncio loses its exit status.
+        """
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
-                self.process.kill()
+                os.kill(self.process.pid, signal.SIGKILL)
         await self.process.wait()
         self._link.close()
 
