@@ -78,7 +78,7 @@ class OriginalOvis:
 
 
 def original_tiles(image: Image.Image, side: int, most: int = 9) -> list[np.ndarray]:
-    """`preprocess_image` of modeling_ovis.py, up to rescaling: tiles (H, W, 3) that are NaN where there is no image."""
+    """`preprocess_image` of modeling_ovis.py, up to rescaling: tiles (H, W, 3) that are NaN beyond the image."""
     width, height = image.size
     shares = {}
     for rows in range(1, most + 1):

@@ -166,7 +166,7 @@ def _tiles_of_prompts(config: Any) -> Pictures:
 
 
 def _images_of_prompts(config: Any) -> Pictures:
-    """Two images of each of three prompts, padded; of each, the mask says how much is no padding."""
+    """Two images of each of three prompts, padded; the mask marks the pixels that are not padding."""
     sizes = [(60, 84), (84, 57), (70, 70), (56, 84), (84, 84), (83, 56)]
     pixels, mask = torch.zeros(6, 3, 84, 84), torch.zeros(6, 84, 84, dtype=torch.int64)
     for number, (height, width) in enumerate(sizes):

@@ -121,6 +121,11 @@ class Pooler:
     """Whether a checkpoint of this configuration has it."""
 
 
+def projector(source: str, served: tuple[Served, ...] = ()) -> dict[str, Module]:
+    """`beside` of a tower whose projector has transformers' usual names."""
+    return {"projector": Module(source=source, prefixes=in_model("multi_modal_projector."), config="", served=served)}
+
+
 class Accepts(StrEnum):
     """What clients may send of a modality; the values are those of the table of models."""
 

@@ -9,6 +9,15 @@ from vitwire_server.demo.saving import save_internvl, save_ovis, save_step3
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
 
+DEEPSEEK_TEXT = {
+    **TEXT,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+}
+"""A text model with experts, behind the towers of DeepSeek-OCR-2 and Unlimited-OCR."""
 _SAM_OCR = {
     "downsample_channels": [24, 32],
     "global_attn_indexes": [],
@@ -235,14 +244,7 @@ TILES: Mapping[str, DemoModel] = {
     "step3_vl": replace(_STEP3, base="step3p7", save=save_step3("step3_vl")),
     "step_robotics": replace(_STEP3, base="step3p7", save=save_step3("step_robotics")),
     "deepseek_ocr2": demo_vlm(
-        text={
-            **TEXT,
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "moe_intermediate_size": 64,
-            "n_routed_experts": 2,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 1,
-        },
+        text=DEEPSEEK_TEXT,
         vision={
             "sam_config": {**SAM, **_SAM_OCR},
             "encoder_config": {

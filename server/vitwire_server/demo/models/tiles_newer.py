@@ -4,19 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from vitwire_server.demo.demo_model import HALF, IMAGENET, TEXT, VISION, DemoModel, demo_vlm
-from vitwire_server.demo.models.tiles import INTERNVL_SIZE, INTERNVL_VISION, SAM
+from vitwire_server.demo.models.tiles import DEEPSEEK_TEXT, INTERNVL_SIZE, INTERNVL_VISION, SAM
 
 TILES_NEWER: Mapping[str, DemoModel] = MappingProxyType(
     {
         "unlimited_ocr": demo_vlm(
-            text={
-                **TEXT,
-                "mlp_layer_types": ["dense", "sparse", "sparse"],
-                "moe_intermediate_size": 64,
-                "n_routed_experts": 2,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 1,
-            },
+            text=DEEPSEEK_TEXT,
             vision={
                 "sam_config": {**SAM, "downsample_channels": [24, 32], "image_size": 128, "patch_size": 4},
                 "encoder_config": {**VISION, "hidden_size": 32, "image_size": 32, "patch_size": 4},

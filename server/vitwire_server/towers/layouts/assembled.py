@@ -76,7 +76,7 @@ class AssembledEncoder(Encoder):
         """An image of so many units, or of as many as an image can have."""
 
     def encode(self, tiles: Tensor) -> Tensor:
-        raise TypeError(f"{len(tiles)} tiles alone are no images")
+        raise TypeError(f"{len(tiles)} tiles need the grids of their images")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, last_layer
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
@@ -84,20 +84,16 @@ _ARIA = AssembledFamily(
     architecture="27 x 1152, patch 14",
     attention="within each tile, without its margin",
     tower=Module(source="idefics3.modeling_idefics3:Idefics3VisionTransformer", prefixes=in_model("vision_tower.")),
-    beside={
-        "projector": Module(
-            source="aria.modeling_aria:AriaProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-            served=(
-                Served(
-                    "projector_patch_to_query_dict",
-                    _has_queries,
-                    "a table that has (image_size / patch_size) squared, the patches of a tile",
-                ),
+    beside=projector(
+        "aria.modeling_aria:AriaProjector",
+        served=(
+            Served(
+                "projector_patch_to_query_dict",
+                _has_queries,
+                "a table that has (image_size / patch_size) squared, the patches of a tile",
             ),
-        )
-    },
+        ),
+    ),
     encoder=Aria,
     processor=_aria_settings,
     videos=Accepts.NOTHING,

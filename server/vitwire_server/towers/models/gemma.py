@@ -14,7 +14,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.layouts.tiles import TileFamily
@@ -173,14 +173,10 @@ _GEMMA3 = TileFamily(
     title="Gemma 3",
     architecture="27 x 1152, patch 14",
     tower=siglip("vision_tower."),
-    beside={
-        "projector": Module(
-            source="gemma3.modeling_gemma3:Gemma3MultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-            served=(Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),),
-        )
-    },
+    beside=projector(
+        "gemma3.modeling_gemma3:Gemma3MultiModalProjector",
+        served=(Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),),
+    ),
     encoder=Gemma3,
     processor=_gemma3_settings,
     videos=Accepts.NOTHING,
@@ -192,13 +188,7 @@ _PALIGEMMA = TileFamily(
     title="PaliGemma 1 and 2",
     architecture="27 x 1152, patch 14",
     tower=siglip("vision_tower."),
-    beside={
-        "projector": Module(
-            source="paligemma.modeling_paligemma:PaliGemmaMultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-        )
-    },
+    beside=projector("paligemma.modeling_paligemma:PaliGemmaMultiModalProjector"),
     encoder=Siglip,
     processor=_paligemma_settings,
     videos=Accepts.NOTHING,

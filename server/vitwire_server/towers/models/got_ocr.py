@@ -7,7 +7,7 @@ from torch import Tensor
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
@@ -49,13 +49,7 @@ _GOT_OCR2 = TileFamily(
     title="GOT-OCR 2",
     architecture="SAM 12 x 768, patch 16",
     tower=Module(source="got_ocr2.modeling_got_ocr2:GotOcr2VisionEncoder", prefixes=in_model("vision_tower.")),
-    beside={
-        "projector": Module(
-            source="got_ocr2.modeling_got_ocr2:GotOcr2MultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-        )
-    },
+    beside=projector("got_ocr2.modeling_got_ocr2:GotOcr2MultiModalProjector"),
     encoder=GotOcr2,
     processor=_got_settings,
     videos=Accepts.NOTHING,

@@ -23,7 +23,7 @@ from vitwire_server.towers.shared.siglip import packed_layers
 
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    """The processor keeps sizes that are no whole patches; what is left over is not encoded."""
+    """The processor keeps sizes that are not multiples of a patch; what is left over is not encoded."""
     del config
     return {Modality.IMAGE: replace(bounded(files.image, (1, 1), HALF, BILINEAR), resizing=Resizing.OTHER)}
 

@@ -13,7 +13,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of, last_layer
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, projector, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
@@ -181,14 +181,10 @@ _INTERNVL = TileFamily(
     title="InternVL",
     architecture="24 x 1024 or 45 x 3200, patch 14",
     tower=Module(source="internvl.modeling_internvl:InternVLVisionModel", prefixes=in_model("vision_tower.")),
-    beside={
-        "projector": Module(
-            source="internvl.modeling_internvl:InternVLMultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-            served=PROJECTION,
-        )
-    },
+    beside=projector(
+        "internvl.modeling_internvl:InternVLMultiModalProjector",
+        served=PROJECTION,
+    ),
     encoder=InternVL,
     processor=internvl_settings,
     special="transformers' own layout (`-hf`)",
@@ -265,7 +261,7 @@ _INTERN_VIT = OriginalInternViT(
     layers="encoder.layer",
     poolers=(class_token(), MEAN),
     processor="CLIP",
-    special="rows of the patches; there is no last norm",
+    special="rows of the patches, without a final norm",
 )
 
 _SKYWORK = replace(

@@ -10,7 +10,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, in_model, projector
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.metadata import Kind, Sources
 from vitwire_server.towers.models.siglip import Siglip2Family, Siglip2Tower
@@ -48,13 +48,7 @@ _LFM2_VL = Siglip2Family(
         prefixes=in_model("vision_tower.vision_model.", "vision_tower."),
         ignored=("head.",),
     ),
-    beside={
-        "projector": Module(
-            source="lfm2_vl.modeling_lfm2_vl:Lfm2VlMultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-        )
-    },
+    beside=projector("lfm2_vl.modeling_lfm2_vl:Lfm2VlMultiModalProjector"),
     width="text_config.hidden_size",
     merge="downsample_factor",
     forward=Lfm2VlTower,

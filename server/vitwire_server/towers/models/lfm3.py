@@ -11,7 +11,7 @@ from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model
+from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, projector
 from vitwire_server.towers.layouts.heads import Projected
 from vitwire_server.towers.layouts.packed import Inputs, PackedFamily, PackedTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
@@ -102,13 +102,7 @@ _LFM3_VL = Lfm3Family(
         convert=_ungrouped_heads,
         served=(Served("conv_kernel_size", lambda side, _: side % 2 == 1, "odd"),),
     ),
-    beside={
-        "projector": Module(
-            source="lfm3_vl.modeling_lfm3_vl:Lfm3VlMultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-        )
-    },
+    beside=projector("lfm3_vl.modeling_lfm3_vl:Lfm3VlMultiModalProjector"),
     head=ConvolvedHead,
     width="text_config.hidden_size",
     layers="layers",

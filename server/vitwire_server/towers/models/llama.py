@@ -14,7 +14,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles
@@ -62,13 +62,7 @@ _LLAMA4 = TileFamily(
         prefixes=in_model("vision_model."),
         served=(Served("pixel_shuffle_ratio", shuffles, SHUFFLED),),
     ),
-    beside={
-        "projector": Module(
-            source="llama4.modeling_llama4:Llama4MultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-        )
-    },
+    beside=projector("llama4.modeling_llama4:Llama4MultiModalProjector"),
     encoder=Llama4,
     processor=_llama4_settings,
     videos=Accepts.NOTHING,
@@ -157,13 +151,7 @@ _MLLAMA = AssembledFamily(
     architecture="32 x 1280 and 8 x 1280, patch 14",
     attention="over the tiles of an image",
     tower=Module(source="mllama.modeling_mllama:MllamaVisionModel", prefixes=in_model("vision_model.")),
-    beside={
-        "projector": Module(
-            source="vitwire_server.towers.models.llama:CrossAttentionProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-        )
-    },
+    beside=projector("vitwire_server.towers.models.llama:CrossAttentionProjector"),
     encoder=Mllama,
     processor=_mllama_settings,
     videos=Accepts.NOTHING,

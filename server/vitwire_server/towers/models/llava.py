@@ -6,7 +6,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.family import Accepts, Family, projector
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import one_tile, stretched, tiled
@@ -54,16 +54,12 @@ def _onevision_settings(files: ProcessorFiles, config: Config) -> dict[Modality,
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
-def _projector(source: str) -> dict[str, Module]:
-    return {"projector": Module(source=source, prefixes=in_model("multi_modal_projector."), config="")}
-
-
 _LLAVA = TileFamily(
     model_type="llava",
     title="LLaVA 1.5",
     architecture="24 x 1024, patch 14",
     tower=clip("vision_tower."),
-    beside=_projector("llava.modeling_llava:LlavaMultiModalProjector"),
+    beside=projector("llava.modeling_llava:LlavaMultiModalProjector"),
     encoder=ProjectedLayers,
     processor=_settings,
     videos=Accepts.NOTHING,
@@ -81,7 +77,7 @@ _VIPLLAVA = replace(
     _LLAVA,
     model_type="vipllava",
     title="ViP-LLaVA",
-    beside=_projector("vipllava.modeling_vipllava:VipLlavaMultiModalProjector"),
+    beside=projector("vipllava.modeling_vipllava:VipLlavaMultiModalProjector"),
     transformers="5.23.0",
     special="rows of five layers side by side",
 )
@@ -91,7 +87,7 @@ _LLAVA_NEXT = TileFamily(
     title="LLaVA-NeXT",
     architecture="24 x 1024, patch 14",
     tower=clip("vision_tower."),
-    beside=_projector("llava_next.modeling_llava_next:LlavaNextMultiModalProjector"),
+    beside=projector("llava_next.modeling_llava_next:LlavaNextMultiModalProjector"),
     encoder=ProjectedLayers,
     processor=next_settings,
     videos=Accepts.NOTHING,
@@ -112,7 +108,7 @@ _LLAVA_ONEVISION = TileFamily(
     title="LLaVA-OneVision",
     architecture="26 x 1152, patch 14",
     tower=siglip("vision_tower."),
-    beside=_projector("llava_onevision.modeling_llava_onevision:LlavaOnevisionMultiModalProjector"),
+    beside=projector("llava_onevision.modeling_llava_onevision:LlavaOnevisionMultiModalProjector"),
     encoder=ProjectedLayers,
     processor=_onevision_settings,
     special="rows of every tile, whole image first; unpadding, line breaks and pooling of frames stay with the LLM",

@@ -14,7 +14,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, Parts, in_model
+from vitwire_server.towers.family import Family, Parts, projector
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.models.llava import next_settings
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
@@ -73,14 +73,10 @@ _LLAVA_NEXT_VIDEO = AssembledFamily(
     title="LLaVA-NeXT-Video",
     architecture="24 x 1024, patch 14",
     tower=clip("vision_tower."),
-    beside={
-        "projector": Module(
-            source="llava_next_video.modeling_llava_next_video:LlavaNextVideoMultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-            served=(_POOLED,),
-        )
-    },
+    beside=projector(
+        "llava_next_video.modeling_llava_next_video:LlavaNextVideoMultiModalProjector",
+        served=(_POOLED,),
+    ),
     encoder=LlavaNextVideo,
     processor=_settings,
     special="images as LLaVA-NeXT, with the layout of their tiles in the grid; rows of frames are pooled",

@@ -12,7 +12,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, last_layer
-from vitwire_server.towers.family import Accepts, Family, Module, Weights, in_model
+from vitwire_server.towers.family import Accepts, Family, Module, Weights, in_model, projector
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows, Sources
@@ -107,14 +107,10 @@ _PIXTRAL = PixtralFamily(
     tower=Module(
         source="pixtral.modeling_pixtral:PixtralVisionModel", prefixes=in_model("vision_tower.", "vision_encoder.")
     ),
-    beside={
-        "projector": Module(
-            source="llava.modeling_llava:LlavaMultiModalProjector",
-            prefixes=in_model("multi_modal_projector."),
-            config="",
-            served=(Served("vision_feature_select_strategy", lambda strategy, _: strategy == "full", "'full'"),),
-        )
-    },
+    beside=projector(
+        "llava.modeling_llava:LlavaMultiModalProjector",
+        served=(Served("vision_feature_select_strategy", lambda strategy, _: strategy == "full", "'full'"),),
+    ),
     width="text_config.hidden_size",
     forward=PixtralTower,
     layers="transformer.layers",

@@ -39,7 +39,7 @@ class ProcessorFiles:
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """Keys for the choice of frames; SmolVLM keeps them in the images' file if there is no other."""
+        """Keys for the choice of frames; SmolVLM keeps them in the images' file where a file of its own is missing."""
         return self.own_video or {"video_sampling": self.image.get("video_sampling")}
 
     @classmethod
