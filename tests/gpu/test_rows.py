@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,15 +20,20 @@ OTHERS = [
     if name not in {row.model_type for row in [row for row in FAMILIES.values() if isinstance(row, PackedFamily)]}
 ]
 TILED = [Grid(1, 1, 1), Grid(3, 1, 2), Grid(2, 1, 1), Grid(2, 1, 2), Grid(1, 1, 1)]
+PATCHES = [(2, 3), (5, 4), (1, 7), (6, 6), (4, 4)]
 LOSS = 1.1
+CHANCE = 1.25
+"""One item of a few rows may lose a quarter more than the worst of transformers' does."""
 
 
 def grids_of(rig: Rig) -> list[Grid]:
     geometry = rig.tower.geometry
     if not isinstance(geometry, TileGeometry) or isinstance(geometry, MarginGeometry):
         m = geometry.merge
-        return [Grid(1, h * m, w * m) for h, w in ((2, 3), (5, 4), (1, 7), (6, 6))]
-    return [grid for grid in TILED if not list(geometry.wrong(grid, rig.modality(grid)))]
+        grids = [Grid(1, h * m, w * m) for h, w in PATCHES]
+    else:
+        grids = TILED
+    return [grid for grid in grids if not list(geometry.wrong(grid, rig.modality(grid)))]
 
 
 @pytest.mark.parametrize("model_type", OTHERS)
@@ -39,14 +45,16 @@ def test_row(
 ) -> None:
     rig = captured(model_type)
     yardstick, grids = yardsticks(model_type, BF16), grids_of(rig)
-    usual = max(yardstick.lost(rig, grids))
+    lost = yardstick.lost(rig, grids)
+    most = CHANCE * max(lost)
     items = rig.items(grids)
-    eager = rows_of(rig.engine.launch(items, None).collect())
-    assert max(yardstick.errors(rig, eager, grids)) <= LOSS * usual
+    eager = yardstick.errors(rig, rows_of(rig.engine.launch(items, None).collect()), grids)
+    assert np.mean(eager) <= LOSS * np.mean(lost)
+    assert max(eager) <= most
     for number, item in enumerate(items):
         rig.poison()
         replayed = rows_of(rig.engine.launch([item], rig.holding([item])).collect())
-        assert yardstick.errors(rig, replayed, grids[number : number + 1], seed=number)[0] <= LOSS * usual
+        assert yardstick.errors(rig, replayed, grids[number : number + 1], seed=number)[0] <= most
     if device.type == "cuda":
         item = items[0]
         torch.cuda.set_sync_debug_mode("error")
@@ -54,4 +62,4 @@ def test_row(
             running = rig.engine.launch([item], rig.holding([item]))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert yardstick.errors(rig, rows_of(running.collect()), grids[:1])[0] <= LOSS * usual
+        assert yardstick.errors(rig, rows_of(running.collect()), grids[:1])[0] <= most

@@ -125,7 +125,7 @@ class Nemotron(RasterReference):
     """Asked for rows of patches with their sizes."""
 
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
-        sizes = torch.tensor([[height, width]] * len(frames))
+        sizes = torch.tensor([[height, width]] * len(frames), device=frames.device)
         features = self.model.get_image_features(frames.flatten(0, 1), sizes)
         return torch.cat(features.pooler_output)
 

@@ -66,7 +66,7 @@ class VideoLlama3(Reference):
     """Asked with the merge sizes that its processors give: 1 for images, 2 for clips."""
 
     def rows(self, pixels: Tensor, grid: Tensor) -> Tensor:
-        merge = torch.ones(1, dtype=torch.int64) if grid[0, 0] == 1 else torch.full((1,), 2)
+        merge = torch.tensor([1 if grid[0, 0] == 1 else 2], device=grid.device)
         return torch.cat(list(self.core.get_image_features(pixels, grid, merge).pooler_output))
 
 
