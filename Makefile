@@ -84,7 +84,7 @@ gpu-test: ## tests of the engine on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: with sim
 kernel-test: $(READY) ## the Triton kernels on the CPU: interpreted, and compiled for each architecture (installs Triton, 1 GB)
 	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0
 	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
-		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion products float8,tests/gpu/test_$(name).py) $(FLAGS)
+		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion fused_layers products float8,tests/gpu/test_$(name).py) $(FLAGS)
 	VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton TRITON_CACHE_DIR=.tools/triton-cache \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_architectures.py $(FLAGS)
 

@@ -284,14 +284,9 @@ def fused(tower: PackedTower, choice: Selection) -> int:
     tower.rewrite()
     if tower.device.type != "cuda":
         return 0
-    from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton
-    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
-    from vitwire_server.runtime.positions import hasten_positions  # noqa: PLC0415 - as above
+    from vitwire_server.runtime.fused import fuse_tower  # noqa: PLC0415 - triton
 
-    count = fuse(tower.blocks, choice)
-    hasten_mergers(tower.model, tower.blocks)
-    hasten_positions(tower.model)
-    return count
+    return fuse_tower(tower, choice)
 
 
 def _execute(engine: Engine, batch: Sequence[Item], fitting: Budget | None) -> float:

@@ -68,6 +68,7 @@ class Rig:
         adapter: Adapter | None = None,
         attention: Selection | None = None,
         pooling: Pooling = Pooling.NONE,
+        fused: bool = True,
     ) -> "Rig":
         """Graphs are captured on CUDA and simulated elsewhere; `wrap` may stand between them and their recorder.
 
@@ -81,10 +82,10 @@ class Rig:
             "auto", device, dtype, *tower.attention_heads, captured=bool(sizes), resampler=tower.resampler_heads
         )
         tower.use_attention(choice.implementation)
-        if device.type == "cuda":
-            from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - triton comes with CUDA
+        if device.type == "cuda" and fused:
+            from vitwire_server.runtime.fused import fuse_tower  # noqa: PLC0415 - triton comes with CUDA
 
-            fuse(tower.blocks, choice)
+            fuse_tower(tower, choice if tower.segmented else None)
         streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
         recorder: LiveRecorder = (
             CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()

@@ -52,7 +52,7 @@ def fused_blocks(
     """Reduce the precision if that is asked for, and fuse the blocks around their attention."""
 
     def finish() -> None:
-        if attention and settings.compile == "auto" and tower.device.type == "cuda":
+        if settings.compile == "auto" and tower.device.type == "cuda":
             _fuse(tower, attention, reduced=settings.precision == "fp8")
 
     if settings.precision == "fp8":
@@ -61,19 +61,14 @@ def fused_blocks(
     return None
 
 
-def _fuse(tower: Tower, attention: Selection, *, reduced: bool) -> None:
+def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
     if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
-    from vitwire_server.runtime.branches import hasten_mergers  # noqa: PLC0415 - triton comes with CUDA builds of torch
-    from vitwire_server.runtime.fused_float8 import fuse_float8  # noqa: PLC0415 - as above
-    from vitwire_server.runtime.fusion import fuse  # noqa: PLC0415 - as above
-    from vitwire_server.runtime.positions import hasten_positions  # noqa: PLC0415 - as above
+    from vitwire_server.runtime.fused import fuse_tower  # noqa: PLC0415 - triton comes with CUDA builds of torch
 
-    fused = (fuse_float8 if reduced else fuse)(tower.blocks, attention)
+    fused = fuse_tower(tower, attention, reduced=reduced)
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))
-    hasten_mergers(tower.model, tower.blocks)
-    hasten_positions(tower.model)
 
 
 def compiles(setting: str, tower: Tower) -> bool:

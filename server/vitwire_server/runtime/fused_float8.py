@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.float8 import Float8Linear, Scaled
-from vitwire_server.runtime.fusion import NotFusable, TileCache, fuse, mlp_parts
+from vitwire_server.runtime.fusion import NotFusable, TileCache, fuse
 from vitwire_server.runtime.kernels.activations import KINDS, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import epsilon
 from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise
 from vitwire_server.runtime.kernels.rotary import rotate
+from vitwire_server.runtime.mlps import mlp_parts
 
 _TOLERANCE = 2**-3
 """Accepted relative difference to unfused layers in float8: that of a value which is rounded to the other side. Fused

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.kernels.activations import activate, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
 from vitwire_server.runtime.kernels.rotary import rotate
+from vitwire_server.runtime.mlps import mlp_of
 from vitwire_server.runtime.products import Products
 
 _log = logging.getLogger(__name__)
@@ -25,10 +25,6 @@ _TOLERANCE_ULPS = 4
 _FLOAT32_TOLERANCE = 1e-5
 """Accepted relative difference from summing in another order in float32."""
 
-_GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
-_PLAIN = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "act", "fc2"), ("fc1", "activation_fn", "fc2"))
-"""Names of an MLP's parts, in the order of the arguments of `PlainMlp`."""
-
 
 class NotFusable(Exception):
     """A block does not have the supported form; the message says how it differs."""
@@ -36,51 +32,6 @@ class NotFusable(Exception):
 
 class KernelFailed(NotFusable):
     """A block has the supported form, but Triton or the device failed; the message says how."""
-
-
-class Mlp(Protocol):
-    """An MLP that adds its result to the residual stream; both are `(rows, hidden)`."""
-
-    last: nn.Linear
-    """The last layer. Its bias is added to the residual before the MLP is called."""
-
-    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Add the MLP of normalised `rows`, without the last bias, to `hidden`, in place."""
-        ...
-
-
-class PlainMlp:
-    """Two linear layers; tanh GELU is fused into the first, other activations are a separate kernel."""
-
-    def __init__(self, products: Products, first: nn.Linear, act: nn.Module, second: nn.Linear) -> None:
-        self._products, self._first, self.last, self._kind = products, first, second, _kind(act)
-        products.register(first.weight, second.weight)
-
-    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        first = self._first
-        gelu = self._kind == "gelu_pytorch_tanh" and rows.is_cuda and first.bias is not None
-        inner = self._products.linear(rows, first.weight, first.bias, gelu=gelu)
-        return self._products.add(hidden, inner if gelu else activate(inner, self._kind), self.last.weight)
-
-
-class GatedMlp:
-    """Gate and up projection as one matrix product; the stock modules' weights become views of its weight."""
-
-    def __init__(self, products: Products, gate: nn.Linear, up: nn.Linear, act: nn.Module, down: nn.Linear) -> None:
-        """Raises ValueError."""
-        if (gate.bias is None) is not (up.bias is None):
-            raise ValueError("only one of the gate and up projections has a bias")
-        self._kind = _kind(act)
-        self.last = down
-        self._weight = torch.cat((gate.weight, up.weight))
-        gate.weight.data, up.weight.data = self._weight.chunk(2)
-        self._bias = None if gate.bias is None else torch.cat((gate.bias, up.bias))
-        self._products = products
-        products.register(self._weight, down.weight)
-
-    def __call__(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        both = self._products.linear(rows, self._weight, self._bias)
-        return self._products.add(hidden, activate(both, self._kind, gated=True), self.last.weight)
 
 
 class TileCache:
@@ -114,7 +65,7 @@ class Block:
             self._heads, self._scale = stock_attention.num_heads, float(stock_attention.scaling)
             for norm in self._norms:
                 epsilon(norm)
-            self._mlp = _mlp(stock.get_submodule("mlp"), self._products)
+            self._mlp = mlp_of(stock.get_submodule("mlp"), self._products)
         except (AttributeError, ValueError, KeyError) as error:
             raise NotFusable(str(error)) from error
         extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
@@ -154,7 +105,7 @@ class Block:
             attended = chosen.attend(q, k, v, cu_seqlens, max_seqlen, self._scale)
         attended = attended.view(len(hidden), -1)
         hidden, normed = self._products.add_norm(hidden, attended, self._proj, second, self._mlp.last.bias)
-        return self._mlp(normed, hidden)
+        return self._products.add(hidden, self._mlp.inner(normed), self._mlp.last.weight)
 
 
 class FusedBlock(Protocol):
@@ -181,7 +132,7 @@ def fuse(
     blocks: Sequence[nn.Module],
     attention: Selection,
     form: Callable[..., FusedBlock] = Block,
-    tolerance: float = _FLOAT32_TOLERANCE,
+    tolerance: float = 0.0,
 ) -> int:
     """Replace the forward of blocks by one of `form`, up to the first that cannot be fused; returns their number.
 
@@ -197,13 +148,17 @@ def fuse(
             level = logging.WARNING if isinstance(error, KernelFailed) else logging.INFO
             _log.log(level, "blocks of type %s are not fused: %s", type(stock).__name__, error)
             return fused
-        limit = max(tolerance, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
-        if not all(each <= limit for each in errors):  # False for NaN
+        if not all(each <= max(tolerance, tolerance_of(stock)) for each in errors):  # False for NaN
             _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
             return fused
         stock.forward = block.__call__
         fused += 1
     return fused
+
+
+def tolerance_of(stock: nn.Module) -> float:
+    """The accepted relative difference to a stock block."""
+    return max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
 
 
 def _difference(stock: nn.Module, block: FusedBlock, longest: int) -> float:
@@ -229,24 +184,3 @@ def _difference(stock: nn.Module, block: FusedBlock, longest: int) -> float:
     except (TypeError, ValueError) as error:
         raise NotFusable(str(error).partition("\n")[0]) from error
     return float((got - expected).norm() / expected.norm())
-
-
-def _mlp(stock: nn.Module, products: Products) -> Mlp:
-    parts = mlp_parts(stock)
-    return GatedMlp(products, *parts) if len(parts) == len(_GATED) else PlainMlp(products, *parts)
-
-
-def mlp_parts(stock: nn.Module) -> list[Any]:
-    """The layers and the activation of an MLP, in the order of `PlainMlp` or `GatedMlp`. Raises ValueError."""
-    names = {name for name, _ in stock.named_children()}
-    for form in (_GATED, *_PLAIN):
-        if names == set(form):
-            return [getattr(stock, name) for name in form]
-    raise ValueError(f"unknown MLP with {', '.join(sorted(names))}")
-
-
-def _kind(act: nn.Module) -> str:
-    kind = activation_name(act)
-    if kind is None:
-        raise ValueError(f"unknown activation {type(act).__name__}")
-    return kind

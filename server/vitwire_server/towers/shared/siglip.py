@@ -82,6 +82,9 @@ def packed_layers(
 ) -> Tensor:
     """`states (1, patches, C)` after the layers, with attention within segments."""
     for layer in layers:
+        if fused := vars(layer).get("forward"):
+            states = fused(states, **attended)
+            continue
         states = states + _attention(layer.self_attn, layer.layer_norm1(states), implementation, attended)
         states = states + layer.mlp(layer.layer_norm2(states))
     return states

@@ -1,0 +1,268 @@
+"""Fused layers of towers without rotary positions: of tiles, which attend to all of their tile, or of packed patches.
+
+As in `fusion`, a layer of the usual form is replaced by the same arithmetic with no more roundings: one product for
+queries, keys and values, norms with the additions before them, and activations in the products before them. Each is
+compared with the stock layer before it is used.
+"""
+
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vitwire_server.runtime.attention.selection import Selection
+from vitwire_server.runtime.fusion import KernelFailed, NotFusable, TileCache, tolerance_of
+from vitwire_server.runtime.kernels.attention import segment_attention
+from vitwire_server.runtime.kernels.norms import add_norm, epsilon
+from vitwire_server.runtime.mlps import IDLE, joined, mlp_of
+from vitwire_server.runtime.products import Products
+from vitwire_server.towers.shared.siglip import packed_layers
+
+_log = logging.getLogger(__name__)
+_UNITS, _TOKENS = 2, 24
+"""Of the random rows that a fused layer is compared on."""
+_LEAST_FACTOR = 1e-3
+"""Smaller rows would be lost in the epsilon of norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The names that a kind of layer has for its parts."""
+
+    norms: tuple[str, str]
+    attention: str
+    output: str
+    mlp: str = "mlp"
+    factors: tuple[str, ...] = ()
+    """Paths of the factors `(hidden,)` of what attention and the MLP add."""
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether a layer has these parts and no others that compute something."""
+        parts = dict(layer.named_children())
+        named = {*self.norms, self.attention, self.mlp}
+        if not named <= parts.keys():
+            return False
+        inner = dict(parts[self.attention].named_children())
+        beside = parts.keys() - named - {path.split(".")[0] for path in self.factors}
+        extras = inner.keys() - {"q_proj", "k_proj", "v_proj", "q_norm", "k_norm", self.output}
+        return self.output in inner and all(map(_is_idle, (*map(parts.get, beside), *map(inner.get, extras))))
+
+
+def _is_idle(part: nn.Module | None) -> bool:
+    return isinstance(part, IDLE) or type(part).__name__.endswith("DropPath")
+
+
+PLAIN = _Form(("layer_norm1", "layer_norm2"), "self_attn", "out_proj")
+_FORMS = (
+    PLAIN,
+    _Form(("layer_norm1", "layer_norm2"), "self_attn", "projection_layer"),
+    _Form(("layernorm_before", "layernorm_after"), "attention", "o_proj"),
+    _Form(("layernorm_before", "layernorm_after"), "attention", "projection_layer", factors=("lambda_1", "lambda_2")),
+    _Form(("norm1", "norm2"), "attention", "o_proj", factors=("layer_scale1.lambda1", "layer_scale2.lambda1")),
+    _Form(("rms_norm1", "rms_norm2"), "attention", "out_proj", mlp="ffn"),
+)
+"""CLIP and SigLIP, Janus, ViT, InternVL, DINOv2, AIMv2."""
+
+
+class Layer(ABC):
+    """A layer of one of `_FORMS`."""
+
+    def __init__(self, stock: nn.Module, products: Products, forms: Iterable[_Form] = _FORMS) -> None:
+        """Raises NotFusable."""
+        form = next((each for each in forms if each.fits(stock)), None)
+        if form is None:
+            names = ", ".join(name for name, _ in stock.named_children())
+            raise NotFusable(f"unknown form, with {names}")
+        attention: Any = stock.get_submodule(form.attention)
+        self._products = products
+        try:
+            self._norms = tuple(stock.get_submodule(name) for name in form.norms)
+            for norm in self._norms:
+                epsilon(norm)
+            self._heads = int(_either(attention, "num_heads", "num_attention_heads"))
+            self._scale = float(_either(attention, "scale", "scaling"))
+            self._output: nn.Linear = getattr(attention, form.output)
+            self._factors: list[Tensor] = [attrgetter(path)(stock) for path in form.factors]
+            self._mlp = mlp_of(stock.get_submodule(form.mlp), products)
+            self._weight, self._bias = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        except (AttributeError, ValueError) as error:
+            raise NotFusable(str(error)) from error
+        if len(self._weight) != 3 * self._output.in_features:
+            raise NotFusable("keys have fewer heads than queries")
+        products.register(self._weight, self._output.weight)
+        self._head_norms = [getattr(attention, name, nn.Identity()) for name in ("q_norm", "k_norm")]
+        self._causal = bool(getattr(attention, "is_causal", False))
+
+    @property
+    def columns(self) -> int:
+        """Of a row."""
+        return self._output.out_features
+
+    @property
+    def smallest_factor(self) -> float:
+        """About how much smaller than a row is what a layer adds to it."""
+        return min([1.0, *(max(_LEAST_FACTOR, float(each.abs().mean())) for each in self._factors)])
+
+    @abstractmethod
+    def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What the stock layer and this one make of rows `(units, tokens, hidden)`, in each way it is computed."""
+
+    def _computed(self, hidden_states: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The forward on `(units, tokens, hidden)`; `attend` takes heads and returns rows, in the same layout."""
+        shape, products, (first, second) = hidden_states.shape, self._products, self._norms
+        hidden, normed = add_norm(hidden_states.reshape(-1, shape[-1]), None, first, overlapping=True)
+        qkv = products.linear(normed, self._weight, self._bias).view(*shape[:2], 3, self._heads, -1)
+        q, k, v = qkv.unbind(2)
+        q, k = (
+            each if isinstance(norm, nn.Identity) else norm(each.flatten(-2)).view(each.shape)
+            for each, norm in zip((q, k), self._head_norms, strict=True)
+        )
+        attended = attend(q, k, v).reshape(len(hidden), -1)
+        if self._factors:
+            return self._scaled(hidden, attended).view(shape)
+        hidden, normed = products.add_norm(hidden, attended, self._output, second, self._mlp.last.bias)
+        return products.add(hidden, self._mlp.inner(normed), self._mlp.last.weight).view(shape)
+
+    def _scaled(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a layer that multiplies what it adds to `hidden` by factors."""
+        output, last = self._output, self._mlp.last
+        added = self._products.linear(attended, output.weight, output.bias)
+        hidden, normed = add_norm(torch.addcmul(hidden, added, self._factors[0]), None, self._norms[1])
+        added = self._products.linear(self._mlp.inner(normed), last.weight, last.bias)
+        return torch.addcmul(hidden, added, self._factors[1])
+
+
+class TileLayer(Layer):
+    """Attends to all tokens of a tile."""
+
+    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object) -> Tensor:
+        """The layer's forward on `hidden_states (tiles, tokens, hidden)`; the mask is added to scores."""
+        causal = self._causal and attention_mask is None
+
+        def attend(*heads: Tensor) -> Tensor:
+            q, k, v = (each.transpose(1, 2) for each in heads)
+            attended = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=attention_mask, scale=self._scale, is_causal=causal
+            )
+            return attended.transpose(1, 2)
+
+        return self._computed(hidden_states, attend)
+
+    def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """See Layer."""
+        masked = "attention_mask" in inspect.signature(stock.forward).parameters
+        return [(stock(rows, attention_mask=None) if masked else stock(rows), self(rows.clone()))]
+
+
+class PackedLayer(Layer):
+    """Attends within segments of packed patches."""
+
+    def __init__(self, stock: nn.Module, attention: Selection, tiles: TileCache, *, first: bool) -> None:
+        """Raises NotFusable."""
+        super().__init__(stock, tiles.products, [PLAIN])
+        self._attention, self._tiles, self._first = attention, tiles, first
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: None = None,
+        *,
+        cu_seq_lens_q: Tensor,
+        max_length_q: int,
+        **_: object,
+    ) -> Tensor:
+        """The layer's forward on `hidden_states (1, patches, hidden)`."""
+        assert attention_mask is None
+        if self._first:
+            self._tiles.clear()
+        triton = self._attention.at(max_length_q).name == "triton"
+
+        def attend(*heads: Tensor) -> Tensor:
+            q, k, v = (each[0] for each in heads)
+            if not triton:
+                return self._attention.attend(q, k, v, cu_seq_lens_q, max_length_q, self._scale)
+            tiles = self._tiles.of(cu_seq_lens_q, len(q), self._heads, max_length_q)
+            return segment_attention(q, k, v, cu_seq_lens_q, max_length_q, self._scale, tiles)
+
+        return self._computed(hidden_states, attend)
+
+    def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """See Layer."""
+        units, tokens = rows.shape[:2]
+        ends = torch.arange(0, (units + 1) * tokens, tokens, dtype=torch.int32, device=rows.device)
+        packed, pairs = rows.flatten(0, 1)[None], []
+        for longest in self._attention.lengths:
+            self._tiles.clear()
+            attended = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+            implementation = self._attention.implementation
+            expected = packed_layers([stock], packed, implementation, attended)  # type: ignore[list-item]  # checked by its names
+            pairs.append((expected.view(rows.shape), self(packed.clone(), **attended).view(rows.shape)))  # type: ignore[arg-type]
+        return pairs
+
+
+@torch.inference_mode()
+def fuse_layers(layers: Iterable[nn.Module], attention: Selection | None) -> int:
+    """Replace the forward of layers that can be fused; returns their number. Without `attention`, they are of tiles."""
+    tiles, fused, reasons = TileCache(), 0, set()
+    for stock in layers:
+        try:
+            layer = (
+                PackedLayer(stock, attention, tiles, first=not fused) if attention else TileLayer(stock, tiles.products)
+            )
+            errors = _differences(stock, layer)
+        except NotFusable as fault:
+            reason = f"{type(stock).__name__}: {fault}"
+            if reason not in reasons:
+                _log.log(
+                    logging.WARNING if isinstance(fault, KernelFailed) else logging.INFO,
+                    "layers are not fused: %s",
+                    reason,
+                )
+            reasons.add(reason)
+            continue
+        if not all(each <= tolerance_of(stock) for each in errors):  # False for NaN
+            _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
+            continue
+        stock.forward = layer.__call__
+        fused += 1
+    return fused
+
+
+def _differences(stock: nn.Module, layer: Layer) -> list[float]:
+    """Relative errors, in norm, of what the layer adds to random rows, compared with the stock layer.
+
+    Rows are as small as what is added to them, whose error their rounding would hide. Raises NotFusable.
+    """
+    if others := inspect.signature(stock.forward).parameters.keys() - {"hidden_states", "attention_mask", "kwargs"}:
+        raise NotFusable(f"it takes {', '.join(sorted(others))}")
+    weight = next(stock.parameters())
+    rows = torch.randn(_UNITS, _TOKENS, layer.columns, generator=torch.Generator().manual_seed(0)).to(weight)
+    rows *= layer.smallest_factor
+    try:
+        pairs = layer.compared(stock, rows)
+    except RuntimeError as error:
+        raise KernelFailed(str(error).partition("\n")[0]) from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise NotFusable(str(error).partition("\n")[0]) from error
+    errors = []
+    for expected, got in pairs:
+        if not isinstance(expected, Tensor):
+            raise NotFusable(f"it returns a {type(expected).__name__}")
+        added = expected.float() - rows.float()
+        errors.append(float((got.float() - rows.float() - added).norm() / added.norm()))
+    return errors
+
+
+def _either(module: nn.Module, *names: str) -> Any:  # noqa: ANN401 - numbers of several types
+    """The first of these attributes that a module has. Raises AttributeError."""
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"{type(module).__name__} has none of {', '.join(names)}")

@@ -1,0 +1,120 @@
+"""Layers of towers without rotary positions, fused, against stock ones; `make kernel-test` runs them on a CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.gpu.test_kernels import interpreted
+
+from reference import norm_error
+from rigs import Rig, draw_grids, rows_of
+from vitwire_server.runtime.attention.selection import select
+from vitwire_server.runtime.fused import fuse_tower
+from vitwire_server.runtime.fused_layers import TileLayer, fuse_layers
+from vitwire_server.runtime.products import Products
+
+ROUNDINGS = 4
+"""Units in the last place that rows may differ by after a few layers."""
+FUSED = (
+    "llava",
+    "llava_onevision",
+    "internvl",
+    "internvl_chat",
+    "janus",
+    "dinov2",
+    "vit",
+    "aimv2",
+    "idefics3",
+    "phi4_multimodal",
+    "siglip2",
+    "idefics2",
+    "lfm2_vl",
+    "minicpmv",
+)
+"""A row for each form of a layer, each activation, with masks and with packed patches."""
+
+
+@pytest.fixture
+def dtype(device: torch.device) -> torch.dtype:
+    if device.type != "cuda" and not interpreted():
+        pytest.skip("a CPU runs Triton's kernels only in its interpreter: make kernel-test")
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@pytest.mark.parametrize("model_type", FUSED)
+def test_a_fused_tower_gives_the_rows_of_the_stock_one(
+    model_type: str, dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    rig = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False)
+    items = rig.items(sorted(draw_grids(rig, 1, 9), key=lambda grid: grid.patches)[:3])
+    stock = rows_of(rig.engine.launch(items, None).collect())
+    attention = None
+    if rig.tower.segmented:
+        heads, resampler = rig.tower.attention_heads, rig.tower.resampler_heads
+        attention = select("auto", device, dtype, *heads, captured=False, resampler=resampler)
+        rig.tower.use_attention(attention.implementation)
+    assert fuse_tower(rig.tower, attention) == len(rig.tower.blocks)
+    calls = [counted(block) for block in rig.tower.blocks]
+    fused = rows_of(rig.engine.launch(items, None).collect())
+    assert all(calls), "the tower calls each of its fused layers"
+    errors = [norm_error(own, expected) for own, expected in zip(fused, stock, strict=True)]
+    assert np.mean(errors) <= ROUNDINGS * max(1e-6, torch.finfo(dtype).eps)
+
+
+def counted(block: torch.nn.Module) -> list[int]:
+    """Gets an element at each call of a block."""
+    calls, forward = [], block.forward
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        return forward(*arguments, **named)
+
+    block.forward = counting
+    return calls
+
+
+@torch.inference_mode()
+def test_a_layer_that_computes_more_is_left_alone(
+    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    tower = Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower
+    first: Any = tower.blocks[0]
+    first.self_attn.extra = torch.nn.Linear(2, 2)
+    assert fuse_layers(tower.blocks, None) == len(tower.blocks) - 1
+    assert "forward" not in vars(first)
+
+
+@torch.inference_mode()
+def test_a_layer_that_is_wrong_is_not_used(
+    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower
+    monkeypatch.setattr(Products, "linear", lambda _, rows, weight, __, **___: rows @ weight.t())
+    for block in tower.blocks:
+        for name, own in block.named_parameters():
+            if name.endswith("bias"):
+                own.fill_(1.0)
+    assert fuse_layers(tower.blocks, None) == 0
+
+
+@torch.inference_mode()
+def test_the_mask_is_added_to_scores(
+    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    tower = Rig.of(checkpoints("idefics3"), dtype, device, sizes=(), fused=False).tower
+    stock: Any = tower.blocks[0]
+    layer = TileLayer(stock, Products())
+    rows = torch.randn(2, 16, layer.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    mask = torch.zeros(2, 1, 1, 16, device=device, dtype=dtype)
+    mask[1, ..., 10:] = -torch.inf
+    mask = mask.expand(-1, 1, 16, -1)
+    expected, whole = stock(rows, mask), stock(rows, None)
+    got = layer(rows.clone(), mask)
+    assert norm_error(got.float().cpu().numpy(), expected.float().cpu().numpy()) <= max(1e-5, torch.finfo(dtype).eps)
+    assert norm_error(whole[1].float().cpu().numpy(), expected[1].float().cpu().numpy()) > 0.01
