@@ -6,6 +6,7 @@ measures towers of other makers. The last line of stdout is one JSON document.
 """
 
 import argparse
+import gc
 import json
 import platform
 import sys
@@ -47,7 +48,7 @@ _GROUPS = {ALL_OTHERS: tuple(OTHERS)}
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = options_of()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"gpu-bench: torch {torch.__version__} sees no CUDA device; try --device cpu --tiny")
     bench = Bench(torch.device(options.device, 0 if options.device == "cuda" else None), options)
@@ -96,6 +97,7 @@ class Bench:
         except FAILURES as error:
             self._stopwatch.failed(name, error)
         if self._device.type == "cuda":
+            gc.collect()  # rewritten modules are in cycles
             torch.cuda.empty_cache()
 
     def _qwen(self, name: str) -> None:
@@ -198,7 +200,8 @@ def _sizes(text: str) -> list[int]:
     return [int(size) for size in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
+def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line, by default of this process's."""
     parser = argparse.ArgumentParser("gpu-bench", description=__doc__)
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu simulates graphs: shows that it runs")
@@ -224,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--terabytes", type=float, default=4.3, help="its measured memory bandwidth per second, for the floor")
     add("--plot", type=Path, help="write a PNG here")
     add("--out", type=Path, help="write the JSON document here as well")
-    return parser
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

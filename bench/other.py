@@ -49,9 +49,3 @@ class Other:
             return {**self.vision, "model_type": self.model_type}
         text = {**TEXT, "hidden_size": self.width, "num_hidden_layers": 1, **self.text}
         return {"model_type": self.model_type, "text_config": text, "vision_config": dict(self.vision), **self.fields}
-
-    @property
-    def size(self) -> str:
-        """Its size of image, as a reader knows it."""
-        grid = self.grid
-        return f"{grid.t} tiles" if grid.t > 1 else f"{grid.h}x{grid.w} patches" if grid.h > 1 else "1 tile"

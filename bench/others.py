@@ -12,10 +12,12 @@ from bench.floor import Ceilings, counted_flop
 from bench.other import Other
 from bench.random_towers import RandomTower, random_tower, shrunk
 from bench.stock import Forward
-from bench.stopwatch import Row, Stopwatch
+from bench.stopwatch import FAILURES, Row, Stopwatch
 from torch import Tensor
 
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.core.models import TileGeometry
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.towers.tower import Tower
 
@@ -75,28 +77,34 @@ class OtherBench:
         shape = tower.geometry.shapes(other.grid, Modality.IMAGE)[0]
         pixels = [torch.randn(shape, dtype=tower.dtype, device=tower.device) for _ in range(most)]
         items = [_item(tower, other, own) for own in pixels]
-        floor = self._floor(other, built, pixels[:1])
+        floor = self._floor(name, other, built, pixels[:1])
         loads = []
         for count in (1, most):
             row: Row = {
                 "tower": name,
-                "load": f"{count} x {other.size}",
+                "load": f"{count} x {_size(tower, other.grid)}",
                 "rows": count * items[0].rows,
                 **dict.fromkeys(COLUMNS),
-                "floor": round(1e3 * floor(count), 3),
+                "floor": floor(count),
             }
             self.rows.append(row)
             forward = torch.inference_mode()(other.ask(built.model, pixels[:count], [other.grid] * count))
             loads.append(OtherLoad(row, items[:count], forward, forward().float()))
         return loads
 
-    def _floor(self, other: Other, built: RandomTower, pixels: Sequence[Tensor]) -> Callable[[int], float]:
-        """Seconds by the number of images: the least work that either forward does for one of them alone."""
-        plain = other.ask(built.model, pixels, [other.grid])
-        flop = min(counted_flop(plain), counted_flop(partial(_forward, built.tower, other, pixels[0])))
+    def _floor(
+        self, name: str, other: Other, built: RandomTower, pixels: Sequence[Tensor]
+    ) -> Callable[[int], float | None]:
+        """Milliseconds by the number of images: the least work that either forward does for one of them alone."""
+        ours = partial(_forward, built.tower, other, pixels[0])
+        try:
+            flop = min(counted_flop(forward) for forward in (other.ask(built.model, pixels, [other.grid]), ours))
+        except FAILURES as error:
+            self._stopwatch.failed(f"{name} floor", error)
+            return lambda _: None
         ceilings = self._ceilings
         reading = built.weights_nbytes / ceilings.bytes_per_second
-        return lambda images: max(images * flop / ceilings.flops, reading)
+        return lambda images: round(1e3 * max(images * flop / ceilings.flops, reading), 3)
 
     def _choice(self, tower: Tower) -> Selection | None:
         """The attention backend as the server chooses it; None for towers of tiles."""
@@ -125,6 +133,15 @@ class OtherBench:
             row[column] = None
             where = f"{row['tower']} {row['load']} {column}"
             self._stopwatch.left_out.append(f"{where}: rows differ from those of plain transformers by {error:.2f}")
+
+
+def _size(tower: Tower, grid: Grid) -> str:
+    """Pixels of an image, which is square or of several square tiles."""
+    geometry = tower.geometry
+    if not isinstance(geometry, TileGeometry):
+        return f"{grid.h * geometry.patch}^2"
+    tile = f"{geometry.tile[0]}^2"
+    return tile if grid.t == 1 else f"{grid.t} tiles of {tile}"
 
 
 def _item(tower: Tower, other: Other, pixels: Tensor) -> Item:
