@@ -88,7 +88,7 @@ kernel-test: $(READY) ## the Triton kernels on the CPU: interpreted, and compile
 	VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton TRITON_CACHE_DIR=.tools/triton-cache \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_architectures.py $(FLAGS)
 
-gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png"
+gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png" or "--towers others"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/gpu.py $(FLAGS)
 
 service-bench: ## servers under load, beside bare gRPC; FLAGS="--devices cuda:0,cuda:1 --rpc-processes 1 4 --delivery stream nixl"

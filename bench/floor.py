@@ -1,8 +1,12 @@
 """The minimum time of a forward on a device: arithmetic or reading weights, whichever is longer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.layouts.packed import AttentionSpan, PackedTower
@@ -59,3 +63,13 @@ def _attended(tower: PackedTower, grids: Sequence[Grid]) -> int:
 def _squares(length: int, side: int) -> int:
     """Sum of squares of the parts of `length` that windows of `side` cut."""
     return (length // side) * side**2 + (length % side) ** 2
+
+
+def counted_flop(forward: Callable[[], object]) -> float:
+    """Floating-point operations of a forward's matrix products and convolutions, as torch counts them.
+
+    Attention is computed as products here, since torch does not count all of its kernels.
+    """
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        forward()
+    return float(counter.get_total_flops())

@@ -1,68 +1,66 @@
 """`make gpu-bench`: published vision towers, plain transformers against ours, and the floor of the device.
 
 Weights are random and built on the device. Every time is the device's own (CUDA events), the median of
-several batches that run one after the other. The last line of stdout is one JSON document.
+several batches that run one after the other. Without --towers, three Qwen towers are measured; `--towers others`
+measures towers of other makers. The last line of stdout is one JSON document.
 """
 
 import argparse
+import gc
 import json
 import platform
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 import transformers
+from bench.catalogue import OTHERS
+from bench.columns import Columns, fused, ladder_of
+from bench.figures import plot, show
 from bench.floor import Ceilings, floor_seconds
-from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
+from bench.models import PUBLISHED, Load, build, draw, items, plain, shrunk, square, stock
+from bench.others import OtherBench
+from bench.stopwatch import FAILURES, Row, Stopwatch
 from rich.console import Console
-from rich.table import Table
 from transformers.utils import is_flash_attn_2_available
 
-from vitwire_server.core.budgets import Budget, Ladder, budget, with_shorter
-from vitwire_server.core.errors import EncodeFailed
-from vitwire_server.core.items import Item, total
+from vitwire_server.core.budgets import Ladder
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.float8 import reduce
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
 from vitwire_server.runtime.similarity import Comparison
-from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.towers.layouts.packed import PackedTower
 
 SIZES = (224, 448, 1024, 2048)
 CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
-ITEMS, FRAMES = 64, 512
 TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", "graph_fp8", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
-"""A measurement ends after this many repeats or seconds, but not before three repeats."""
-Row = dict[str, Any]
+"""A measurement ends after this many seconds or after --repeats, but not before three repeats."""
+ALL_OTHERS = "others"
+_GROUPS = {ALL_OTHERS: tuple(OTHERS)}
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = options_of()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"gpu-bench: torch {torch.__version__} sees no CUDA device; try --device cpu --tiny")
     bench = Bench(torch.device(options.device, 0 if options.device == "cuda" else None), options)
-    for name in options.towers:
+    for name in dict.fromkeys(name for given in options.towers for name in _GROUPS.get(given, (given,))):
         bench.run(name)
     console = Console(width=120)
-    _show(console, "milliseconds of one batch on the device", bench.rows)
-    _show(console, "captures", bench.captures)
+    show(console, "milliseconds of one batch on the device", bench.rows)
+    show(console, "milliseconds of one batch on the device, towers of other makers", bench.others)
+    show(console, "captures", bench.captures)
+    document = bench.document()
     if options.plot:
-        _plot(options.plot, bench)
-    document = {"bench": "gpu", **bench.parameters(), "rows": bench.rows, "captures": bench.captures}
+        plot(options.plot, document, TIMES)
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
@@ -77,29 +75,52 @@ class Bench:
         self._device = device
         self._options = options
         self._attention: dict[str, str] = {}
-        self._left_out: list[str] = []
         self._similarity: dict[str, dict[str, float]] = {}
-        self._until = time.monotonic() + options.seconds
+        self._ceilings = Ceilings(options.tflops * 1e12, options.terabytes * 1e12)
+        self._stopwatch = Stopwatch(
+            device,
+            seconds=options.seconds,
+            repeats=options.repeats,
+            warm_ups=1 if options.tiny else WARM_UPS,
+        )
+        self._others = OtherBench(self._stopwatch, self.captures, self._ceilings, attention=options.attention)
+
+    @property
+    def others(self) -> list[Row]:
+        """Rows of towers of other makers."""
+        return self._others.rows
 
     def run(self, name: str) -> None:
-        """All loads on one tower; frees its memory afterwards."""
+        """All loads on one tower; frees its memory afterwards. Its failure does not end the run."""
+        try:
+            self._other(name) if name in OTHERS else self._qwen(name)
+        except FAILURES as error:
+            self._stopwatch.failed(name, error)
+        if self._device.type == "cuda":
+            gc.collect()  # rewritten modules are in cycles
+            torch.cuda.empty_cache()
+
+    def _qwen(self, name: str) -> None:
         model_type, fields = PUBLISHED[name]
         fields = shrunk(fields, 2, 128) if self._options.tiny else fields
         tower = build(model_type, fields, torch.bfloat16, self._device)
         loads = self._loads(tower)
-        ceilings = Ceilings(self._options.tflops * 1e12, self._options.terabytes * 1e12)
-        rows = {load.name: self._row(name, tower, load, ceilings) for load in loads}
+        rows = {load.name: self._row(name, tower, load) for load in loads}
+        self.rows += rows.values()
         self._plain(tower, loads, rows)
         self._ours(name, tower, loads, rows)
-        self.rows += rows.values()
-        del tower
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
-    def parameters(self) -> Row:
-        """The conditions of the measurement."""
+    def _other(self, name: str) -> None:
+        if self._stopwatch.is_over:
+            self._stopwatch.left_out.append(f"{name}: no time")
+            return
+        self._attention[name] = self._others.run(name, self._device, tiny=self._options.tiny)
+
+    def document(self) -> Row:
+        """All that was measured, and the conditions."""
         cuda = self._device.type == "cuda"
         return {
+            "bench": "gpu",
             "date": datetime.now(UTC).date().isoformat(),
             "device": torch.cuda.get_device_name(self._device) if cuda else "cpu",
             "graphs": "cuda" if cuda else "simulated",
@@ -111,7 +132,10 @@ class Bench:
             "ceilings": {"tflops": self._options.tflops, "terabytes_per_s": self._options.terabytes},
             "attention": self._attention,
             "fp8_similarity": self._similarity,
-            "left_out": self._left_out,
+            "left_out": self._stopwatch.left_out,
+            "rows": self.rows,
+            "others": self.others,
+            "captures": self.captures,
         }
 
     def _loads(self, tower: PackedTower) -> list[Load]:
@@ -121,11 +145,11 @@ class Bench:
         packed = [side for side in PACKED if side in self._options.sizes]
         return loads + [Load(f"{PACKED[side]} x {side}^2", [square(tower, side)] * PACKED[side]) for side in packed]
 
-    def _row(self, name: str, tower: PackedTower, load: Load, ceilings: Ceilings) -> Row:
+    def _row(self, name: str, tower: PackedTower, load: Load) -> Row:
         patches = sum(grid.patches for grid in load.grids)
         row: Row = {"tower": name, "load": load.name, "tokens": patches // tower.geometry.merge**2}
         row |= dict.fromkeys(TIMES)
-        return row | {"floor": round(1e3 * floor_seconds(tower, load.grids, ceilings), 3)}
+        return row | {"floor": round(1e3 * floor_seconds(tower, load.grids, self._ceilings), 3)}
 
     def _plain(self, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
         """transformers with its own attention; null if the tower does not support flash attention."""
@@ -136,31 +160,30 @@ class Bench:
             with stock(tower, implementation):
                 for load in loads:
                     pixels = draw(tower, load.grids)
-                    once = partial(self._timed, partial(plain, tower, pixels, load.grids))
-                    self._measure(rows[load.name], column, once)
+                    once = partial(self._stopwatch.timed, partial(plain, tower, pixels, load.grids))
+                    self._stopwatch.measure(rows[load.name], column, once, SECONDS_EACH)
 
     def _ours(self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
         """The server's engine without graphs and with them; a budget for each load, so nothing is padded."""
         choice = select(self._options.attention, self._device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         self._attention[name] = f"{choice.name}, {choice.reason}"
-        streams: Streams = CudaStreams(self._device) if self._device.type == "cuda" else HostStreams()
+        columns = Columns(tower, name, self._stopwatch, self.captures, SECONDS_EACH)
         batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
-        ladder = _ladder(tower, batches.values(), choice)
+        ladder = ladder_of(tower, batches.values(), choice)
         ways = ("graph_stock", "graph_compiled") if self._options.compile else ("graph_stock",)
         for column in ways:
-            self._column(name, column, tower, ladder, batches, rows, streams)
-        rewritten = fused(tower, choice)
-        sys.stderr.write(f"{name}: {rewritten} blocks fused\n")
+            columns.measure(column, ladder, batches, rows)
+        sys.stderr.write(f"{name}: {fused(tower, choice)} blocks fused\n")
         for column in ("eager", "graph"):
-            self._column(name, column, tower, ladder, batches, rows, streams)
+            columns.measure(column, ladder, batches, rows)
         if self._options.fp8:
-            self._similarity[name] = self._reduced(tower, choice, streams)
-            self._column(name, "graph_fp8", tower, ladder, batches, rows, streams)
+            self._similarity[name] = self._reduced(tower, choice, columns)
+            columns.measure("graph_fp8", ladder, batches, rows)
 
-    def _reduced(self, tower: PackedTower, choice: Selection, streams: Streams) -> dict[str, float]:
+    def _reduced(self, tower: PackedTower, choice: Selection, columns: Columns) -> dict[str, float]:
         """Reduce the tower to float8, as the server does; the cosine similarity of its rows to those in bfloat16."""
-        engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), self._stager(tower), streams)
+        engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), columns.stager, columns.streams)
         comparison = Comparison(tower, engine)
         for block in tower.blocks:
             vars(block).pop("forward", None)  # what fuse() replaced
@@ -172,185 +195,39 @@ class Bench:
         similarities = comparison.similarities()
         return {"least": float(similarities.min()), "median": float(similarities.median())}
 
-    def _stager(self, tower: PackedTower) -> Stager:
-        return Stager(tower.geometry, preprocessing(), self._device)
-
-    def _column(
-        self,
-        name: str,
-        column: str,
-        tower: PackedTower,
-        ladder: Ladder,
-        batches: dict[str, list[Item]],
-        rows: dict[str, Row],
-        streams: Streams,
-    ) -> None:
-        graphs = self._captured(name, column, tower, ladder if column != "eager" else Ladder(), streams)
-        engine = Engine(tower, graphs, self._stager(tower), streams)
-        for load, batch in batches.items():
-            fitting = graphs.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
-            if column == "eager" or fitting:
-                self._measure(rows[load], column, partial(_execute, engine, batch, fitting))
-            else:
-                self._left_out.append(f"{name} {load} {column}: no graph")
-
-    def _captured(self, name: str, column: str, tower: PackedTower, ladder: Ladder, streams: Streams) -> GraphSet:
-        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
-        compiled: Any = nullcontext()
-        if column == "graph_compiled":
-            from vitwire_server.runtime.compiling import compiled_blocks  # noqa: PLC0415 - triton, only if asked for
-
-            compiled = compiled_blocks(tower)
-        with compiled:
-            graphs = GraphSet(tower, ladder, recorder, lambda budgets: self._watched(name, column, budgets))
-        self._left_out += [f"{name} {each.tokens} tokens {column}: {why}" for each, why in graphs.dropped.items()]
-        return graphs
-
-    def _watched(self, name: str, column: str, budgets: Iterable[Budget]) -> Iterator[Budget]:
-        """Seconds and memory of each capture, until the time is up."""
-        for each in budgets:
-            if time.monotonic() > self._until:
-                self._left_out.append(f"{name} {each.tokens} tokens {column}: no time to capture")
-                continue
-            start, before = time.perf_counter(), self._reserved()
-            yield each
-            took = {"seconds": round(time.perf_counter() - start, 3), "megabytes": None}
-            if self._device.type == "cuda":
-                took["megabytes"] = round((self._reserved() - before) / 1e6, 1)
-            self.captures.append({"tower": name, "column": column, "budget": each.tokens, **took})
-
-    def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
-
-    def _measure(self, row: Row, column: str, once: Callable[[], float]) -> None:
-        """The median of `once` in milliseconds; null if the time is up or it fails."""
-        where = f"{row['tower']} {row['load']} {column}"
-        if time.monotonic() > self._until:
-            self._left_out.append(f"{where}: no time")
-            return
-        try:
-            taken = self._repeated(once)
-        except torch.AcceleratorError as error:
-            self._until = 0.0  # the device is lost; report what was measured so far
-            self._left_out.append(f"{where}: {error}")
-        except (RuntimeError, ImportError, ValueError, TypeError, EncodeFailed) as error:
-            self._left_out.append(f"{where}: {str(error).partition(chr(10))[0]}")
-        else:
-            row[column] = round(1e3 * median(taken), 3)
-            sys.stderr.write(f"{where}: {row[column]} ms\n")
-
-    def _repeated(self, once: Callable[[], float]) -> list[float]:
-        for _ in range(1 if self._options.tiny else WARM_UPS):
-            once()
-        taken: list[float] = []
-        end = time.monotonic() + SECONDS_EACH
-        while len(taken) < 3 or (len(taken) < self._options.repeats and time.monotonic() < end):
-            taken.append(once())
-        return taken
-
-    def _timed(self, run: Callable[[], object]) -> float:
-        """Seconds between events around a call, with nothing else running."""
-        if self._device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        started, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        run()
-        done.record()
-        done.synchronize()
-        return float(started.elapsed_time(done)) / 1e3
-
-
-def _ladder(tower: PackedTower, batches: Collection[Sequence[Item]], choice: Selection) -> Ladder:
-    """A budget as the server makes it for each batch, with slots for all of the batch's segments."""
-    budgets: dict[int, Budget] = {}
-    for batch in batches:
-        load = total([item.footprint for item in batch])
-        own = budget(load.tokens, merge=tower.geometry.merge, max_items=ITEMS, max_frames=FRAMES)
-        before = budgets.get(load.tokens, own)
-        budgets[load.tokens] = replace(
-            own,
-            max_items=max(before.max_items, len(batch)),
-            max_segments=max(before.max_segments, load.segments),
-        )
-    ladder = with_shorter(Ladder(tuple(sorted(budgets.values()))), choice.shorter, merge=tower.geometry.merge)
-    loads = [(total([item.footprint for item in batch]), len(batch)) for batch in batches]
-    return Ladder(tuple(sorted({fitting for load in loads if (fitting := ladder.smallest_fitting(*load))})))
-
-
-def fused(tower: PackedTower, choice: Selection) -> int:
-    """Fuse the tower as at load on CUDA."""
-    tower.rewrite()
-    if tower.device.type != "cuda":
-        return 0
-    from vitwire_server.runtime.fused import fuse_tower  # noqa: PLC0415 - triton
-
-    return fuse_tower(tower, choice)
-
-
-def _execute(engine: Engine, batch: Sequence[Item], fitting: Budget | None) -> float:
-    """Seconds on the device, as the server reports them: staging, metadata, forward, copies of the rows."""
-    collected = engine.launch(batch, fitting).collect()
-    failure = next((result for result in collected.results if isinstance(result, Exception)), None)
-    if failure or not collected.timings:
-        raise failure or RuntimeError("nothing ran")
-    return collected.timings.execute
-
-
-def _show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    if not rows:
-        return
-    table = Table(*(name.replace("_", "\n") for name in rows[0]), title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*("-" if value is None else str(value) for value in row.values()))
-    console.print(table)
-
-
-def _plot(path: Path, bench: Bench) -> None:
-    """One panel per tower, one group of bars per load, milliseconds on a logarithmic axis."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
-
-    names = list(dict.fromkeys(row["tower"] for row in bench.rows))
-    figure = Figure(figsize=(11, 3.2 * len(names)), layout="constrained")
-    shown = [column for column in TIMES if any(row[column] is not None for row in bench.rows)]
-    for name, axes in zip(names, figure.subplots(len(names), squeeze=False)[:, 0], strict=True):
-        rows = [row for row in bench.rows if row["tower"] == name]
-        width = 0.8 / len(shown)
-        for number, column in enumerate(shown):
-            heights = [row[column] or float("nan") for row in rows]
-            axes.bar([x + number * width for x in range(len(rows))], heights, width, label=column.replace("_", " "))
-        axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))], [row["load"] for row in rows])
-        axes.set(title=name, ylabel="ms", yscale="log")
-    axes.legend(ncols=len(shown))
-    parameters = bench.parameters()
-    figure.suptitle(
-        f"{parameters['device']}, torch {parameters['torch']}, graphs {parameters['graphs']}, {parameters['date']}"
-    )
-    figure.savefig(path, dpi=140)
-
 
 def _sizes(text: str) -> list[int]:
     return [int(size) for size in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
+def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line, by default of this process's."""
     parser = argparse.ArgumentParser("gpu-bench", description=__doc__)
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu simulates graphs: shows that it runs")
     add("--tiny", action="store_true", help="two layers of 128 columns: measures nothing")
-    add("--towers", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED))
-    add("--sizes", type=_sizes, default=list(SIZES), help="sides of images in pixels, as 224,448")
+    names = [*PUBLISHED, *_GROUPS, *OTHERS]
+    listed = f"{', '.join(PUBLISHED)} (these by default); {ALL_OTHERS}, or of those {', '.join(OTHERS)}"
+    add("--towers", nargs="+", choices=names, default=list(PUBLISHED), metavar="TOWER", help=listed)
+    add("--sizes", type=_sizes, default=list(SIZES), help="sides of images in pixels, as 224,448; of the Qwen towers")
     add("--attention", default="auto", help="the server's --attention-backend")
-    add("--compile", action="store_true", help="also capture compiled blocks, as serve --compile on does")
-    add("--fp8", action="store_true", help="also reduce the towers to float8, as serve --precision fp8 does")
+    add(
+        "--compile",
+        action="store_true",
+        help="also capture compiled blocks, as serve --compile on does; of the Qwen towers",
+    )
+    add(
+        "--fp8",
+        action="store_true",
+        help="also reduce the towers to float8, as serve --precision fp8 does; of the Qwen towers",
+    )
     add("--repeats", type=int, default=30)
     add("--seconds", type=float, default=420, help="nothing new is started after so long")
     add("--tflops", type=float, default=790, help="the device's measured bf16 rate, for the floor")
     add("--terabytes", type=float, default=4.3, help="its measured memory bandwidth per second, for the floor")
     add("--plot", type=Path, help="write a PNG here")
     add("--out", type=Path, help="write the JSON document here as well")
-    return parser
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

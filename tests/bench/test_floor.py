@@ -1,9 +1,11 @@
 """The floor of published towers, worked out by hand for an H200."""
 
+from functools import partial
+
 import pytest
 import torch
-from bench.floor import floor_seconds
-from bench.models import PUBLISHED, build, square
+from bench.floor import counted_flop, floor_seconds, flop
+from bench.models import PUBLISHED, build, draw, plain, shrunk, square
 
 MILLISECONDS = {
     "Qwen3-VL-8B": (0.27, 1.00, 7.34, 61.1, 0.92),
@@ -18,3 +20,13 @@ def test_floor(name: str) -> None:
     grids = [square(tower, side) for side in (224, 448, 1024, 2048)]
     floors = [1e3 * floor_seconds(tower, [grid]) for grid in (*grids, square(tower, 224, 8))]
     assert floors == pytest.approx(MILLISECONDS[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counted_work_is_that_of_the_formula_and_of_patch_embedding(name: str) -> None:
+    model_type, fields = PUBLISHED[name]
+    tower = build(model_type, shrunk(fields, 2, 128), torch.float32, torch.device("cpu"))
+    grids = [square(tower, 224)]
+    pixels = draw(tower, grids)
+    counted = counted_flop(partial(plain, tower, pixels, grids))
+    assert counted == pytest.approx(flop(tower, grids) + 2 * pixels.numel() * 128, rel=1e-3)

@@ -1,0 +1,121 @@
+"""A published tower with random weights beside its stock model, both built on a device without weights on disk."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from bench.other import Other
+from packaging.version import Version
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from vitwire_server.demo.demo_model import STEPS, Json, write_json
+from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Module
+from vitwire_server.towers.tower import Tower
+
+_TINY: Json = {
+    **dict.fromkeys(("depth", "num_hidden_layers", "num_heads", "num_attention_heads", "attention_heads"), 2),
+    **dict.fromkeys(("hidden_size", "out_hidden_size"), 128),
+    "intermediate_size": 256,
+    "num_global_layers": 1,
+    "intermediate_layers_indices": [0],
+    "vision_output_dim": 256,
+}
+"""Fields of a small tower, of those that a configuration has."""
+_TINY_WIDTH, _TINY_BATCH = 128, 2
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTower:
+    """A tower and the stock model with the same weights."""
+
+    model: Any
+    """What `Other.ask` takes."""
+    tower: Tower
+    weights_nbytes: int
+    """Bytes of the tower's weights, those of its projector included."""
+
+
+def shrunk(other: Other) -> Other:
+    """The same tower with two layers of few columns, and images of the same size."""
+    vision = {name: _TINY.get(name, value) for name, value in other.vision.items()}
+    fields = {name: _TINY_WIDTH if name == "hidden_size" else value for name, value in other.fields.items()}
+    width = _TINY_WIDTH if other.width else 0
+    return replace(other, vision=vision, fields=fields, width=width, batch=_TINY_BATCH)
+
+
+def random_tower(other: Other, dtype: torch.dtype, device: torch.device) -> RandomTower:
+    """Built in `dtype`, never cast to it, so that rotary frequencies stay float32.
+
+    Raises CheckpointError or ValueError if this release of transformers is too old for it.
+    """
+    if Version(transformers.__version__) < Version(other.transformers):
+        raise ValueError(f"needs transformers {other.transformers}, {transformers.__version__} is installed")
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_json(folder / "config.json", other.config())
+        write_json(folder / "preprocessor_config.json", {**STEPS, **other.image})
+        checkpoint = open_checkpoint(name).pooled(other.pooling)
+        config = AutoConfig.from_pretrained(folder) if other.parts else None
+    torch.manual_seed(0)
+    model: Any = _whole(config, dtype, device) if config else _stock_modules(other, checkpoint, dtype, device)
+    _randomise(model)
+    parts = {
+        name: _part(module, checkpoint.config, model.get_submodule(other.parts.get(name, name)), dtype, device)
+        for name, module in checkpoint.family.modules.items()
+    }
+    weights = sum(weight.nbytes for part in parts.values() for weight in part.parameters())
+    return RandomTower(model, checkpoint.family.build(parts, checkpoint.config), weights)
+
+
+def _whole(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The stock model, with a language model of one layer."""
+    automatic: Any = AutoModel
+    with torch.device(device):
+        model: nn.Module = automatic.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+def _stock_modules(other: Other, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.ModuleDict:
+    """Modules of a model that transformers has no class for."""
+    modules = checkpoint.family.modules
+    named = {name: replace(module, source=other.stand_ins.get(name, module.source)) for name, module in modules.items()}
+    return nn.ModuleDict({name: _new(module, checkpoint.config, dtype, device) for name, module in named.items()})
+
+
+def _part(module: Module, config: Config, source: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A module of the row with the weights of the stock one. Raises ValueError if that lacks any."""
+    part = _new(module, config, dtype, device)
+    missing = part.load_state_dict(source.state_dict(), strict=False).missing_keys
+    if missing:
+        raise ValueError(f"the stock model has no {', '.join(missing[:3])}")
+    return part
+
+
+def _new(module: Module, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A module with the weights that it is initialised with."""
+    source: Any = module.resolve()
+    own = module.configuration(config)
+    with torch.device(device):
+        if issubclass(source, PreTrainedModel):
+            made: nn.Module = source._from_config(own, dtype=dtype, attn_implementation="sdpa")
+        else:
+            made = source(own)
+            for parameter in made.parameters():
+                parameter.data = parameter.data.to(dtype)
+    return made.to(device).eval().requires_grad_(requires_grad=False)
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module) -> None:
+    """Weights that keep the variance of what flows through, so that attention and positions matter."""
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=weight[0].numel() ** -0.5)
+        else:
+            weight.add_(torch.randn_like(weight), alpha=0.1)

@@ -1,0 +1,90 @@
+"""Medians of repeated runs by the device's own clock, until the time of a benchmark is up."""
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from vitwire_server.core.errors import DeviceLost, EncodeFailed
+from vitwire_server.towers.files import CheckpointError
+
+Row = dict[str, Any]
+FAILURES = (
+    RuntimeError,
+    ImportError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    OSError,
+    AssertionError,
+    EncodeFailed,
+    DeviceLost,
+    CheckpointError,
+)
+"""What one tower may fail with; the others are measured nevertheless."""
+
+
+class Stopwatch:
+    """Measures into rows, and lists what it could not measure."""
+
+    def __init__(self, device: torch.device, *, seconds: float, repeats: int, warm_ups: int) -> None:
+        self.left_out: list[str] = []
+        self._device = device
+        self._repeats, self._warm_ups = repeats, warm_ups
+        self._until = time.monotonic() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing new is to be started."""
+        return time.monotonic() > self._until
+
+    def measure(self, row: Row, column: str, once: Callable[[], float], seconds: float) -> None:
+        """Write the median of `once` in milliseconds; null if the time is up or it fails.
+
+        It ends after `seconds` or enough repeats, but not before three.
+        """
+        where = f"{row['tower']} {row['load']} {column}"
+        if self.is_over:
+            self.left_out.append(f"{where}: no time")
+            return
+        try:
+            taken = self._repeated(once, seconds)
+        except FAILURES as error:
+            self.failed(where, error)
+        else:
+            row[column] = round(1e3 * median(taken), 3)
+            sys.stderr.write(f"{where}: {row[column]} ms\n")
+
+    def failed(self, where: str, error: Exception) -> None:
+        """List a failure by the first line of its message. One that loses the device ends the run."""
+        if isinstance(error, torch.AcceleratorError | DeviceLost):
+            self._until = 0.0
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        self.left_out.append(f"{where}: {reason}")
+        sys.stderr.write(f"left out: {self.left_out[-1]}\n")
+
+    def timed(self, run: Callable[[], object]) -> float:
+        """Seconds between events around a call, with nothing else running."""
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        started, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        run()
+        done.record()
+        done.synchronize()
+        return float(started.elapsed_time(done)) / 1e3
+
+    def _repeated(self, once: Callable[[], float], seconds: float) -> list[float]:
+        for _ in range(self._warm_ups):
+            once()
+        taken: list[float] = []
+        end = time.monotonic() + seconds
+        while len(taken) < 3 or (len(taken) < self._repeats and time.monotonic() < end):
+            taken.append(once())
+        return taken
