@@ -70,5 +70,7 @@ def test_times_of_wrong_rows_are_left_out(changed: Callable[..., None]) -> None:
         assert row["plain_sdpa"] > 0
         assert row["eager"] is row["graph"] is row["rows_per_s"] is None
         assert row["norm_error"] == pytest.approx(1 / 6, abs=0.01)
-    assert len(document["left_out"]) == 4
-    assert "rows differ from those of plain transformers by 0.17" in document["left_out"][0]
+    assert {f"{CLIP} 2 x 224^2 {column}" for column in ("eager", "graph")} <= {
+        line.partition(":")[0] for line in document["left_out"]
+    }
+    assert all("rows differ from those of plain transformers by 0.17" in line for line in document["left_out"])
