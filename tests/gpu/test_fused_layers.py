@@ -118,3 +118,13 @@ def test_the_mask_is_added_to_scores(
     got = layer(rows.clone(), mask)
     assert norm_error(got.float().cpu().numpy(), expected.float().cpu().numpy()) <= max(1e-5, torch.finfo(dtype).eps)
     assert norm_error(whole[1].float().cpu().numpy(), expected[1].float().cpu().numpy()) > 0.01
+
+
+@torch.inference_mode()
+def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
+    """As those of one tile do after a convolution."""
+    tower = Rig.of(checkpoints("llava_onevision"), dtype, device, sizes=(), fused=False).tower
+    layer = TileLayer(tower.blocks[0], Products())
+    rows = torch.randn(1, layer.columns, 16, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    got, expected = layer(rows.transpose(1, 2)), layer(rows.transpose(1, 2).contiguous())
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

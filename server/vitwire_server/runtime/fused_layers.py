@@ -117,7 +117,8 @@ class Layer(ABC):
     def _computed(self, hidden_states: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The forward on `(units, tokens, hidden)`; `attend` takes heads and returns rows, in the same layout."""
         shape, products, (first, second) = hidden_states.shape, self._products, self._norms
-        hidden, normed = add_norm(hidden_states.reshape(-1, shape[-1]), None, first, overlapping=True)
+        rows = hidden_states.reshape(-1, shape[-1]).contiguous()  # one tile from a convolution has its columns first
+        hidden, normed = add_norm(rows, None, first, overlapping=True)
         qkv = products.linear(normed, self._weight, self._bias).view(*shape[:2], 3, self._heads, -1)
         q, k, v = qkv.unbind(2)
         q, k = (
