@@ -261,9 +261,9 @@ _ENCODERS: Mapping[str, Other] = {
         parts={"tower": "vision_model", "projection": "visual_projection"},
         pooling=Pooling.CLS,
     ),
-    "SigLIP2-so400m/16-384": Other(
+    "SigLIP2-so400m/14-384": Other(
         model_type="siglip",
-        vision={**_SIGLIP, "image_size": 384, "patch_size": 16, "vision_use_head": True},
+        vision={**_SIGLIP, "image_size": 384, "patch_size": 14, "vision_use_head": True},
         width=1152,
         text={"projection_size": 1152},
         fields={},

@@ -93,7 +93,7 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
         ("clip", edit(PROCESSOR, do_resize=False), "do_resize false is not served"),
         ("clip", edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"), "'ConvNextImageProcessor' is not"),
         ("siglip", edit(PROCESSOR, size={"height": 56, "width": 42}), "tiles of .56, 42."),
-        ("dinov2", edit(PROCESSOR, crop_size=60), "tiles of .60, 60., which patch_size does not divide"),
+        ("dinov2", edit(PROCESSOR, crop_size=12), "tiles of .12, 12., which hold no patch of patch_size"),
         ("vit", edit(PROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
     ],
 )
@@ -118,11 +118,27 @@ def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: P
         load(folder)
 
 
-def test_dinov2_takes_tiles_of_any_size_of_its_processor(checkpoints: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("height", "width"), [(84, 70), (80, 75)])
+def test_dinov2_takes_tiles_of_any_size_of_its_processor(
+    height: int, width: int, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(checkpoints("dinov2"), tmp_path / "copy"))
-    edit(PROCESSOR, size={"shortest_edge": 84}, crop_size={"height": 84, "width": 70})(folder)
+    edit(PROCESSOR, size={"shortest_edge": 84}, crop_size={"height": height, "width": width})(folder)
     rig, stock = Rig.of(folder, torch.float32, torch.device("cpu")), AutoModel.from_pretrained(folder, dtype="float32")
     (item,) = rig.items([Grid(2, 1, 1)])
     with torch.no_grad():
-        states = stock(rig.pixels(Grid(2, 1, 1), 0).view(2, 3, 84, 70)).last_hidden_state
+        states = stock(rig.pixels(Grid(2, 1, 1), 0).view(2, 3, height, width)).last_hidden_state
     assert error(rig.run([item])[0], states[:, 1:].flatten(0, 1).numpy()) <= TOLERANCE
+
+
+def test_patches_that_do_not_cover_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """As of SigLIP with 384 pixels and patches of 14: the last pixels of each side belong to no patch."""
+    folder = Path(shutil.copytree(checkpoints("siglip"), tmp_path / "copy"))
+    edit("config.json", vision_config__image_size=60)(folder)
+    edit(PROCESSOR, size={"height": 60, "width": 60})(folder)
+    rig, stock = Rig.of(folder, torch.float32, torch.device("cpu")), AutoModel.from_pretrained(folder, dtype="float32")
+    (item,) = rig.items([Grid(2, 1, 1)])
+    assert item.footprint.tokens == 2 * 16
+    with torch.no_grad():
+        states = stock.vision_model(rig.pixels(Grid(2, 1, 1), 0).view(2, 3, 60, 60)).last_hidden_state
+    assert error(rig.run([item])[0], states.flatten(0, 1).numpy()) <= TOLERANCE

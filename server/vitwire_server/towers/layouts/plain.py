@@ -73,8 +73,8 @@ class PlainFamily(Family):
         size = side(vision.image_size)
         if not self.resizes and tiling.tile != (size, size):
             raise ValueError(f"image_size is {size}, but the processor makes tiles of {tiling.tile}")
-        if any(length % side(vision.patch_size) for length in tiling.tile):
-            raise ValueError(f"the processor makes tiles of {tiling.tile}, which patch_size does not divide")
+        if min(tiling.tile) < side(vision.patch_size):
+            raise ValueError(f"the processor makes tiles of {tiling.tile}, which hold no patch of patch_size")
         fields: dict[str, object] = {"tile": tiling.tile, "has_head": False}
         if self.head:
             path = f"{self.tower.config}.{self.head}".removeprefix(".")
