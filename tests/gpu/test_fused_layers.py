@@ -1,4 +1,4 @@
-"""Layers of towers without rotary positions, fused, against stock ones; `make kernel-test` runs them on a CPU."""
+"""Layers of other forms than Qwen's, fused, against stock ones; `make kernel-test` runs them on a CPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +36,10 @@ FUSED = (
     "idefics2",
     "lfm2_vl",
     "minicpmv",
+    "mistral3",
+    "kimi_k25",
+    "muse_glimmer",
+    "qwen2_5_omni",
 )
 """A row for each form of a layer, each activation, with masks and with packed patches."""
 

@@ -1,4 +1,4 @@
-"""Fused layers of towers without rotary positions: of tiles, which attend to all of their tile, or of packed patches.
+"""Fused layers of other forms than Qwen's: of tiles, which attend to all of their tile, or of packed patches.
 
 As in `fusion`, a layer of the usual form is replaced by the same arithmetic with no more roundings: one product for
 queries, keys and values, norms with the additions before them, and activations in the products before them. Each is
@@ -9,7 +9,6 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +20,9 @@ from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fusion import KernelFailed, NotFusable, TileCache, tolerance_of
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
-from vitwire_server.runtime.mlps import IDLE, joined, mlp_of
+from vitwire_server.runtime.kernels.rotary import rotate
+from vitwire_server.runtime.layer_forms import FORMS, PLAIN, ROTARY, Form
+from vitwire_server.runtime.mlps import joined, mlp_of
 from vitwire_server.runtime.products import Products
 from vitwire_server.towers.shared.siglip import packed_layers
 
@@ -32,49 +33,10 @@ _LEAST_FACTOR = 1e-3
 """Smaller rows would be lost in the epsilon of norms."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The names that a kind of layer has for its parts."""
-
-    norms: tuple[str, str]
-    attention: str
-    output: str
-    mlp: str = "mlp"
-    factors: tuple[str, ...] = ()
-    """Paths of the factors `(hidden,)` of what attention and the MLP add."""
-
-    def fits(self, layer: nn.Module) -> bool:
-        """Whether a layer has these parts and no others that compute something."""
-        parts = dict(layer.named_children())
-        named = {*self.norms, self.attention, self.mlp}
-        if not named <= parts.keys():
-            return False
-        inner = dict(parts[self.attention].named_children())
-        beside = parts.keys() - named - {path.split(".")[0] for path in self.factors}
-        extras = inner.keys() - {"q_proj", "k_proj", "v_proj", "q_norm", "k_norm", self.output}
-        return self.output in inner and all(map(_is_idle, (*map(parts.get, beside), *map(inner.get, extras))))
-
-
-def _is_idle(part: nn.Module | None) -> bool:
-    return isinstance(part, IDLE) or type(part).__name__.endswith("DropPath")
-
-
-PLAIN = _Form(("layer_norm1", "layer_norm2"), "self_attn", "out_proj")
-_FORMS = (
-    PLAIN,
-    _Form(("layer_norm1", "layer_norm2"), "self_attn", "projection_layer"),
-    _Form(("layernorm_before", "layernorm_after"), "attention", "o_proj"),
-    _Form(("layernorm_before", "layernorm_after"), "attention", "projection_layer", factors=("lambda_1", "lambda_2")),
-    _Form(("norm1", "norm2"), "attention", "o_proj", factors=("layer_scale1.lambda1", "layer_scale2.lambda1")),
-    _Form(("rms_norm1", "rms_norm2"), "attention", "out_proj", mlp="ffn"),
-)
-"""CLIP and SigLIP, Janus, ViT, InternVL, DINOv2, AIMv2."""
-
-
 class Layer(ABC):
-    """A layer of one of `_FORMS`."""
+    """A layer of one of `FORMS`."""
 
-    def __init__(self, stock: nn.Module, products: Products, forms: Iterable[_Form] = _FORMS) -> None:
+    def __init__(self, stock: nn.Module, products: Products, forms: Iterable[Form] = FORMS) -> None:
         """Raises NotFusable."""
         form = next((each for each in forms if each.fits(stock)), None)
         if form is None:
@@ -97,6 +59,7 @@ class Layer(ABC):
         if len(self._weight) != 3 * self._output.in_features:
             raise NotFusable("keys have fewer heads than queries")
         products.register(self._weight, self._output.weight)
+        self.form = form
         self._head_norms = [getattr(attention, name, nn.Identity()) for name in ("q_norm", "k_norm")]
         self._causal = bool(getattr(attention, "is_causal", False))
 
@@ -114,12 +77,19 @@ class Layer(ABC):
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What the stock layer and this one make of rows `(units, tokens, hidden)`, in each way it is computed."""
 
-    def _computed(self, hidden_states: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """The forward on `(units, tokens, hidden)`; `attend` takes heads and returns rows, in the same layout."""
+    def _computed(
+        self, hidden_states: Tensor, attend: Callable[..., Tensor], turn: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """The forward on `(units, tokens, hidden)`; `attend` takes heads and returns rows, in the same layout.
+
+        `turn` rotates queries and keys of `(units, tokens, 3, heads, head_dim)` in place.
+        """
         shape, products, (first, second) = hidden_states.shape, self._products, self._norms
         rows = hidden_states.reshape(-1, shape[-1]).contiguous()  # one tile from a convolution has its columns first
         hidden, normed = add_norm(rows, None, first, overlapping=True)
         qkv = products.linear(normed, self._weight, self._bias).view(*shape[:2], 3, self._heads, -1)
+        if turn:
+            turn(qkv)
         q, k, v = qkv.unbind(2)
         q, k = (
             each if isinstance(norm, nn.Identity) else norm(each.flatten(-2)).view(each.shape)
@@ -167,13 +137,14 @@ class PackedLayer(Layer):
 
     def __init__(self, stock: nn.Module, attention: Selection, tiles: TileCache, *, first: bool) -> None:
         """Raises NotFusable."""
-        super().__init__(stock, tiles.products, [PLAIN])
+        super().__init__(stock, tiles.products, [PLAIN, ROTARY])
         self._attention, self._tiles, self._first = attention, tiles, first
 
     def __call__(
         self,
         hidden_states: Tensor,
         attention_mask: None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         *,
         cu_seq_lens_q: Tensor,
         max_length_q: int,
@@ -183,28 +154,46 @@ class PackedLayer(Layer):
         assert attention_mask is None
         if self._first:
             self._tiles.clear()
-        triton = self._attention.at(max_length_q).name == "triton"
+        chosen = self._attention.at(max_length_q)
+        turn = None
+        if position_embeddings:
+            cos, sin = (each.reshape(hidden_states.shape[1], -1).contiguous() for each in position_embeddings)
+            turn = lambda qkv: rotate(qkv[0], cos, sin, contain=not chosen.isolates)  # noqa: E731
+        contained = self._attention if turn is None else chosen
 
         def attend(*heads: Tensor) -> Tensor:
             q, k, v = (each[0] for each in heads)
-            if not triton:
-                return self._attention.attend(q, k, v, cu_seq_lens_q, max_length_q, self._scale)
+            if chosen.name != "triton":
+                return contained.attend(q, k, v, cu_seq_lens_q, max_length_q, self._scale)
             tiles = self._tiles.of(cu_seq_lens_q, len(q), self._heads, max_length_q)
             return segment_attention(q, k, v, cu_seq_lens_q, max_length_q, self._scale, tiles)
 
-        return self._computed(hidden_states, attend)
+        return self._computed(hidden_states, attend, turn)
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
         units, tokens = rows.shape[:2]
         ends = torch.arange(0, (units + 1) * tokens, tokens, dtype=torch.int32, device=rows.device)
         packed, pairs = rows.flatten(0, 1)[None], []
+        angles = torch.linspace(0, 6, units * tokens * (self.columns // self._heads // 2)).view(units * tokens, -1)
+        angles = angles.to(rows.device).repeat(1, 2)
+        rotary = (angles.cos().to(rows), angles.sin().to(rows))
+        implementation = self._attention.implementation
         for longest in self._attention.lengths:
             self._tiles.clear()
-            attended = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-            implementation = self._attention.implementation
-            expected = packed_layers([stock], packed, implementation, attended)  # type: ignore[list-item]  # checked by its names
-            pairs.append((expected.view(rows.shape), self(packed.clone(), **attended).view(rows.shape)))  # type: ignore[arg-type]
+            attended: dict[str, Any] = {
+                "cu_seq_lens_q": ends,
+                "cu_seq_lens_k": ends,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
+            if self.form is ROTARY:
+                attended |= {"attention_mask": None, "position_embeddings": rotary}
+                expected = stock(packed, **attended)
+            else:
+                layers: list[Any] = [stock]
+                expected = packed_layers(layers, packed, implementation, attended)
+            pairs.append((expected.view(rows.shape), self(packed.clone(), **attended).view(rows.shape)))
         return pairs
 
 
@@ -241,7 +230,8 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
 
     Rows are as small as what is added to them, whose error their rounding would hide. Raises NotFusable.
     """
-    if others := inspect.signature(stock.forward).parameters.keys() - {"hidden_states", "attention_mask", "kwargs"}:
+    known = {"hidden_states", "attention_mask", "kwargs"} | ({"position_embeddings"} if layer.form is ROTARY else set())
+    if others := inspect.signature(stock.forward).parameters.keys() - known:
         raise NotFusable(f"it takes {', '.join(sorted(others))}")
     weight = next(stock.parameters())
     rows = torch.randn(_UNITS, _TOKENS, layer.columns, generator=torch.Generator().manual_seed(0)).to(weight)

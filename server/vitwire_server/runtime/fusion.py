@@ -15,7 +15,7 @@ from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
 from vitwire_server.runtime.kernels.rotary import rotate
-from vitwire_server.runtime.mlps import mlp_of
+from vitwire_server.runtime.mlps import joined, mlp_of
 from vitwire_server.runtime.products import Products
 
 _log = logging.getLogger(__name__)
@@ -24,6 +24,10 @@ _TOLERANCE_ULPS = 4
 """Accepted relative difference to the stock block, in units in the last place."""
 _FLOAT32_TOLERANCE = 1e-5
 """Accepted relative difference from summing in another order in float32."""
+
+
+_PROJECTIONS = (("qkv",), ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"))
+"""Names of the layers for queries, keys and values."""
 
 
 class NotFusable(Exception):
@@ -61,17 +65,21 @@ class Block:
         try:
             stock_attention: Any = stock.attn
             self._norms: tuple[nn.Module, nn.Module] = stock.norm1, stock.norm2  # type: ignore[assignment]
-            self._qkv, self._proj = stock_attention.qkv, stock_attention.proj
+            self._proj = stock_attention.proj
             self._heads, self._scale = stock_attention.num_heads, float(stock_attention.scaling)
             for norm in self._norms:
                 epsilon(norm)
             self._mlp = mlp_of(stock.get_submodule("mlp"), self._products)
+            names = {name for name, _ in stock_attention.named_children()} - {"proj"}
+            projections = next((each for each in _PROJECTIONS if names == set(each)), None)
+            if projections is None:
+                raise ValueError(f"attention has {', '.join(sorted(names))}")
+            self._weight, self._bias = joined(*(getattr(stock_attention, name) for name in projections))
         except (AttributeError, ValueError, KeyError) as error:
             raise NotFusable(str(error)) from error
-        extras = {name for name, _ in stock_attention.named_children()} - {"qkv", "proj"}
-        if extras:
-            raise NotFusable(f"attention has {', '.join(sorted(extras))}")
-        self._products.register(self._qkv.weight, self._proj.weight)
+        if len(self._weight) != 3 * self._proj.in_features:
+            raise NotFusable("keys have fewer heads than queries")
+        self._products.register(self._weight, self._proj.weight)
         self._attention = attention
         self._tiles = tiles
         self._first = first
@@ -94,7 +102,7 @@ class Block:
         cos, sin = position_embeddings
         first, second = self._norms
         hidden, normed = add_norm(hidden_states, None, first, overlapping=True)
-        qkv = self._products.linear(normed, self._qkv.weight, self._qkv.bias).view(len(hidden), 3, self._heads, -1)
+        qkv = self._products.linear(normed, self._weight, self._bias).view(len(hidden), 3, self._heads, -1)
         chosen = self._attention.at(max_seqlen)
         rotate(qkv, cos, sin, contain=not chosen.isolates)
         q, k, v = qkv.unbind(1)
@@ -165,7 +173,7 @@ def _difference(stock: nn.Module, block: FusedBlock, longest: int) -> float:
     """Relative error, in norm, of what the block adds to random rows, compared with the stock block."""
     weight = next(stock.parameters())
     attention: Any = stock.attn
-    columns, head_dim = attention.qkv.in_features, attention.qkv.in_features // attention.num_heads
+    columns, head_dim = attention.proj.out_features, attention.proj.in_features // attention.num_heads
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(_SEGMENTS), columns, generator=generator).to(weight)
     angles = (torch.rand(len(rows), head_dim // 2, generator=generator) * 6).to(weight.device).repeat(1, 2)

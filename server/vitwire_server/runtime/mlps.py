@@ -68,6 +68,8 @@ def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
     Raises ValueError if only some have a bias.
     """
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
     biases: list[Tensor] = [each.bias for each in layers if each.bias is not None]
     if len(biases) not in (0, len(layers)):
         raise ValueError("only some of the layers that are joined have a bias")

@@ -1,0 +1,48 @@
+"""The forms of layers that can be fused: norm, attention, add, norm, MLP, add, under several names."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from vitwire_server.runtime.mlps import IDLE
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The names that a kind of layer has for its parts."""
+
+    norms: tuple[str, str]
+    attention: str
+    output: str
+    mlp: str = "mlp"
+    factors: tuple[str, ...] = ()
+    """Paths of the factors `(hidden,)` of what attention and the MLP add."""
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether a layer has these parts and no others that compute something."""
+        parts = dict(layer.named_children())
+        named = {*self.norms, self.attention, self.mlp}
+        if not named <= parts.keys():
+            return False
+        inner = dict(parts[self.attention].named_children())
+        beside = parts.keys() - named - {path.split(".")[0] for path in self.factors}
+        extras = inner.keys() - {"q_proj", "k_proj", "v_proj", "q_norm", "k_norm", self.output}
+        return self.output in inner and all(map(_is_idle, (*map(parts.get, beside), *map(inner.get, extras))))
+
+
+def _is_idle(part: nn.Module | None) -> bool:
+    return isinstance(part, IDLE) or type(part).__name__.endswith("DropPath")
+
+
+PLAIN = Form(("layer_norm1", "layer_norm2"), "self_attn", "out_proj")
+ROTARY = Form(("attention_norm", "ffn_norm"), "attention", "o_proj", mlp="feed_forward")
+"""Pixtral."""
+FORMS = (
+    PLAIN,
+    Form(("layer_norm1", "layer_norm2"), "self_attn", "projection_layer"),
+    Form(("layernorm_before", "layernorm_after"), "attention", "o_proj"),
+    Form(("layernorm_before", "layernorm_after"), "attention", "projection_layer", factors=("lambda_1", "lambda_2")),
+    Form(("norm1", "norm2"), "attention", "o_proj", factors=("layer_scale1.lambda1", "layer_scale2.lambda1")),
+    Form(("rms_norm1", "rms_norm2"), "attention", "out_proj", mlp="ffn"),
+)
+"""CLIP and SigLIP, Janus, ViT, InternVL, DINOv2, AIMv2."""
