@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING
 
 from reference import Array
 
@@ -28,7 +29,8 @@ class TileReference:
         else:
             model_type = _SAME.get(settings["model_type"], settings["model_type"])
             config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
-            model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, config=config, dtype=dtype)
+            auto: Any = getattr(transformers, settings["architectures"][0])
+            model = auto.from_pretrained(checkpoint, config=config, dtype=dtype)
             model.eval().to(device)
             own = _FEATURES.get(model_type, _pooled)
             self._features = lambda pixels, crops: own(model, pixels, crops)

@@ -1,4 +1,4 @@
-"""Gemma 3, Gemma 4 and PaliGemma (Google)."""
+"""Gemma 3, Gemma 4 and PaliGemma (Google), and models of other kinds that have their towers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -183,6 +183,13 @@ _GEMMA3 = TileFamily(
     special="pan and scan, where wanted, sends its pictures as images of their own",
 )
 
+_SHIELDGEMMA2 = _GEMMA3.nested(
+    "model.",
+    model_type="shieldgemma2",
+    title="ShieldGemma 2",
+    special="Gemma 3's tower, whose rows a classifier reads",
+)
+
 _PALIGEMMA = TileFamily(
     model_type="paligemma",
     title="PaliGemma 1 and 2",
@@ -194,4 +201,4 @@ _PALIGEMMA = TileFamily(
     videos=Accepts.NOTHING,
 )
 
-ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _EMBEDDING_GEMMA2, _GEMMA3, _PALIGEMMA)
+ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _EMBEDDING_GEMMA2, _GEMMA3, _SHIELDGEMMA2, _PALIGEMMA)
