@@ -133,6 +133,7 @@ STOCK: dict[str, Stock] = {
     "vipllava": tiles(CLIPImageProcessorPil),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "shieldgemma2": tiles(Gemma3ImageProcessorPil),
+    "t5gemma2": tiles(Gemma3ImageProcessorPil),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
     "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),

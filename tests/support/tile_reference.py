@@ -46,7 +46,13 @@ class TileReference:
 
 def _pooled(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     assert crops is None
-    return model.model.get_image_features(pixel_values=pixels).pooler_output  # type: ignore[no-any-return]
+    owner = _owner(model)
+    return owner.get_image_features(pixel_values=pixels).pooler_output  # type: ignore[no-any-return]
+
+
+def _owner(model: Any) -> Any:
+    """The part with the tower: of a model that generates or classifies, of one that retrieves, or all of it."""
+    return next(own for own in (getattr(model, "model", model), model) if hasattr(own, "get_image_features"))
 
 
 def _hybrid(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
