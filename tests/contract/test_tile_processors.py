@@ -130,6 +130,7 @@ STOCK: dict[str, Stock] = {
     "got_ocr2": tiles(GotOcr2ImageProcessorPil),
     "janus": tiles(JanusImageProcessorPil),
     "paligemma": tiles(SiglipImageProcessorPil),
+    "colpali": tiles(SiglipImageProcessorPil),
     "vipllava": tiles(CLIPImageProcessorPil),
     "gemma3": tiles(Gemma3ImageProcessorPil),
     "shieldgemma2": tiles(Gemma3ImageProcessorPil),

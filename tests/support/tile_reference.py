@@ -52,7 +52,8 @@ def _pooled(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 
 def _owner(model: Any) -> Any:
     """The part with the tower: of a model that generates or classifies, of one that retrieves, or all of it."""
-    return next(own for own in (getattr(model, "model", model), model) if hasattr(own, "get_image_features"))
+    parts = (getattr(model, name, None) for name in ("vlm", "model"))
+    return next((own for own in parts if hasattr(own, "get_image_features")), model)
 
 
 def _hybrid(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:

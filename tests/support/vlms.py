@@ -27,6 +27,7 @@ ANSWERLESS = (
     "pix2struct",
     "shieldgemma2",
     "t5gemma2_encoder",
+    "colpali",
 )
 """Models that do not write one token after the other."""
 _NO_CLIPS = ("nemotron_h_omni",)

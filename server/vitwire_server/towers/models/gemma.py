@@ -209,6 +209,14 @@ _PALIGEMMA = TileFamily(
     videos=Accepts.NOTHING,
 )
 
+_COLPALI = _PALIGEMMA.nested(
+    "vlm.",
+    model_type="colpali",
+    title="ColPali",
+    within="vlm_config",
+    special="PaliGemma's tower, whose rows the retrieval model reads",
+)
+
 ROWS: tuple[Family, ...] = (
     _GEMMA4,
     _DIFFUSION_GEMMA,
@@ -218,4 +226,5 @@ ROWS: tuple[Family, ...] = (
     _T5GEMMA2,
     _T5GEMMA2_ENCODER,
     _PALIGEMMA,
+    _COLPALI,
 )
