@@ -141,6 +141,7 @@ STOCK: dict[str, Stock] = {
     "unlimited_ocr": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
     "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
+    "modernvbert": tiles(Idefics3ImageProcessorPil, first=True),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
     "aria": tiles(AriaImageProcessorPil),
     "mllama": mllama,

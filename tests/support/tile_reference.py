@@ -113,7 +113,7 @@ def rows_of_tiles(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """Asked for the tiles of one prompt. 5.17 gives rows of each tile, 5.23 those of each prompt."""
     assert crops is None
-    return torch.cat(list(model.model.get_image_features(pixel_values=pixels[None]).pooler_output))
+    return torch.cat(list(_owner(model).get_image_features(pixel_values=pixels[None]).pooler_output))
 
 
 def _deepstacked(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
@@ -141,6 +141,8 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "granite_docling": _deepstacked,
     "idefics3": _nested,
     "smolvlm": _nested,
+    "modernvbert": _nested,
+    "colmodernvbert": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
     "unlimited_ocr": _unbroken,

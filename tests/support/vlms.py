@@ -28,6 +28,8 @@ ANSWERLESS = (
     "shieldgemma2",
     "t5gemma2_encoder",
     "colpali",
+    "modernvbert",
+    "colmodernvbert",
 )
 """Models that do not write one token after the other."""
 _NO_CLIPS = ("nemotron_h_omni",)

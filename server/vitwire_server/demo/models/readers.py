@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from transformers import AutoModel, AutoModelForImageClassification, AutoModelForPreTraining
+from transformers import AutoModel, AutoModelForImageClassification, AutoModelForMaskedLM, AutoModelForPreTraining
 
-from vitwire_server.demo.demo_model import TEXT, DemoModel, Json
+from vitwire_server.demo.demo_model import TEXT, VISION, DemoModel, Json
+from vitwire_server.demo.models.idefics import IDEFICS
 from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.tiles import TILES
 
@@ -17,6 +18,16 @@ _T5GEMMA2: Json = {
     "tie_word_embeddings": False,
     "image_token_index": 500,
 }
+_MODERNVBERT = replace(
+    IDEFICS["idefics3"],
+    config={
+        "image_token_id": 500,
+        "pixel_shuffle_factor": 2,
+        "text_config": {"model_type": "modernbert", **TEXT, "cls_token_id": 3, "pad_token_id": 0, "sep_token_id": 4},
+        "vision_config": {"model_type": "siglip_vision_model", **VISION, "image_size": 56, "patch_size": 14},
+    },
+    auto=AutoModelForMaskedLM,
+)
 
 
 def _retriever(model_type: str, vlm: DemoModel) -> DemoModel:
@@ -30,6 +41,8 @@ READERS: Mapping[str, DemoModel] = MappingProxyType(
         "t5gemma2": replace(_GEMMA3, config=_T5GEMMA2),
         "t5gemma2_encoder": replace(_GEMMA3, config=_T5GEMMA2["encoder"], auto=AutoModel),
         "colpali": _retriever("paligemma", LLAVA["paligemma"]),
+        "modernvbert": _MODERNVBERT,
+        "colmodernvbert": _retriever("modernvbert", _MODERNVBERT),
         "shieldgemma2": replace(_GEMMA3, auto=AutoModelForImageClassification),
     }
 )

@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM (Hugging Face)."""
+"""Idefics 3 and SmolVLM (Hugging Face), and ModernVBERT (Illuin), whose images are prepared in the same way."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,8 +14,10 @@ from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_mode
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, square
 from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fractions import fractional_positions
 from vitwire_server.towers.shared.modules import Constants
+from vitwire_server.towers.shared.siglip import Siglip, siglip
 
 _TILE, _LONGEST = 364, 4 * 364
 """Sizes where a checkpoint's files give none."""
@@ -87,6 +89,19 @@ class Idefics3(Encoder):
         return self._projector(rows)  # type: ignore[no-any-return]
 
 
+class ModernVBert(Siglip):
+    """SigLIP's tower, then pixel shuffle and one layer."""
+
+    def _merge(self, config: Config, side: int) -> int:
+        del side
+        return int(config.pixel_shuffle_factor)
+
+
+def _shuffles(factor: int, config: Config) -> bool:
+    """Whether the patches of a tile are squares of so many patches a side."""
+    return side(config.vision_config.image_size) // side(config.vision_config.patch_size) % factor == 0
+
+
 _IDEFICS3 = TileFamily(
     model_type="idefics3",
     title="Idefics 3, SmolVLM",
@@ -116,4 +131,30 @@ _SMOLVLM = replace(
     videos=Accepts.PICTURES,
 )
 
-ROWS: tuple[Family, ...] = (_IDEFICS3, _SMOLVLM)
+_MODERNVBERT = replace(
+    _IDEFICS3,
+    model_type="modernvbert",
+    title="ModernVBERT",
+    architecture="12 x 768, patch 16",
+    tower=siglip("vision_model."),
+    beside={
+        "projector": Module(
+            source="modernvbert.modeling_modernvbert:ModernVBertConnector",
+            prefixes=in_model("connector."),
+            config="",
+            served=(Served("pixel_shuffle_factor", _shuffles, "a divisor of image_size / patch_size"),),
+        )
+    },
+    encoder=ModernVBert,
+    special="rows that the text encoder reads",
+)
+
+_COLMODERNVBERT = _MODERNVBERT.nested(
+    "vlm.",
+    model_type="colmodernvbert",
+    title="ColModernVBERT",
+    within="vlm_config",
+    special="ModernVBERT's rows, which the retrieval model reads",
+)
+
+ROWS: tuple[Family, ...] = (_IDEFICS3, _SMOLVLM, _MODERNVBERT, _COLMODERNVBERT)
