@@ -11,6 +11,7 @@ from PIL import Image
 from torch.nn import functional
 from transformers import AutoModel
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+from transformers.models.chinese_clip.image_processing_pil_chinese_clip import ChineseCLIPImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -30,6 +31,7 @@ SIZES = [(480, 640), (33, 250), (60, 24), (700, 301), (56, 56), (64, 64), (65, 9
 STOCK: dict[str, Any] = {
     "clip": CLIPImageProcessorPil,
     "aimv2": CLIPImageProcessorPil,
+    "chinese_clip": ChineseCLIPImageProcessorPil,
     "intern_vit_6b": CLIPImageProcessorPil,
     "dinov2": BitImageProcessorPil,
     "siglip": SiglipImageProcessorPil,

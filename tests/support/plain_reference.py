@@ -17,6 +17,8 @@ PLAIN = {
     "clip": 1,
     "clip_vision_model": 1,
     "metaclip_2": 1,
+    "chinese_clip": 1,
+    "altclip": 1,
     "mlcd_vision_model": 1,
     "mlcd": 1,
     "siglip": 0,

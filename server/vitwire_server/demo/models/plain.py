@@ -72,6 +72,10 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
         "clip": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
         "clip_vision_model": _alone({**_VIT, "projection_dim": 48}, _CLIP_IMAGE, auto=_Projected),
         "metaclip_2": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
+        "chinese_clip": _with_text(
+            _VIT, {**_CLIP_IMAGE, "image_processor_type": "ChineseCLIPImageProcessor"}, {"projection_dim": 48}
+        ),
+        "altclip": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
         "mlcd_vision_model": _alone(_VIT, _CLIP_IMAGE),
         "siglip": _with_text(_VIT, _SIGLIP_IMAGE, {}),
         "siglip_vision_model": _alone(_VIT, _SIGLIP_IMAGE),

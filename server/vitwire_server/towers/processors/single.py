@@ -41,6 +41,7 @@ _SHORTEST = {"shortest_edge": 224}
 _SQUARE = {"height": 224, "width": 224}
 CLASSES = {
     "CLIP": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
+    "ChineseCLIP": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
     "Bit": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
     "Siglip": ProcessorClass(HALF, BICUBIC, _SQUARE, converts=True),
     "ViT": ProcessorClass(HALF, BILINEAR, _SQUARE, squares=True),
