@@ -27,11 +27,15 @@ PLAIN = {
     "dinov2_with_registers": 4,
     "dinov3_vit": 5,
     "vit": 1,
+    "vit_msn": 1,
+    "ijepa": 0,
     "aimv2_vision_model": 0,
     "aimv2": 0,
     "intern_vit_6b": 1,
 }
 """Tokens before those of the patches in the demo model of each type."""
+_UNPOOLED = ("vit", "vit_msn")
+"""Models that return no class token as it is: ViT has a layer behind it."""
 
 
 class PlainReference:
@@ -45,7 +49,7 @@ class PlainReference:
             model = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
             self.model = model.eval().to(device)
         self.dtype, self.device = dtype, device
-        self._class_token = settings["model_type"] != "vit"  # which has a layer behind it
+        self._class_token = settings["model_type"] not in _UNPOOLED
         self._leading = PLAIN[settings["model_type"]]
 
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:

@@ -37,6 +37,7 @@ _CLIP_IMAGE = {**CLIP, **_CROPPED, "image_processor_type": "CLIPImageProcessor"}
 _BIT_IMAGE = {**IMAGENET, **_CROPPED, "image_processor_type": "BitImageProcessor"}
 _SIGLIP_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "SiglipImageProcessor", "resample": 3}
 _DINOV3_IMAGE = {**IMAGENET, **_SQUARE, "image_processor_type": "DINOv3ViTImageProcessorFast", "resample": 2}
+_VIT_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "ViTImageProcessor", "resample": 2}
 _TEXT = {**TEXT, "projection_dim": 48, "projection_size": 64}
 
 
@@ -82,7 +83,9 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
         "dinov2": _alone({**_RESAMPLED, "use_swiglu_ffn": True}, _BIT_IMAGE),
         "dinov2_with_registers": _alone({**_RESAMPLED, "num_register_tokens": 3}, _BIT_IMAGE),
         "dinov3_vit": _alone({**_RESAMPLED, "num_register_tokens": 4, "use_gated_mlp": True}, _DINOV3_IMAGE),
-        "vit": _alone(_VIT, {**HALF, **_SQUARE, "image_processor_type": "ViTImageProcessor", "resample": 2}),
+        "vit": _alone(_VIT, _VIT_IMAGE),
+        "vit_msn": _alone(_VIT, {**_VIT_IMAGE, **IMAGENET}),
+        "ijepa": _alone(_VIT, _VIT_IMAGE),
         "aimv2_vision_model": _alone(_VIT, _CLIP_IMAGE),
         "aimv2": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
         "intern_vit_6b": _alone(

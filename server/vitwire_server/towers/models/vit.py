@@ -1,7 +1,9 @@
-"""ViT (Google)."""
+"""ViT (Google), and towers of its form: ViT-MSN and I-JEPA (Meta)."""
+
+from dataclasses import replace
 
 from vitwire_server.towers.family import Family, Module, stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _VIT = PlainFamily(
@@ -28,4 +30,22 @@ _VIT = PlainFamily(
     special="rows of the patches, after the last norm",
 )
 
-ROWS: tuple[Family, ...] = (_VIT,)
+_VIT_MSN = replace(
+    _VIT,
+    model_type="vit_msn",
+    title="ViT-MSN",
+    architecture="12 x 384, 12 x 768 or 24 x 1024, patch 4, 7 or 16",
+    tower=replace(_VIT.tower, source="vit_msn.modeling_vit_msn:ViTMSNModel"),
+)
+
+_IJEPA = replace(
+    _VIT,
+    model_type="ijepa",
+    title="I-JEPA",
+    architecture="32 x 1280 or 40 x 1408, patch 14 or 16",
+    tower=replace(_VIT.tower, source="ijepa.modeling_ijepa:IJepaModel", prefixes=stripped("ijepa.", "")),
+    leading=no_leading_tokens,
+    poolers=(MEAN,),
+)
+
+ROWS: tuple[Family, ...] = (_VIT, _VIT_MSN, _IJEPA)
