@@ -29,12 +29,13 @@ PLAIN = {
     "vit": 1,
     "vit_msn": 1,
     "ijepa": 0,
+    "vit_mae": 1,
     "aimv2_vision_model": 0,
     "aimv2": 0,
     "intern_vit_6b": 1,
 }
 """Tokens before those of the patches in the demo model of each type."""
-_UNPOOLED = ("vit", "vit_msn")
+_UNPOOLED = ("vit", "vit_msn", "vit_mae")
 """Models that return no class token as it is: ViT has a layer behind it."""
 
 
@@ -48,6 +49,8 @@ class PlainReference:
         else:
             model = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
             self.model = model.eval().to(device)
+            if settings["model_type"] == "vit_mae":
+                self.model = Unmasked(model.vit)
         self.dtype, self.device = dtype, device
         self._class_token = settings["model_type"] not in _UNPOOLED
         self._leading = PLAIN[settings["model_type"]]
@@ -78,6 +81,19 @@ class PlainReference:
         """What the model itself pools: projected by those that have a projection."""
         projected = getattr(output, "image_embeds", None)
         return output.pooler_output if projected is None else projected
+
+
+class Unmasked:
+    """ViT-MAE's encoder, asked for all patches: none is masked, and noise that rises keeps their order."""
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder = encoder
+        encoder.config.mask_ratio = 0.0
+
+    def __call__(self, pixel_values: Tensor) -> Any:
+        patches = self._encoder.embeddings.patch_embeddings.num_patches
+        noise = torch.arange(patches, device=pixel_values.device).expand(len(pixel_values), -1)
+        return self._encoder(pixel_values, noise=noise)
 
 
 class OriginalInternViT(OriginalInternVL):

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoModel, CLIPVisionModelWithProjection, PreTrainedModel
+from transformers import AutoModel, AutoModelForPreTraining, CLIPVisionModelWithProjection, PreTrainedModel
 
 from vitwire_server.demo.demo_model import (
     CLIP,
@@ -38,6 +38,12 @@ _BIT_IMAGE = {**IMAGENET, **_CROPPED, "image_processor_type": "BitImageProcessor
 _SIGLIP_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "SiglipImageProcessor", "resample": 3}
 _DINOV3_IMAGE = {**IMAGENET, **_SQUARE, "image_processor_type": "DINOv3ViTImageProcessorFast", "resample": 2}
 _VIT_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "ViTImageProcessor", "resample": 2}
+_DECODER = {
+    "decoder_hidden_size": 32,
+    "decoder_intermediate_size": 48,
+    "decoder_num_attention_heads": 2,
+    "decoder_num_hidden_layers": 2,
+}
 _TEXT = {**TEXT, "projection_dim": 48, "projection_size": 64}
 
 
@@ -86,6 +92,7 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
         "vit": _alone(_VIT, _VIT_IMAGE),
         "vit_msn": _alone(_VIT, {**_VIT_IMAGE, **IMAGENET}),
         "ijepa": _alone(_VIT, _VIT_IMAGE),
+        "vit_mae": _alone({**_VIT, **_DECODER}, {**_VIT_IMAGE, **IMAGENET}, auto=AutoModelForPreTraining),
         "aimv2_vision_model": _alone(_VIT, _CLIP_IMAGE),
         "aimv2": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
         "intern_vit_6b": _alone(

@@ -1,10 +1,30 @@
-"""ViT (Google), and towers of its form: ViT-MSN and I-JEPA (Meta)."""
+"""ViT (Google), and towers of its form: ViT-MSN, I-JEPA and the encoder of ViT-MAE (Meta)."""
 
 from dataclasses import replace
+from types import MethodType
 
-from vitwire_server.towers.family import Family, Module, stripped
+from torch import Tensor
+
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Family, Module, Parts, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
 from vitwire_server.towers.shared.pooling import MEAN, class_token
+
+
+class Mae(PlainEncoder):
+    """All patches in their order, of which the stock forward masks some."""
+
+    def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        embeddings = self._tower.embeddings
+        embeddings.random_masking = MethodType(_unmasked, embeddings)
+
+
+def _unmasked(embeddings: object, patches: Tensor, noise: None) -> tuple[Tensor, None, None]:
+    """In place of the stock function: all patches, no mask, and no order to restore."""
+    del embeddings, noise
+    return patches, None, None
+
 
 _VIT = PlainFamily(
     model_type="vit",
@@ -48,4 +68,14 @@ _IJEPA = replace(
     poolers=(MEAN,),
 )
 
-ROWS: tuple[Family, ...] = (_VIT, _VIT_MSN, _IJEPA)
+_VIT_MAE = replace(
+    _VIT,
+    model_type="vit_mae",
+    title="ViT-MAE",
+    architecture="12 x 768, 24 x 1024 or 32 x 1280, patch 14 or 16",
+    tower=replace(_VIT.tower, source="vit_mae.modeling_vit_mae:ViTMAEModel", ignored=("decoder.",)),
+    encoder=Mae,
+    special="the encoder, without masking; rows of the patches, after the last norm",
+)
+
+ROWS: tuple[Family, ...] = (_VIT, _VIT_MSN, _IJEPA, _VIT_MAE)
