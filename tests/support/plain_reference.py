@@ -33,6 +33,7 @@ PLAIN = {
     "aimv2_vision_model": 0,
     "aimv2": 0,
     "intern_vit_6b": 1,
+    "radio": 10,
 }
 """Tokens before those of the patches in the demo model of each type."""
 _UNPOOLED = ("vit", "vit_msn", "vit_mae")
@@ -78,9 +79,9 @@ class PlainReference:
         return rows.float().cpu().numpy()  # type: ignore[no-any-return]
 
     def _own(self, output: Any) -> Any:
-        """What the model itself pools: projected by those that have a projection."""
-        projected = getattr(output, "image_embeds", None)
-        return output.pooler_output if projected is None else projected
+        """What the model itself pools: projected by those that have a projection, a summary of several class tokens."""
+        found = (getattr(output, name, None) for name in ("image_embeds", "summary"))
+        return next((own for own in found if own is not None), getattr(output, "pooler_output", None))
 
 
 class Unmasked:

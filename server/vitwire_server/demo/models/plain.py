@@ -101,6 +101,18 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
             base="internvl_vision",
             save=save_intern_vit,
         ),
+        "radio": _alone(
+            {
+                "hidden_size": 64,
+                "max_img_size": 112,
+                "mlp_ratio": 1.5,
+                "num_attention_heads": 4,
+                "num_hidden_layers": 3,
+                "patch_size": 14,
+                "summary_idxs": [0, 2],
+            },
+            {**_CLIP_IMAGE, "crop_size": {"height": 56, "width": 42}, "do_normalize": False},
+        ),
         "mlcd": _alone(_VIT, _CLIP_IMAGE, base="mlcd_vision_model", save=_save_as("mlcd")),
     }
 )
