@@ -80,6 +80,21 @@ def test_pixels_of_dinov3_differ_from_those_of_its_processor_by_rounding_alone(c
         assert np.abs(item.pixels - stock.numpy()).max() < 1.5, size
 
 
+def test_pixels_of_tipsv2_differ_from_those_of_its_processor_by_one_at_most(checkpoints: Checkpoints) -> None:
+    """It needs torchvision, whose resize of 8 bits calls `functional.interpolate` and rounds elsewhere than Pillow."""
+    model = client_model(checkpoints("tipsv2"))
+    settings = model.image_preprocessor
+    assert settings is not None
+    assert (settings.mean, settings.std) == ((0.0,) * 3, (1.0,) * 3)
+    for size in SIZES:
+        image = photograph(*size)
+        whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        stock = functional.interpolate(whole, (56, 56), mode="bilinear", antialias=True, align_corners=False)
+        (item,) = image_items([image], model)
+        assert isinstance(item.pixels, np.ndarray)
+        assert np.abs(item.pixels.astype(int) - stock.numpy()).max() <= 1, size
+
+
 def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoints) -> None:
     model = client_model(checkpoints("clip"))
     with pytest.raises(InvalidItem, match="1x30000 is too elongated: resized, it would have "):

@@ -34,6 +34,7 @@ PLAIN = {
     "aimv2": 0,
     "intern_vit_6b": 1,
     "radio": 10,
+    "tipsv2": 3,
 }
 """Tokens before those of the patches in the demo model of each type."""
 _UNPOOLED = ("vit", "vit_msn", "vit_mae")

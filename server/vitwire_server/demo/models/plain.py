@@ -113,6 +113,11 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
             },
             {**_CLIP_IMAGE, "crop_size": {"height": 56, "width": 42}, "do_normalize": False},
         ),
+        "tipsv2": _with_text(
+            {**_RESAMPLED, "mlp_ratio": 1.5, "num_register_tokens": 2, "use_swiglu_ffn": True},
+            {**_SQUARE, "do_normalize": False, "image_processor_type": "Tipsv2ImageProcessor", "resample": 2},
+            {},
+        ),
         "mlcd": _alone(_VIT, _CLIP_IMAGE, base="mlcd_vision_model", save=_save_as("mlcd")),
     }
 )

@@ -46,6 +46,7 @@ CLASSES = {
     "Siglip": ProcessorClass(HALF, BICUBIC, _SQUARE, converts=True),
     "ViT": ProcessorClass(HALF, BILINEAR, _SQUARE, squares=True),
     "DINOv3ViT": ProcessorClass(IMAGENET, BILINEAR, _SQUARE, squares=True),
+    "Tipsv2": ProcessorClass(IDENTITY, BILINEAR, {"height": 448, "width": 448}, squares=True, converts=True),
 }
 """By the beginning of their names."""
 
