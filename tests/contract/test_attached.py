@@ -63,5 +63,6 @@ def test_every_model_that_generates_has_a_layout() -> None:
         "modernvbert",
         "pix2struct",
         "shieldgemma2",
+        "ultravbert",
     }
     assert FAMILIES.keys() >= LAYOUTS.keys()

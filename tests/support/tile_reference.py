@@ -143,6 +143,7 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "smolvlm": _nested,
     "modernvbert": _nested,
     "colmodernvbert": _nested,
+    "ultravbert": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
     "unlimited_ocr": _unbroken,

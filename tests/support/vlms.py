@@ -30,6 +30,7 @@ ANSWERLESS = (
     "colpali",
     "modernvbert",
     "colmodernvbert",
+    "ultravbert",
 )
 """Models that do not write one token after the other."""
 _NO_CLIPS = ("nemotron_h_omni",)

@@ -28,6 +28,7 @@ _MODERNVBERT = replace(
     },
     auto=AutoModelForMaskedLM,
 )
+_ULTRABERT = {"model_type": "ultrabert", **TEXT, "num_hidden_layers": 6, "prediction_head_size": 64}
 
 
 def _retriever(model_type: str, vlm: DemoModel) -> DemoModel:
@@ -43,6 +44,7 @@ READERS: Mapping[str, DemoModel] = MappingProxyType(
         "colpali": _retriever("paligemma", LLAVA["paligemma"]),
         "modernvbert": _MODERNVBERT,
         "colmodernvbert": _retriever("modernvbert", _MODERNVBERT),
+        "ultravbert": replace(_MODERNVBERT, config={**_MODERNVBERT.config, "text_config": _ULTRABERT}),
         "shieldgemma2": replace(_GEMMA3, auto=AutoModelForImageClassification),
     }
 )

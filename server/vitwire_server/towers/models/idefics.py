@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM (Hugging Face), and ModernVBERT (Illuin), whose images are prepared in the same way."""
+"""Idefics 3 and SmolVLM (Hugging Face), and retrieval models with their connector: ModernVBERT (Illuin), UltraVBERT."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, square
+from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, bounded, square
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fractions import fractional_positions
@@ -57,6 +57,12 @@ def _images_and_clips(files: ProcessorFiles, config: Config) -> dict[Modality, P
     size["longest_edge"] = min(size.get("longest_edge", 0), _LARGEST)
     tiling = _tiling(files.video, size, config, cut=False)
     return {**_images(files, config), Modality.VIDEO: tiled(files.video, tiling, HALF, LANCZOS)}
+
+
+def _capped_images(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """The processor shrinks an image until it has few enough tiles."""
+    del config
+    return {Modality.IMAGE: replace(bounded(files.image, (1, 1), HALF, LANCZOS), resizing=Resizing.OTHER)}
 
 
 class Idefics3(Encoder):
@@ -131,6 +137,7 @@ _SMOLVLM = replace(
     videos=Accepts.PICTURES,
 )
 
+_SHUFFLED = (Served("pixel_shuffle_factor", _shuffles, "a divisor of image_size / patch_size"),)
 _MODERNVBERT = replace(
     _IDEFICS3,
     model_type="modernvbert",
@@ -142,7 +149,7 @@ _MODERNVBERT = replace(
             source="modernvbert.modeling_modernvbert:ModernVBertConnector",
             prefixes=in_model("connector."),
             config="",
-            served=(Served("pixel_shuffle_factor", _shuffles, "a divisor of image_size / patch_size"),),
+            served=_SHUFFLED,
         )
     },
     encoder=ModernVBert,
@@ -157,4 +164,21 @@ _COLMODERNVBERT = _MODERNVBERT.nested(
     special="ModernVBERT's rows, which the retrieval model reads",
 )
 
-ROWS: tuple[Family, ...] = (_IDEFICS3, _SMOLVLM, _MODERNVBERT, _COLMODERNVBERT)
+_ULTRAVBERT = replace(
+    _MODERNVBERT,
+    model_type="ultravbert",
+    title="UltraVBERT",
+    beside={
+        "projector": Module(
+            source="ultravbert.modeling_ultravbert:UltraVBertConnector",
+            prefixes=in_model("connector."),
+            config="",
+            served=_SHUFFLED,
+        )
+    },
+    processor=_capped_images,
+    images=Accepts.PIXELS,
+    transformers="5.23.0",
+)
+
+ROWS: tuple[Family, ...] = (_IDEFICS3, _SMOLVLM, _MODERNVBERT, _COLMODERNVBERT, _ULTRAVBERT)
