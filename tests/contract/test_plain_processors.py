@@ -13,6 +13,7 @@ from transformers import AutoModel
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.chinese_clip.image_processing_pil_chinese_clip import ChineseCLIPImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -34,6 +35,7 @@ STOCK: dict[str, Any] = {
     "chinese_clip": ChineseCLIPImageProcessorPil,
     "intern_vit_6b": CLIPImageProcessorPil,
     "dinov2": BitImageProcessorPil,
+    "deit": DeiTImageProcessorPil,
     "siglip": SiglipImageProcessorPil,
     "vit": ViTImageProcessorPil,
 }
@@ -107,6 +109,8 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
         ("clip", edit(PROCESSOR, crop_size=112), "crop_size .112, 112. is larger than size"),
         ("clip", edit(PROCESSOR, crop_size=42), "image_size is 56, but the processor makes tiles of .42, 42."),
         ("clip", edit(PROCESSOR, do_center_crop=False), "crop_size None does not make one tile"),
+        ("deit", edit(PROCESSOR, size={"height": 64, "width": 60}), "size .* does not make one tile"),
+        ("deit", edit(PROCESSOR, size={"height": 48, "width": 48}), "crop_size .56, 56. is larger than size"),
         ("clip", edit(PROCESSOR, do_resize=False), "do_resize false is not served"),
         ("clip", edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"), "'ConvNextImageProcessor' is not"),
         ("siglip", edit(PROCESSOR, size={"height": 56, "width": 42}), "tiles of .56, 42."),

@@ -27,6 +27,7 @@ PLAIN = {
     "dinov2_with_registers": 4,
     "dinov3_vit": 5,
     "vit": 1,
+    "deit": 2,
     "vit_msn": 1,
     "ijepa": 0,
     "vit_mae": 1,
@@ -37,7 +38,7 @@ PLAIN = {
     "tipsv2": 3,
 }
 """Tokens before those of the patches in the demo model of each type."""
-_UNPOOLED = ("vit", "vit_msn", "vit_mae")
+_UNPOOLED = ("vit", "deit", "vit_msn", "vit_mae")
 """Models that return no class token as it is: ViT has a layer behind it."""
 
 

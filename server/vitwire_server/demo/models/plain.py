@@ -38,6 +38,12 @@ _BIT_IMAGE = {**IMAGENET, **_CROPPED, "image_processor_type": "BitImageProcessor
 _SIGLIP_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "SiglipImageProcessor", "resample": 3}
 _DINOV3_IMAGE = {**IMAGENET, **_SQUARE, "image_processor_type": "DINOv3ViTImageProcessorFast", "resample": 2}
 _VIT_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "ViTImageProcessor", "resample": 2}
+_DEIT_IMAGE = {
+    **IMAGENET,
+    **_CROPPED,
+    "image_processor_type": "DeiTImageProcessor",
+    "size": {"height": 64, "width": 64},
+}
 _DECODER = {
     "decoder_hidden_size": 32,
     "decoder_intermediate_size": 48,
@@ -90,6 +96,7 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
         "dinov2_with_registers": _alone({**_RESAMPLED, "num_register_tokens": 3}, _BIT_IMAGE),
         "dinov3_vit": _alone({**_RESAMPLED, "num_register_tokens": 4, "use_gated_mlp": True}, _DINOV3_IMAGE),
         "vit": _alone(_VIT, _VIT_IMAGE),
+        "deit": _alone(_VIT, _DEIT_IMAGE),
         "vit_msn": _alone(_VIT, {**_VIT_IMAGE, **IMAGENET}),
         "ijepa": _alone(_VIT, _VIT_IMAGE),
         "vit_mae": _alone({**_VIT, **_DECODER}, {**_VIT_IMAGE, **IMAGENET}, auto=AutoModelForPreTraining),

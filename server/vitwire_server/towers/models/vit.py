@@ -1,4 +1,4 @@
-"""ViT (Google), and towers of its form: ViT-MSN, I-JEPA and the encoder of ViT-MAE (Meta)."""
+"""ViT (Google), and towers of its form: DeiT, ViT-MSN, I-JEPA and the encoder of ViT-MAE (Meta)."""
 
 from dataclasses import replace
 from types import MethodType
@@ -50,6 +50,22 @@ _VIT = PlainFamily(
     special="rows of the patches, after the last norm",
 )
 
+_DEIT = replace(
+    _VIT,
+    model_type="deit",
+    title="DeiT",
+    architecture="12 x 192, 12 x 384 or 12 x 768, patch 16",
+    tower=replace(
+        _VIT.tower,
+        source="vitwire_server.towers.models.vit_tower:Deit",
+        prefixes=stripped("deit.", ""),
+        ignored=("classifier.", "cls_classifier.", "distillation_classifier.", "pooler."),
+    ),
+    leading=lambda _: 2,
+    processor="DeiT",
+    special="class and distillation tokens; rows of the patches, after the last norm",
+)
+
 _VIT_MSN = replace(
     _VIT,
     model_type="vit_msn",
@@ -78,4 +94,4 @@ _VIT_MAE = replace(
     special="the encoder, without masking; rows of the patches, after the last norm",
 )
 
-ROWS: tuple[Family, ...] = (_VIT, _VIT_MSN, _IJEPA, _VIT_MAE)
+ROWS: tuple[Family, ...] = (_VIT, _DEIT, _VIT_MSN, _IJEPA, _VIT_MAE)
