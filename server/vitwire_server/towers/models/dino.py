@@ -152,6 +152,7 @@ _TIPSV2 = replace(
         convert=_unfused,
     ),
     processor="Tipsv2",
+    transformers="5.23.0",
     special="register tokens, the first of which is a second class token; rows of the patches, after the last norm",
 )
 

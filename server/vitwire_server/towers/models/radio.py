@@ -83,6 +83,7 @@ _RADIO = PlainFamily(
     resizes=True,
     poolers=(Pooler(pooling=Pooling.CLS, make=Summary), MEAN),
     processor="CLIP",
+    transformers="5.23.0",
     special="class and register tokens; the tower normalises pixels itself; rows of the patches; cls: its summary",
 )
 
