@@ -89,9 +89,17 @@ def _center_crop(picture: Picture, tiling: Tiling) -> Tiles:
     size = (tiling.min_side * height // short, tiling.min_side * width // short)
     if math.prod(size) > MAX_DECODED_PIXELS:
         raise ValueError(f"{height}x{width} is too elongated: resized, it would have {math.prod(size)} pixels")
-    top, left = ((whole - own) // 2 for whole, own in zip(size, tiling.tile, strict=True))
-    middle = picture.at(size)[top : top + tiling.tile[0], left : left + tiling.tile[1]]
-    return Tiles(stacked([middle]), (1, 1, 1))
+    return _middle(picture, size, tiling.tile)
+
+
+def _stretched_crop(picture: Picture, tiling: Tiling) -> Tiles:
+    return _middle(picture, (tiling.min_side, tiling.min_side), tiling.tile)
+
+
+def _middle(picture: Picture, size: Size, tile: Size) -> Tiles:
+    """One tile of the picture at this size."""
+    top, left = ((whole - own) // 2 for whole, own in zip(size, tile, strict=True))
+    return Tiles(stacked([picture.at(size)[top : top + tile[0], left : left + tile[1]]]), (1, 1, 1))
 
 
 def _corner(picture: Picture, tiling: Tiling) -> Tiles:
@@ -249,6 +257,7 @@ _RULES: dict[str, Callable[[Picture, Tiling], Tiles]] = {
     "stretch": _stretch,
     "square": _square,
     "center_crop": _center_crop,
+    "stretched_crop": _stretched_crop,
     "closest_ratio": _closest_ratio,
     "two_ratios": _two_ratios,
     "ratio_and_area": _ratio_and_area,

@@ -32,6 +32,7 @@ PROCESSORS = {
     "paligemma": "siglip.Siglip",
     "vipllava": "llava.Llava",
     "gemma3": "gemma3.Gemma3",
+    "t5gemma2": "gemma3.Gemma3",
     "gemma4": "gemma4.Gemma4",
     "ovis2": "ovis2.Ovis2",
     "qianfan_ocr": "got_ocr2.GotOcr2",

@@ -44,6 +44,10 @@ LAYOUTS = {
             r"^model\.visual\.(.*)\.to_([qkv])\.": r"model.visual.\1.\2_proj.",
         }
     ),
+    "shieldgemma2": Layout(
+        {r"^model\.model\.vision_tower\.": "model.vision_tower.vision_model.", r"^model\.model\.": "model."}
+    ),
+    "altclip": Layout({r"\.encoder\.layer\.": ".encoder.layers."}),
     "hyperclovax_vision_v2": Layout({r"^model\.vision_projector\.": "model.projector."}),
     "mistral3": Layout(
         {r"^vision_tower\.": "model.vision_encoder.", r"^multi_modal_projector\.": "model.vision_projection."}

@@ -11,7 +11,9 @@ from PIL import Image
 from torch.nn import functional
 from transformers import AutoModel
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+from transformers.models.chinese_clip.image_processing_pil_chinese_clip import ChineseCLIPImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -30,8 +32,10 @@ SIZES = [(480, 640), (33, 250), (60, 24), (700, 301), (56, 56), (64, 64), (65, 9
 STOCK: dict[str, Any] = {
     "clip": CLIPImageProcessorPil,
     "aimv2": CLIPImageProcessorPil,
+    "chinese_clip": ChineseCLIPImageProcessorPil,
     "intern_vit_6b": CLIPImageProcessorPil,
     "dinov2": BitImageProcessorPil,
+    "deit": DeiTImageProcessorPil,
     "siglip": SiglipImageProcessorPil,
     "vit": ViTImageProcessorPil,
 }
@@ -78,6 +82,21 @@ def test_pixels_of_dinov3_differ_from_those_of_its_processor_by_rounding_alone(c
         assert np.abs(item.pixels - stock.numpy()).max() < 1.5, size
 
 
+def test_pixels_of_tipsv2_differ_from_those_of_its_processor_by_one_at_most(checkpoints: Checkpoints) -> None:
+    """It needs torchvision, whose resize of 8 bits calls `functional.interpolate` and rounds elsewhere than Pillow."""
+    model = client_model(checkpoints("tipsv2"))
+    settings = model.image_preprocessor
+    assert settings is not None
+    assert (settings.mean, settings.std) == ((0.0,) * 3, (1.0,) * 3)
+    for size in SIZES:
+        image = photograph(*size)
+        whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        stock = functional.interpolate(whole, (56, 56), mode="bilinear", antialias=True, align_corners=False)
+        (item,) = image_items([image], model)
+        assert isinstance(item.pixels, np.ndarray)
+        assert np.abs(item.pixels.astype(int) - stock.numpy()).max() <= 1, size
+
+
 def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoints) -> None:
     model = client_model(checkpoints("clip"))
     with pytest.raises(InvalidItem, match="1x30000 is too elongated: resized, it would have "):
@@ -90,6 +109,8 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
         ("clip", edit(PROCESSOR, crop_size=112), "crop_size .112, 112. is larger than size"),
         ("clip", edit(PROCESSOR, crop_size=42), "image_size is 56, but the processor makes tiles of .42, 42."),
         ("clip", edit(PROCESSOR, do_center_crop=False), "crop_size None does not make one tile"),
+        ("deit", edit(PROCESSOR, size={"height": 64, "width": 60}), "size .* does not make one tile"),
+        ("deit", edit(PROCESSOR, size={"height": 48, "width": 48}), "crop_size .56, 56. is larger than size"),
         ("clip", edit(PROCESSOR, do_resize=False), "do_resize false is not served"),
         ("clip", edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"), "'ConvNextImageProcessor' is not"),
         ("siglip", edit(PROCESSOR, size={"height": 56, "width": 42}), "tiles of .56, 42."),

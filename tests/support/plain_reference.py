@@ -17,6 +17,8 @@ PLAIN = {
     "clip": 1,
     "clip_vision_model": 1,
     "metaclip_2": 1,
+    "chinese_clip": 1,
+    "altclip": 1,
     "mlcd_vision_model": 1,
     "mlcd": 1,
     "siglip": 0,
@@ -25,11 +27,19 @@ PLAIN = {
     "dinov2_with_registers": 4,
     "dinov3_vit": 5,
     "vit": 1,
+    "deit": 2,
+    "vit_msn": 1,
+    "ijepa": 0,
+    "vit_mae": 1,
     "aimv2_vision_model": 0,
     "aimv2": 0,
     "intern_vit_6b": 1,
+    "radio": 10,
+    "tipsv2": 3,
 }
 """Tokens before those of the patches in the demo model of each type."""
+_UNPOOLED = ("vit", "deit", "vit_msn", "vit_mae")
+"""Models that return no class token as it is: ViT has a layer behind it."""
 
 
 class PlainReference:
@@ -42,8 +52,10 @@ class PlainReference:
         else:
             model = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
             self.model = model.eval().to(device)
+            if settings["model_type"] == "vit_mae":
+                self.model = Unmasked(model.vit)
         self.dtype, self.device = dtype, device
-        self._class_token = settings["model_type"] != "vit"  # which has a layer behind it
+        self._class_token = settings["model_type"] not in _UNPOOLED
         self._leading = PLAIN[settings["model_type"]]
 
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -69,9 +81,22 @@ class PlainReference:
         return rows.float().cpu().numpy()  # type: ignore[no-any-return]
 
     def _own(self, output: Any) -> Any:
-        """What the model itself pools: projected by those that have a projection."""
-        projected = getattr(output, "image_embeds", None)
-        return output.pooler_output if projected is None else projected
+        """What the model itself pools: projected by those that have a projection, a summary of several class tokens."""
+        found = (getattr(output, name, None) for name in ("image_embeds", "summary"))
+        return next((own for own in found if own is not None), getattr(output, "pooler_output", None))
+
+
+class Unmasked:
+    """ViT-MAE's encoder, asked for all patches: none is masked, and noise that rises keeps their order."""
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder = encoder
+        encoder.config.mask_ratio = 0.0
+
+    def __call__(self, pixel_values: Tensor) -> Any:
+        patches = self._encoder.embeddings.patch_embeddings.num_patches
+        noise = torch.arange(patches, device=pixel_values.device).expand(len(pixel_values), -1)
+        return self._encoder(pixel_values, noise=noise)
 
 
 class OriginalInternViT(OriginalInternVL):

@@ -212,6 +212,7 @@ _IMAGE: Mapping[str, Callable[[Any], Pictures]] = {
     "aya_vision": _tiles,
     "cohere2_vision": _tiles,
     "gemma3": _tiles,
+    "t5gemma2_encoder": _tiles,
     "llama4": _tiles,
     "ovis2": _tiles,
     "florence2": lambda _: Pictures({"pixel_values": _random(3, 3, 96, 96)}),

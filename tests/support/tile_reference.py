@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING
 
 from reference import Array
 
@@ -28,7 +29,8 @@ class TileReference:
         else:
             model_type = _SAME.get(settings["model_type"], settings["model_type"])
             config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
-            model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, config=config, dtype=dtype)
+            auto: Any = getattr(transformers, settings["architectures"][0])
+            model = auto.from_pretrained(checkpoint, config=config, dtype=dtype)
             model.eval().to(device)
             own = _FEATURES.get(model_type, _pooled)
             self._features = lambda pixels, crops: own(model, pixels, crops)
@@ -44,7 +46,14 @@ class TileReference:
 
 def _pooled(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     assert crops is None
-    return model.model.get_image_features(pixel_values=pixels).pooler_output  # type: ignore[no-any-return]
+    owner = _owner(model)
+    return owner.get_image_features(pixel_values=pixels).pooler_output  # type: ignore[no-any-return]
+
+
+def _owner(model: Any) -> Any:
+    """The part with the tower: of a model that generates or classifies, of one that retrieves, or all of it."""
+    parts = (getattr(model, name, None) for name in ("vlm", "model"))
+    return next((own for own in parts if hasattr(own, "get_image_features")), model)
 
 
 def _hybrid(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
@@ -104,7 +113,7 @@ def rows_of_tiles(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 def _nested(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """Asked for the tiles of one prompt. 5.17 gives rows of each tile, 5.23 those of each prompt."""
     assert crops is None
-    return torch.cat(list(model.model.get_image_features(pixel_values=pixels[None]).pooler_output))
+    return torch.cat(list(_owner(model).get_image_features(pixel_values=pixels[None]).pooler_output))
 
 
 def _deepstacked(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
@@ -132,6 +141,9 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "granite_docling": _deepstacked,
     "idefics3": _nested,
     "smolvlm": _nested,
+    "modernvbert": _nested,
+    "colmodernvbert": _nested,
+    "ultravbert": _nested,
     "step3p7": _cropped,
     "deepseek_ocr2": _cropped,
     "unlimited_ocr": _unbroken,

@@ -19,7 +19,19 @@ from vitwire.integrations.transformers import Encoder, attach, detach
 from vitwire_server.core.grids import Grid
 
 _MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "phi4_multimodal", "nemotron_h_omni"}
-ANSWERLESS = ("siglip2", "colqwen2", "embedding_gemma2", "diffusion_gemma", "pix2struct")
+ANSWERLESS = (
+    "siglip2",
+    "colqwen2",
+    "embedding_gemma2",
+    "diffusion_gemma",
+    "pix2struct",
+    "shieldgemma2",
+    "t5gemma2_encoder",
+    "colpali",
+    "modernvbert",
+    "colmodernvbert",
+    "ultravbert",
+)
 """Models that do not write one token after the other."""
 _NO_CLIPS = ("nemotron_h_omni",)
 """Models whose clips have weights that the service does not hold."""

@@ -69,6 +69,7 @@ MODELS = {
     "covering": tiling(rule=pb.TILING_RULE_COVERING, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=6),
     "parts": tiling(rule=pb.TILING_RULE_COVERING_PARTS, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=6),
     "corner": tiling(rule=pb.TILING_RULE_CORNER, min_tiles=1, max_tiles=1, min_side=24, patch=8),
+    "stretched": tiling(rule=pb.TILING_RULE_STRETCHED_CROP, min_tiles=1, max_tiles=1, min_side=64),
     "square": tiling(rule=pb.TILING_RULE_SQUARE, min_tiles=1, max_tiles=1, background=[9, 8, 7], min_side=14,
                      crop=pb.PixelSize(height=96, width=96), crop_background=[1, 2, 3]),
     "windows": tiling(rule=pb.TILING_RULE_WINDOWS, min_tiles=1, max_tiles=20, max_side=300, crop=CROP),

@@ -11,6 +11,7 @@ from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import Dee
 from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
     DeepseekVLHybridImageProcessorPil,
 )
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
@@ -157,6 +158,13 @@ class TestAgainstStock:
         image = picture(*size)
         stock = LlavaImageProcessorPil(size={"shortest_edge": shorter}, crop_size={"height": 56, "width": 56})
         mine = ours(image, Tiling("center_crop", (56, 56), min_side=shorter))
+        assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
+        assert mine.grid == (1, 1, 1)
+
+    def test_deit(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        stock = DeiTImageProcessorPil(size={"height": 64, "width": 64}, crop_size={"height": 56, "width": 42})
+        mine = ours(image, Tiling("stretched_crop", (56, 42), min_side=64))
         assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
         assert mine.grid == (1, 1, 1)
 

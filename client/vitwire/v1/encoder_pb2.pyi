@@ -164,6 +164,10 @@ class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """One tile; the longer side is resized to that of the tile, and the image is
     at the top left.
     """
+    TILING_RULE_STRETCHED_CROP: _TilingRule.ValueType  # 16
+    """One tile: the middle of the image, which is first resized to a square of
+    min_side whatever its shape.
+    """
 
 class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
     """How the layout of an image's tiles is chosen."""
@@ -215,6 +219,10 @@ aspect ratio and is centred on the background.
 TILING_RULE_CORNER: TilingRule.ValueType  # 15
 """One tile; the longer side is resized to that of the tile, and the image is
 at the top left.
+"""
+TILING_RULE_STRETCHED_CROP: TilingRule.ValueType  # 16
+"""One tile: the middle of the image, which is first resized to a square of
+min_side whatever its shape.
 """
 Global___TilingRule: typing_extensions.TypeAlias = TilingRule
 
@@ -1315,7 +1323,8 @@ class Tiling(google.protobuf.message.Message):
     max_tiles: builtins.int
     min_side: builtins.int
     """Minimum length of both sides of a resized image; for
-    TILING_RULE_CENTER_CROP, the length of its shorter side.
+    TILING_RULE_CENTER_CROP, the length of its shorter side; for
+    TILING_RULE_STRETCHED_CROP, of both.
     """
     max_side: builtins.int
     """Larger images are first resized to this longer side; 0 disables this."""

@@ -13,6 +13,8 @@ class TilingRule(StrEnum):
     """One tile, into which the image is resized in its own shape; the rest is background."""
     CENTER_CROP = "center_crop"
     """One tile: the middle of the image, whose shorter side is resized to `min_side`."""
+    STRETCHED_CROP = "stretched_crop"
+    """One tile: the middle of the image, which is resized to a square of `min_side` whatever its shape."""
     CLOSEST_RATIO = "closest_ratio"
     """The layout whose shape is nearest to the image's, which is stretched over it."""
     TWO_RATIOS = "two_ratios"
@@ -62,7 +64,7 @@ class Tiling:
     background: tuple[int, ...] = ()
     """Value of each channel where there is no image, before rescaling; zero if empty."""
     min_side: int = 0
-    """Neither side of a resized image is shorter; with CENTER_CROP, the length of the shorter side."""
+    """Neither side of a resized image is shorter; CENTER_CROP: length of the shorter one. STRETCHED_CROP: of both."""
     max_side: int = 0
     """Larger images are resized to this longer side before anything else; 0 leaves them."""
     crop: tuple[int, int] | None = None

@@ -17,6 +17,7 @@ from vitwire_server.demo.models.plain import PLAIN
 from vitwire_server.demo.models.published import PUBLISHED
 from vitwire_server.demo.models.raster import RASTER
 from vitwire_server.demo.models.raster_newer import RASTER_NEWER
+from vitwire_server.demo.models.readers import READERS
 from vitwire_server.demo.models.single_tiles import SINGLE_TILES
 from vitwire_server.demo.models.tiles import TILES
 from vitwire_server.demo.models.tiles_newer import TILES_NEWER
@@ -34,6 +35,7 @@ DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
         **PUBLISHED,
         **RASTER,
         **RASTER_NEWER,
+        **READERS,
         **SINGLE_TILES,
         **TILES,
         **TILES_NEWER,

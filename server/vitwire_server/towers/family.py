@@ -197,6 +197,15 @@ class Family(ABC):
         found = (each for each in self.poolers if each.pooling is pooling and each.offered(config))
         return replace(self, pooler=next(found, None))
 
+    def nested(self, prefix: str, **fields: Any) -> Self:  # noqa: ANN401 - those of the row
+        """The row of checkpoints that hold the same modules as parts of a larger model, by names with this prefix."""
+
+        def inside(module: Module) -> Module:
+            return replace(module, prefixes={f"{prefix}{name}": own for name, own in module.prefixes.items()})
+
+        beside = {name: inside(module) for name, module in (self.beside or {}).items()}
+        return replace(self, tower=inside(self.tower), beside=beside, **fields)
+
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """The checkpoint's configuration; `settings` is its config.json.
 

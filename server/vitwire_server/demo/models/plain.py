@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoModel, CLIPVisionModelWithProjection, PreTrainedModel
+from transformers import AutoModel, AutoModelForPreTraining, CLIPVisionModelWithProjection, PreTrainedModel
 
 from vitwire_server.demo.demo_model import (
     CLIP,
@@ -37,6 +37,19 @@ _CLIP_IMAGE = {**CLIP, **_CROPPED, "image_processor_type": "CLIPImageProcessor"}
 _BIT_IMAGE = {**IMAGENET, **_CROPPED, "image_processor_type": "BitImageProcessor"}
 _SIGLIP_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "SiglipImageProcessor", "resample": 3}
 _DINOV3_IMAGE = {**IMAGENET, **_SQUARE, "image_processor_type": "DINOv3ViTImageProcessorFast", "resample": 2}
+_VIT_IMAGE = {**HALF, **_SQUARE, "image_processor_type": "ViTImageProcessor", "resample": 2}
+_DEIT_IMAGE = {
+    **IMAGENET,
+    **_CROPPED,
+    "image_processor_type": "DeiTImageProcessor",
+    "size": {"height": 64, "width": 64},
+}
+_DECODER = {
+    "decoder_hidden_size": 32,
+    "decoder_intermediate_size": 48,
+    "decoder_num_attention_heads": 2,
+    "decoder_num_hidden_layers": 2,
+}
 _TEXT = {**TEXT, "projection_dim": 48, "projection_size": 64}
 
 
@@ -72,13 +85,21 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
         "clip": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
         "clip_vision_model": _alone({**_VIT, "projection_dim": 48}, _CLIP_IMAGE, auto=_Projected),
         "metaclip_2": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
+        "chinese_clip": _with_text(
+            _VIT, {**_CLIP_IMAGE, "image_processor_type": "ChineseCLIPImageProcessor"}, {"projection_dim": 48}
+        ),
+        "altclip": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
         "mlcd_vision_model": _alone(_VIT, _CLIP_IMAGE),
         "siglip": _with_text(_VIT, _SIGLIP_IMAGE, {}),
         "siglip_vision_model": _alone(_VIT, _SIGLIP_IMAGE),
         "dinov2": _alone({**_RESAMPLED, "use_swiglu_ffn": True}, _BIT_IMAGE),
         "dinov2_with_registers": _alone({**_RESAMPLED, "num_register_tokens": 3}, _BIT_IMAGE),
         "dinov3_vit": _alone({**_RESAMPLED, "num_register_tokens": 4, "use_gated_mlp": True}, _DINOV3_IMAGE),
-        "vit": _alone(_VIT, {**HALF, **_SQUARE, "image_processor_type": "ViTImageProcessor", "resample": 2}),
+        "vit": _alone(_VIT, _VIT_IMAGE),
+        "deit": _alone(_VIT, _DEIT_IMAGE),
+        "vit_msn": _alone(_VIT, {**_VIT_IMAGE, **IMAGENET}),
+        "ijepa": _alone(_VIT, _VIT_IMAGE),
+        "vit_mae": _alone({**_VIT, **_DECODER}, {**_VIT_IMAGE, **IMAGENET}, auto=AutoModelForPreTraining),
         "aimv2_vision_model": _alone(_VIT, _CLIP_IMAGE),
         "aimv2": _with_text(_VIT, _CLIP_IMAGE, {"projection_dim": 48}),
         "intern_vit_6b": _alone(
@@ -86,6 +107,23 @@ PLAIN: Mapping[str, DemoModel] = MappingProxyType(
             {**IMAGENET, "crop_size": 56, "size": 56, "feature_extractor_type": "CLIPFeatureExtractor"},
             base="internvl_vision",
             save=save_intern_vit,
+        ),
+        "radio": _alone(
+            {
+                "hidden_size": 64,
+                "max_img_size": 112,
+                "mlp_ratio": 1.5,
+                "num_attention_heads": 4,
+                "num_hidden_layers": 3,
+                "patch_size": 14,
+                "summary_idxs": [0, 2],
+            },
+            {**_CLIP_IMAGE, "crop_size": {"height": 56, "width": 42}, "do_normalize": False},
+        ),
+        "tipsv2": _with_text(
+            {**_RESAMPLED, "mlp_ratio": 1.5, "num_register_tokens": 2, "use_swiglu_ffn": True},
+            {**_SQUARE, "do_normalize": False, "image_processor_type": "Tipsv2ImageProcessor", "resample": 2},
+            {},
         ),
         "mlcd": _alone(_VIT, _CLIP_IMAGE, base="mlcd_vision_model", save=_save_as("mlcd")),
     }

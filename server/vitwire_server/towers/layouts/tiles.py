@@ -17,7 +17,7 @@ from vitwire_server.core.footprints import Footprints, TileFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, at, changed
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
@@ -76,12 +76,15 @@ class TileFamily(Family):
     encoder: Callable[[Parts, Config], Encoder]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
     processor: ReadProcessor
+    within: str = ""
+    """Path of the configuration with the tower and the width of rows, in checkpoints where a larger model has it."""
     attention: str = "within each tile"
     layout = "tiles"
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. SigLIP's pooling head, which no rows pass through, is left out."""
-        config = super().read_config(folder, settings)
+        """See Family: the part that `within` names. SigLIP's pooling head, which no rows pass through, is left out."""
+        whole = super().read_config(folder, settings)
+        config = changed(at(whole, self.within), {"dtype": whole.dtype}) if self.within else whole
         if hasattr(config.vision_config, "vision_use_head"):
             return changed(config, {"vision_config.vision_use_head": False})
         return config

@@ -1,4 +1,4 @@
-"""CLIP (OpenAI) and towers of its form: MetaCLIP 2 (Meta) and MLCD (DeepGlint)."""
+"""CLIP (OpenAI) and towers of its form: MetaCLIP 2 (Meta), Chinese CLIP (OFA), AltCLIP (BAAI), MLCD (DeepGlint)."""
 
 from dataclasses import replace
 
@@ -53,6 +53,27 @@ _METACLIP2 = replace(
     tower=Module(source="metaclip_2.modeling_metaclip_2:MetaClip2VisionModel", prefixes=_PREFIXES, ignored=_BUFFERS),
 )
 
+_CHINESE_CLIP = replace(
+    _CLIP,
+    model_type="chinese_clip",
+    title="Chinese CLIP",
+    architecture="12 x 768, 24 x 1024 or 32 x 1280, patch 14 or 16",
+    tower=replace(_CLIP.tower, source="chinese_clip.modeling_chinese_clip:ChineseCLIPVisionModel"),
+    processor="ChineseCLIP",
+)
+
+_ALTCLIP = replace(
+    _CLIP,
+    model_type="altclip",
+    title="AltCLIP",
+    architecture="24 x 1024, patch 14",
+    tower=replace(
+        _CLIP.tower,
+        source="altclip.modeling_altclip:AltCLIPVisionModel",
+        renames=((r"^encoder\.layer\.", "encoder.layers."),),  # as transformers 5 writes it
+    ),
+)
+
 _MLCD = replace(
     _CLIP,
     model_type="mlcd_vision_model",
@@ -68,4 +89,12 @@ _MLCD = replace(
     special="rotary positions; rows of the patches before the last norm, which is the class token's",
 )
 
-ROWS: tuple[Family, ...] = (_CLIP, _CLIP_VISION, _METACLIP2, _MLCD, replace(_MLCD, model_type="mlcd"))
+ROWS: tuple[Family, ...] = (
+    _CLIP,
+    _CLIP_VISION,
+    _METACLIP2,
+    _CHINESE_CLIP,
+    _ALTCLIP,
+    _MLCD,
+    replace(_MLCD, model_type="mlcd"),
+)

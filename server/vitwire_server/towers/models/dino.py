@@ -1,4 +1,4 @@
-"""DINOv2 and DINOv3 (Meta)."""
+"""DINOv2 and DINOv3 (Meta), and TIPSv2 (Google), whose tower is DINOv2's with registers."""
 
 from dataclasses import replace
 from types import MethodType
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, Parts, stripped
+from vitwire_server.towers.family import Family, Module, Parts, Weights, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
+from vitwire_server.towers.shared.fused import split_qkv
 from vitwire_server.towers.shared.modules import Constants
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
@@ -114,4 +115,45 @@ _DINOV3 = replace(
     special="register tokens, rotary positions; rows of the patches, after the last norm",
 )
 
-ROWS: tuple[Family, ...] = (_DINOV2, _DINOV2_WITH_REGISTERS, _DINOV3)
+
+def _unfused(weights: Weights, config: Config) -> Weights:
+    """Query, key and value apart, and the two halves of a gated MLP, as transformers holds them."""
+    del config
+    split: Weights = {}
+    for name, own in split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.").items():
+        if ".mlp.w12." in name:
+            halves = zip(("gate_proj", "up_proj"), own.chunk(2), strict=True)
+            split |= {name.replace("w12", part): half for part, half in halves}
+        else:
+            split[name] = own
+    return split
+
+
+_TIPSV2 = replace(
+    _DINOV2_WITH_REGISTERS,
+    model_type="tipsv2",
+    title="TIPSv2",
+    architecture="12 x 768, 24 x 1024, 27 x 1152 or 40 x 1536, patch 14",
+    tower=Module(
+        source="tipsv2.modeling_tipsv2:Tipsv2VisionModel",
+        prefixes=stripped("vision_encoder.", "vision_model."),
+        renames=(
+            (r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection."),
+            (r"^(cls_token|mask_token|register_tokens)$", r"embeddings.\1"),
+            (r"^pos_embed$", "embeddings.position_embeddings"),
+            (r"^norm\.", "layernorm."),
+            (r"^blocks\.", "encoder.layer."),
+            (r"\.attn\.proj\.", ".attention.o_proj."),
+            (r"\.ls([12])\.gamma$", r".layer_scale\1.lambda1"),
+            (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+            (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+            (r"\.mlp\.w3\.", ".mlp.down_proj."),
+        ),
+        convert=_unfused,
+    ),
+    processor="Tipsv2",
+    transformers="5.23.0",
+    special="register tokens, the first of which is a second class token; rows of the patches, after the last norm",
+)
+
+ROWS: tuple[Family, ...] = (_DINOV2, _DINOV2_WITH_REGISTERS, _DINOV3, _TIPSV2)

@@ -1,4 +1,4 @@
-"""Gemma 3, Gemma 4 and PaliGemma (Google)."""
+"""Gemma 3, Gemma 4 and PaliGemma (Google), and models of other kinds that have their towers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -168,20 +168,35 @@ _EMBEDDING_GEMMA2 = replace(
     special="rows of Gemma 4's tower, which the retrieval model reads",
 )
 
+_POOLS = (Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),)
 _GEMMA3 = TileFamily(
     model_type="gemma3",
     title="Gemma 3",
     architecture="27 x 1152, patch 14",
     tower=siglip("vision_tower."),
-    beside=projector(
-        "gemma3.modeling_gemma3:Gemma3MultiModalProjector",
-        served=(Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),),
-    ),
+    beside=projector("gemma3.modeling_gemma3:Gemma3MultiModalProjector", served=_POOLS),
     encoder=Gemma3,
     processor=_gemma3_settings,
     videos=Accepts.NOTHING,
     special="pan and scan, where wanted, sends its pictures as images of their own",
 )
+
+_SHIELDGEMMA2 = _GEMMA3.nested(
+    "model.",
+    model_type="shieldgemma2",
+    title="ShieldGemma 2",
+    special="Gemma 3's tower, whose rows a classifier reads",
+)
+
+_T5GEMMA2_ENCODER = replace(
+    _GEMMA3,
+    model_type="t5gemma2_encoder",
+    title="T5Gemma 2 (encoder alone)",
+    beside=projector("t5gemma2.modeling_t5gemma2:T5Gemma2MultiModalProjector", served=_POOLS),
+    special="Gemma 3's tower, whose rows the encoder reads",
+)
+
+_T5GEMMA2 = _T5GEMMA2_ENCODER.nested("model.encoder.", model_type="t5gemma2", title="T5Gemma 2", within="encoder")
 
 _PALIGEMMA = TileFamily(
     model_type="paligemma",
@@ -194,4 +209,22 @@ _PALIGEMMA = TileFamily(
     videos=Accepts.NOTHING,
 )
 
-ROWS: tuple[Family, ...] = (_GEMMA4, _DIFFUSION_GEMMA, _EMBEDDING_GEMMA2, _GEMMA3, _PALIGEMMA)
+_COLPALI = _PALIGEMMA.nested(
+    "vlm.",
+    model_type="colpali",
+    title="ColPali",
+    within="vlm_config",
+    special="PaliGemma's tower, whose rows the retrieval model reads",
+)
+
+ROWS: tuple[Family, ...] = (
+    _GEMMA4,
+    _DIFFUSION_GEMMA,
+    _EMBEDDING_GEMMA2,
+    _GEMMA3,
+    _SHIELDGEMMA2,
+    _T5GEMMA2,
+    _T5GEMMA2_ENCODER,
+    _PALIGEMMA,
+    _COLPALI,
+)

@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM (Hugging Face)."""
+"""Idefics 3 and SmolVLM (Hugging Face), and retrieval models with their connector: ModernVBERT (Illuin), UltraVBERT."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,15 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, square
+from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, bounded, square
 from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fractions import fractional_positions
 from vitwire_server.towers.shared.modules import Constants
+from vitwire_server.towers.shared.siglip import Siglip, siglip
 
 _TILE, _LONGEST = 364, 4 * 364
 """Sizes where a checkpoint's files give none."""
@@ -57,6 +59,12 @@ def _images_and_clips(files: ProcessorFiles, config: Config) -> dict[Modality, P
     return {**_images(files, config), Modality.VIDEO: tiled(files.video, tiling, HALF, LANCZOS)}
 
 
+def _capped_images(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    """The processor shrinks an image until it has few enough tiles."""
+    del config
+    return {Modality.IMAGE: replace(bounded(files.image, (1, 1), HALF, LANCZOS), resizing=Resizing.OTHER)}
+
+
 class Idefics3(Encoder):
     """A ViT whose learned positions are chosen by fractions of a tile's sides, then pixel shuffle and one layer.
 
@@ -85,6 +93,19 @@ class Idefics3(Encoder):
         states = patches + embeddings.position_embedding(self._constants.places)
         rows = tower.post_layernorm(tower.encoder(inputs_embeds=states, attention_mask=None).last_hidden_state)
         return self._projector(rows)  # type: ignore[no-any-return]
+
+
+class ModernVBert(Siglip):
+    """SigLIP's tower, then pixel shuffle and one layer."""
+
+    def _merge(self, config: Config, side: int) -> int:
+        del side
+        return int(config.pixel_shuffle_factor)
+
+
+def _shuffles(factor: int, config: Config) -> bool:
+    """Whether the patches of a tile are squares of so many patches a side."""
+    return side(config.vision_config.image_size) // side(config.vision_config.patch_size) % factor == 0
 
 
 _IDEFICS3 = TileFamily(
@@ -116,4 +137,48 @@ _SMOLVLM = replace(
     videos=Accepts.PICTURES,
 )
 
-ROWS: tuple[Family, ...] = (_IDEFICS3, _SMOLVLM)
+_SHUFFLED = (Served("pixel_shuffle_factor", _shuffles, "a divisor of image_size / patch_size"),)
+_MODERNVBERT = replace(
+    _IDEFICS3,
+    model_type="modernvbert",
+    title="ModernVBERT",
+    architecture="12 x 768, patch 16",
+    tower=siglip("vision_model."),
+    beside={
+        "projector": Module(
+            source="modernvbert.modeling_modernvbert:ModernVBertConnector",
+            prefixes=in_model("connector."),
+            config="",
+            served=_SHUFFLED,
+        )
+    },
+    encoder=ModernVBert,
+    special="rows that the text encoder reads",
+)
+
+_COLMODERNVBERT = _MODERNVBERT.nested(
+    "vlm.",
+    model_type="colmodernvbert",
+    title="ColModernVBERT",
+    within="vlm_config",
+    special="ModernVBERT's rows, which the retrieval model reads",
+)
+
+_ULTRAVBERT = replace(
+    _MODERNVBERT,
+    model_type="ultravbert",
+    title="UltraVBERT",
+    beside={
+        "projector": Module(
+            source="ultravbert.modeling_ultravbert:UltraVBertConnector",
+            prefixes=in_model("connector."),
+            config="",
+            served=_SHUFFLED,
+        )
+    },
+    processor=_capped_images,
+    images=Accepts.PIXELS,
+    transformers="5.23.0",
+)
+
+ROWS: tuple[Family, ...] = (_IDEFICS3, _SMOLVLM, _MODERNVBERT, _COLMODERNVBERT, _ULTRAVBERT)

@@ -18,6 +18,7 @@ from vitwire_server.towers.layouts.patches import TAPS, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.models.internvl import unfused
+from vitwire_server.towers.models.radio import RADIO_NAMES
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, bounded
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
@@ -106,14 +107,7 @@ _NEMOTRON = RasterFamily(
     tower=Module(
         source="vitwire_server.towers.models.nemotron_parts:Radio",
         prefixes=stripped("vision_model.radio_model.", "vision_model."),
-        renames=(
-            (r"^model\.patch_generator\.video_embedder\.", "embeddings.video_patch_projection."),
-            (r"^model\.patch_generator\.embedder\.", "embeddings.patch_projection."),
-            (r"^model\.patch_generator\.pos_embed$", "embeddings.position_embedding"),
-            (r"^model\.patch_generator\.cls_token\.token$", "embeddings.cls_register_token"),
-            (r"^model\.blocks\.", "encoder.layer."),
-            (r"\.attn\.proj\.", ".attention.o_proj."),
-        ),
+        renames=RADIO_NAMES,
         ignored=("input_conditioner.",),
         convert=unfused,
     ),

@@ -41,10 +41,13 @@ _SHORTEST = {"shortest_edge": 224}
 _SQUARE = {"height": 224, "width": 224}
 CLASSES = {
     "CLIP": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
+    "ChineseCLIP": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
     "Bit": ProcessorClass(CLIP, BICUBIC, _SHORTEST, crops=True, converts=True),
     "Siglip": ProcessorClass(HALF, BICUBIC, _SQUARE, converts=True),
     "ViT": ProcessorClass(HALF, BILINEAR, _SQUARE, squares=True),
+    "DeiT": ProcessorClass(HALF, BICUBIC, {"height": 256, "width": 256}, crops=True, squares=True),
     "DINOv3ViT": ProcessorClass(IMAGENET, BILINEAR, _SQUARE, squares=True),
+    "Tipsv2": ProcessorClass(IDENTITY, BILINEAR, {"height": 448, "width": 448}, squares=True, converts=True),
 }
 """By the beginning of their names."""
 
@@ -82,11 +85,15 @@ def _tiling(image: Mapping[str, Any], own: ProcessorClass) -> Tiling:
     cut = _crop(image) if image.get("do_center_crop", own.crops) else None
     if stretched and cut in (None, stretched):
         return Tiling(TilingRule.STRETCH, stretched)
-    if stretched or cut is None or size.keys() != {"shortest_edge"}:
+    oblong = stretched is not None and stretched[0] != stretched[1]
+    if cut is None or oblong or not (stretched or size.keys() == {"shortest_edge"}):
         raise ValueError(f"size {dict(size)} with crop_size {cut} does not make one tile of an image")
-    if max(cut) > int(size["shortest_edge"]):
+    rule, shorter = TilingRule.CENTER_CROP, int(size.get("shortest_edge", 0))
+    if stretched:
+        rule, shorter = TilingRule.STRETCHED_CROP, stretched[0]
+    if max(cut) > shorter:
         raise ValueError(f"crop_size {cut} is larger than size {dict(size)}")
-    return Tiling(TilingRule.CENTER_CROP, cut, min_side=int(size["shortest_edge"]))
+    return Tiling(rule, cut, min_side=shorter)
 
 
 def _crop(image: Mapping[str, Any]) -> Size:
