@@ -22,14 +22,19 @@ def images_of_layouts(outputs: Mapping[str, object], *, blank: bool = False) -> 
     Images that only pad a prompt have the number 0 and are left out. With `blank`, images keep the tiles that pad them.
     """
     batch, ids = on_host(outputs[_PIXELS], _PIXELS), integers(outputs[LAYOUT_IDS], LAYOUT_IDS)
-    if rank(batch) != 6 or ids.ndim != 2 or len(batch) != len(ids) or any(map(_differ, batch, ids)):
+    if rank(batch) != 6 or ids.ndim != 2 or len(batch) != len(ids):
         raise invalid(LAYOUT_IDS, f"expected one for each image of {_PIXELS} (prompts, images, tiles, 3, H, W)")
+    for prompt, (images, numbers) in enumerate(zip(batch, ids, strict=True)):
+        if len(images) != len(numbers):
+            field, images_of = f"{LAYOUT_IDS}[{prompt}]", f"{_PIXELS}[{prompt}]"
+            raise invalid(field, f"expected one for each of {len(images)} images of {images_of}, got {len(numbers)}")
     layouts = layouts_of(batch[0].shape[1]) if len(batch) else []
-    found = []
-    for images, numbers in zip(batch, ids, strict=True):
-        for image, number in zip(images, numbers, strict=True):
+    found: list[Cut] = []
+    for prompt, (images, numbers) in enumerate(zip(batch, ids, strict=True)):
+        for place, (image, number) in enumerate(zip(images, numbers, strict=True)):
             if not 0 <= number <= len(layouts):
-                raise invalid(LAYOUT_IDS, f"expected 0 to {len(layouts)}, got {number}")
+                field = f"{LAYOUT_IDS}[{prompt}][{place}]"
+                raise invalid(field, f"expected 0 to {len(layouts)}, got {number}", len(found))
             if number:
                 down, across = layouts[number - 1]
                 count = len(image) if blank else down * across
@@ -107,7 +112,3 @@ def _extent(mask: npt.NDArray[np.bool_], down: int, across: int, at: int) -> tup
     if not whole or (ceil(height / side), ceil(width / side)) != (down, across):
         raise invalid(_MASK, "expected background at the bottom and at the right, and no crop of background alone", at)
     return height, width
-
-
-def _differ(images: object, numbers: npt.NDArray[np.int64]) -> bool:
-    return len(images) != len(numbers)  # type: ignore[arg-type]  # a tensor

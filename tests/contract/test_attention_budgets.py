@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -40,10 +40,18 @@ class Backends:
         self.selection.register()
 
     def _named(self, name: str) -> Callable[..., Tensor]:
-        def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        def attend(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            boundaries: Tensor,
+            longest: int,
+            scale: float,
+            **keys: Any,
+        ) -> Tensor:
             self.calls[name] += 1
             assert int(boundaries.diff().max()) <= longest
-            return segment_sdpa(q, k, v, boundaries, longest, scale)
+            return segment_sdpa(q, k, v, boundaries, longest, scale, **keys)
 
         return attend
 

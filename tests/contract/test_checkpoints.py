@@ -121,10 +121,18 @@ def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpo
         (
             "videollama3_qwen2",
             write("processor_config.json", '{"video_merge_size": 3}'),
-            "video_merge_size is 3, but must be 2",
+            "copy/processor_config.json: video_merge_size is 3, but must be 2",
         ),
-        ("video_llama_3", edit("preprocessor_config.json", merge_size=2), "merge_size of images is 2, but must be 1"),
-        ("video_llama_3", edit("video_preprocessor_config.json", merge_size=1), "merge_size of clips is 1, but must"),
+        (
+            "video_llama_3",
+            edit(PREPROCESSOR, merge_size=2),
+            "/preprocessor_config.json: merge_size is 2, but must be 1",
+        ),
+        (
+            "video_llama_3",
+            edit("video_preprocessor_config.json", merge_size=1),
+            "video_preprocessor_config.json: merge_size is 1, but must be 2",
+        ),
     ],
 )
 def test_a_value_that_is_not_served_is_named(

@@ -106,8 +106,16 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
 @pytest.mark.parametrize(
     ("model_type", "harm", "message"),
     [
-        ("clip", edit(PROCESSOR, crop_size=112), "crop_size .112, 112. is larger than size"),
-        ("clip", edit(PROCESSOR, crop_size=42), "image_size is 56, but the processor makes tiles of .42, 42."),
+        (
+            "clip",
+            edit(PROCESSOR, crop_size=112),
+            "preprocessor_config.json: the processor's settings cannot be used: crop_size .112, 112. is larger",
+        ),
+        (
+            "clip",
+            edit(PROCESSOR, crop_size=42),
+            "image_size is 56, but preprocessor_config.json makes tiles of .42, 42.",
+        ),
         ("clip", edit(PROCESSOR, do_center_crop=False), "crop_size None does not make one tile"),
         ("deit", edit(PROCESSOR, size={"height": 64, "width": 60}), "size .* does not make one tile"),
         ("deit", edit(PROCESSOR, size={"height": 48, "width": 48}), "crop_size .56, 56. is larger than size"),
@@ -135,7 +143,9 @@ def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: P
     edit(PROCESSOR, **old, do_convert_rgb=None, do_center_crop=None)(folder)
     assert client_model(folder).image_preprocessor == wanted
     (folder / PROCESSOR).unlink()
-    with pytest.raises(CheckpointError, match=r"image_size is 56, but the processor makes tiles of \(224, 224\)"):
+    with pytest.raises(
+        CheckpointError, match=r"image_size is 56, but preprocessor_config.json makes tiles of \(224, 224\)"
+    ):
         load(folder)
 
 

@@ -101,7 +101,16 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             "embd_layer.image_embd_layer.hd_transform_order is 'glb_sub', but must be 'sub_glb'",
         ),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
-        ("step3p7", edit(PROCESSOR, patch_size="x"), "config.json is not a Step-3.7"),
+        (
+            "step3p7",
+            edit(PROCESSOR, patch_size="x"),
+            "copy/preprocessor_config.json: .* patch_size is 'x', but must be a number of pixels",
+        ),
+        (
+            "deepseek_ocr2",
+            write("processor_config.json", '{"image_processor": {"tile_size": {"height": 1, "width": 2}}}'),
+            "copy/processor_config.json: .* tile_size .* is not square",
+        ),
         (
             "step3p7",
             write("processor_config.json", '{"image_processor": 5}'),

@@ -52,9 +52,21 @@ def test_slices_of_a_photograph_equal_the_published_formula(server: ServerProces
     assert "graph" in {embedding.report.path for embedding in embeddings}
 
 
+def test_images_of_fewer_patches_than_queries_are_encoded(server: ServerProcess, checkpoints: Checkpoints) -> None:
+    """Also in a batch, which has more rows then than patches."""
+    reference = MiniCPMV(checkpoints("minicpmv"))
+    rng = np.random.default_rng(0)
+    grids = [(1, 3, 5), (1, 1, 1), (1, 2, 3)]
+    items = [Item(rng.random((h * w, 3 * SIDE**2), np.float32), (t, h, w)) for t, h, w in grids]
+    with Client(server.target) as client:
+        embeddings = client.encode(items * 3)
+    for item, embedding in zip(items * 3, embeddings, strict=True):
+        assert error(embedding.numpy(), reference.item(item.grid, torch.from_numpy(item.pixels))) <= TOLERANCE
+
+
 def test_what_is_not_a_slice_is_refused(server: ServerProcess) -> None:
     with Client(server.target) as client:
-        with pytest.raises(InvalidItem, match="must have at least 16 patches for this model, got 1x3x5"):
-            client.encode([Item(np.zeros((15, 3 * SIDE**2), np.uint8), (1, 3, 5))])
+        with pytest.raises(InvalidItem, match="must be at most 1024 for this model, got 1025"):
+            client.encode([Item(np.zeros((1025, 3 * SIDE**2), np.uint8), (1, 1, 1025))])
         with pytest.raises(EncodeFailed, match="no settings to prepare images"):
             client.encode_images([np.zeros((28, 28, 3), np.uint8)])

@@ -55,6 +55,19 @@ def test_eager_and_captured(attend: Attend, device: torch.device) -> None:
 
 
 @torch.inference_mode()
+def test_queries_of_other_numbers_than_keys(attend: Attend, device: torch.device) -> None:
+    """As a resampler has them: so many for each segment, none for empty slots, and rows behind the last one."""
+    queries, keys = [64, 64, 64, 0, 0], [300, 1, 101, 0, 0]
+    q = torch.randn(320, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    k, v = torch.randn(402, 2, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device).unbind(1)
+    boundaries, key_boundaries = ends(queries, device), ends(keys, device)
+    exact = segment_sdpa(q.float(), k.float(), v.float(), boundaries, 64, 0.1, key_boundaries=key_boundaries)
+    expected = exact[:192]
+    rows = attend(q, k, v, boundaries, 64, 0.1, key_boundaries=key_boundaries, most_keys=402)[:192]
+    assert float((rows.float() - expected).norm() / expected.norm()) <= torch.finfo(torch.bfloat16).eps
+
+
+@torch.inference_mode()
 def test_no_segment_sees_another(attend: Attend, request: pytest.FixtureRequest, device: torch.device) -> None:
     """Flash attention reads blocks of keys that reach into the next segment, and 0 * NaN is NaN."""
     name = request.node.callspec.params["attend"]

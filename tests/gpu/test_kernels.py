@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,29 @@ def test_attention_within_segments(head_dim: int, layout: list[int], device: tor
     expected = segment_sdpa(*qkv.float().unbind(1), boundaries, max(layout), scale)
     got = segment_attention(*qkv.unbind(1), boundaries, max(layout), scale)
     assert distance(got, expected) <= max(4e-6, torch.finfo(dtype).eps)  # shares are rounded, then the rows
+
+
+CROSSED = (
+    ([64] * 3, [1024, 196, 40]),
+    ([5, 0, 130, 64, 0], [100, 0, 7, 64, 0]),
+    ([16] * 9 + [0] * 300, [*range(1, 10)] + [0] * 300),
+)
+"""Queries and keys of each segment."""
+
+
+@pytest.mark.parametrize(("queries", "keys"), CROSSED, ids=lambda lengths: f"{sum(lengths)}")
+@pytest.mark.parametrize("head_dim", sorted(BACKENDS["triton"].head_dims))
+def test_queries_attend_to_the_keys_of_their_segment(
+    head_dim: int, queries: list[int], keys: list[int], device: torch.device, dtype: torch.dtype
+) -> None:
+    heads, spare = 2 if device.type == "cpu" else 16, 3
+    q = torch.randn(sum(queries) + spare, heads, head_dim, dtype=dtype, device=device)
+    k, v = torch.randn(sum(keys), 2, heads, head_dim, dtype=dtype, device=device).unbind(1)
+    given: Any = (ends(queries, device), max(queries), head_dim**-0.5)
+    crossed: Any = {"key_boundaries": ends(keys, device), "most_keys": max(keys)}
+    expected = segment_sdpa(q.float(), k.float(), v.float(), *given, **crossed)[:-spare]
+    got = segment_attention(q, k, v, *given, **crossed)[:-spare]
+    assert distance(got, expected) <= max(4e-6, torch.finfo(dtype).eps)
 
 
 def test_no_segment_sees_another(device: torch.device, dtype: torch.dtype) -> None:

@@ -34,6 +34,22 @@ def test_segments_attend_within_themselves_only(lengths: list[int], seed: int) -
     torch.testing.assert_close(out, expected)
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=12), st.integers(0, 99))
+@settings(deadline=None)
+def test_queries_attend_to_the_keys_of_their_segment(counts: list[tuple[int, int]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = zip(*counts, strict=True)
+    q = torch.randn(sum(queries), HEADS, DIM, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, sum(keys), HEADS, DIM, generator=generator, dtype=torch.float64)
+    ends, key_ends = (torch.tensor([0, *torch.tensor(each).cumsum(0)], dtype=torch.int32) for each in (queries, keys))
+    out = segment_sdpa(q, k, v, ends, 9, 0.3, key_boundaries=key_ends, most_keys=9)
+    number = torch.arange(len(counts))
+    owner, key_owner = (torch.repeat_interleave(number, torch.tensor(each)) for each in (queries, keys))
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * 0.3
+    scores = scores.masked_fill(owner[:, None] != key_owner[None, :], -torch.inf)
+    torch.testing.assert_close(out, torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v))
+
+
 def of_zeros(q: Tensor, *_: object) -> Tensor:
     return torch.zeros_like(q)
 

@@ -416,8 +416,8 @@ HOLE[0, 1, 1, 1] = 0
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        (layouts(aspect_ratio_ids=torch.tensor([[2, 9]])), "aspect_ratio_ids: expected 0 to 8, got 9"),
-        (layouts(aspect_ratio_ids=torch.tensor([[2]])), "aspect_ratio_ids: expected one for each image"),
+        (layouts(aspect_ratio_ids=torch.tensor([[2, 9]])), r"aspect_ratio_ids\[0\]\[1\]: expected 0 to 8, got 9"),
+        (layouts(aspect_ratio_ids=torch.tensor([[2]])), r"aspect_ratio_ids\[0\]: expected one for each of 2 images"),
         (layouts(pixel_values=TILES), "aspect_ratio_ids: expected one for each image"),
         (canvases(image_attention_mask=MASK), "image_attention_mask: expected background at the bottom"),
         (canvases(image_attention_mask=HOLE), "image_attention_mask: expected background at the bottom"),

@@ -38,7 +38,7 @@ class PackedCapacities(Capacities):
 class ResampledCapacities(Capacities):
     """Of any number of patches that an image can have; each slot for an image costs as many rows as there are queries.
 
-    Processors make images of many times the fewest patches, so there are slots for images of four times as many.
+    Processors make images of many times as many patches as queries, so slots are for images of four times as many.
     """
 
     queries: int

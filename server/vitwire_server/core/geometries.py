@@ -11,18 +11,11 @@ from vitwire_server.core.models import Geometry, TileGeometry
 
 @dataclass(frozen=True, slots=True)
 class ResampledGeometry(Geometry):
-    """Sizes of a tower of patches that gives as many rows of an image as it has queries."""
-
-    queries: int = 1
+    """Sizes of a tower of patches that gives as many rows of every image."""
 
     @property
     def prunes(self) -> bool:
         return False
-
-    def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
-        yield from Geometry.wrong(self, grid, modality)
-        if grid.frame_patches < self.queries:
-            yield "", f"must have at least {self.queries} patches for this model, got {grid}"
 
 
 @dataclass(frozen=True, slots=True)

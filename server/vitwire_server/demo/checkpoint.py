@@ -7,38 +7,44 @@ from types import MappingProxyType
 
 from vitwire_server.demo.demo_model import DemoModel, write
 from vitwire_server.demo.models.assembled import ASSEMBLED
+from vitwire_server.demo.models.deepseek import DEEPSEEK
+from vitwire_server.demo.models.gemma4 import GEMMA4
+from vitwire_server.demo.models.glm import GLM
 from vitwire_server.demo.models.granite_docling import GRANITE_DOCLING
 from vitwire_server.demo.models.idefics import IDEFICS
+from vitwire_server.demo.models.internvl import INTERNVL
 from vitwire_server.demo.models.lfm2 import LFM2
 from vitwire_server.demo.models.llava import LLAVA
 from vitwire_server.demo.models.packed import PACKED
-from vitwire_server.demo.models.packed_newer import PACKED_NEWER
+from vitwire_server.demo.models.pixtral import PIXTRAL
 from vitwire_server.demo.models.plain import PLAIN
 from vitwire_server.demo.models.published import PUBLISHED
+from vitwire_server.demo.models.qwen import QWEN
 from vitwire_server.demo.models.raster import RASTER
-from vitwire_server.demo.models.raster_newer import RASTER_NEWER
 from vitwire_server.demo.models.readers import READERS
 from vitwire_server.demo.models.single_tiles import SINGLE_TILES
 from vitwire_server.demo.models.tiles import TILES
-from vitwire_server.demo.models.tiles_newer import TILES_NEWER
 
 DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
     {
         **ASSEMBLED,
+        **DEEPSEEK,
+        **GEMMA4,
+        **GLM,
         **GRANITE_DOCLING,
         **IDEFICS,
+        **INTERNVL,
         **LFM2,
         **LLAVA,
         **PACKED,
-        **PACKED_NEWER,
+        **PIXTRAL,
         **PLAIN,
         **PUBLISHED,
+        **QWEN,
         **RASTER,
-        **RASTER_NEWER,
         **READERS,
         **SINGLE_TILES,
         **TILES,
-        **TILES_NEWER,
     }
 )
 

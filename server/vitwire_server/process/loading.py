@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from vitwire_server.config.settings import MAX_MESSAGE_BYTES, ServeSettings, UsageError
+from vitwire_server.config.flags import MAX_MESSAGE_BYTES
+from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST
 from vitwire_server.core.errors import EncoderError

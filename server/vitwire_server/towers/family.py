@@ -209,7 +209,7 @@ class Family(ABC):
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """The checkpoint's configuration; `settings` is its config.json.
 
-        Raises what transformers raises over one that is broken.
+        Raises what transformers raises over one that is broken, and CheckpointError over another file of it.
         """
         del settings
         config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

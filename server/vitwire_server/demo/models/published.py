@@ -14,7 +14,7 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from vitwire_server.demo.demo_model import HALF, SHARD, TEXT, VISION, DemoModel, Json, demo_vlm, write_json
-from vitwire_server.demo.models.tiles import TILES
+from vitwire_server.demo.models.internvl import INTERNVL
 from vitwire_server.demo.saving import save_internvl
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.models.deepseek_vl2 import DownsampleProjector
@@ -190,7 +190,7 @@ def _write(weights: Mapping[str, Tensor], out: Path, settings: Json) -> None:
     write_json(out / "config.json", {**settings, "torch_dtype": "bfloat16"})
 
 
-_INTERNVL = TILES["internvl_chat"]
+_INTERNVL = INTERNVL["internvl_chat"]
 _MINICPM = demo_vlm(
     text={**_LLAMA, "hidden_size": 256},
     vision={**_SIGLIP, "image_size": 224},

@@ -1,42 +1,13 @@
-"""Demo models of tiles, with crops and without."""
+"""Demo models of tiles, with crops and without, of makers that have no file here."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from vitwire_server.demo.demo_model import CLIP, HALF, IMAGENET, STEPS, TEXT, VISION, DemoModel, demo_vlm
-from vitwire_server.demo.saving import save_internvl, save_ovis, save_step3
+from vitwire_server.demo.saving import save_ovis, save_step3
 
 _QWEN2 = {"model_type": "qwen2", **TEXT}
 _SIGLIP = {"model_type": "siglip_vision_model", **VISION, "patch_size": 14, "vision_use_head": False}
-
-DEEPSEEK_TEXT = {
-    **TEXT,
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 2,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 1,
-}
-"""A text model with experts, behind the towers of DeepSeek-OCR-2 and Unlimited-OCR."""
-_SAM_OCR = {
-    "downsample_channels": [24, 32],
-    "global_attn_indexes": [],
-    "image_size": 128,
-    "patch_size": 2,
-}
-"""As many patches as published, which the numbers of queries ask for, but small, and none that sees all others."""
-SAM = {
-    "global_attn_indexes": [1],
-    "hidden_size": 32,
-    "mlp_dim": 48,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 3,
-    "output_channels": 16,
-}
-
-
-INTERNVL_VISION = {**VISION, "image_size": [112, 112], "patch_size": [14, 14], "attention_bias": True}
-INTERNVL_SIZE = {"size": {"height": 112, "width": 112}, "resample": 3}
 
 _STEP3 = demo_vlm(
     text={
@@ -75,33 +46,6 @@ _OVIS2 = demo_vlm(
     },
 )
 TILES: Mapping[str, DemoModel] = {
-    "internvl": demo_vlm(
-        text=_QWEN2,
-        vision={"model_type": "internvl_vision", **INTERNVL_VISION},
-        image={
-            **IMAGENET,
-            **INTERNVL_SIZE,
-            "image_processor_type": "GotOcr2ImageProcessor",
-            "crop_to_patches": True,
-            "min_patches": 1,
-            "max_patches": 6,
-        },
-        video={**IMAGENET, **INTERNVL_SIZE, "video_processor_type": "InternVLVideoProcessor"},
-        fields={"image_token_id": 500, "image_seq_length": 16},
-    ),
-    "internvl_chat": demo_vlm(
-        text=_QWEN2,
-        vision={
-            "model_type": "internvl_vision",
-            **INTERNVL_VISION,
-            "attention_bias": False,
-            "norm_type": "rms_norm",
-            "use_qk_norm": True,
-        },
-        image={**IMAGENET, "crop_size": 112, "size": 112, "feature_extractor_type": "CLIPFeatureExtractor"},
-        base="internvl",
-        save=save_internvl(),
-    ),
     "llava_onevision": demo_vlm(
         text=_QWEN2,
         vision={**_SIGLIP, "image_size": 56},
@@ -136,17 +80,6 @@ TILES: Mapping[str, DemoModel] = {
         },
         fields={"image_token_index": 500, "mm_tokens_per_image": 16},
     ),
-    "deepseek_vl": demo_vlm(
-        text={"model_type": "llama", **TEXT},
-        vision={**_SIGLIP, "image_size": 56},
-        image={
-            **CLIP,
-            "image_processor_type": "DeepseekVLImageProcessor",
-            "min_size": 14,
-            "resample": 3,
-            "size": {"height": 56, "width": 56},
-        },
-    ),
     "llama4": demo_vlm(
         text={
             "model_type": "llama4_text",
@@ -174,31 +107,6 @@ TILES: Mapping[str, DemoModel] = {
             "size": {"height": 112, "width": 112},
         },
         fields={"image_token_index": 500, "boi_token_index": 498, "eoi_token_index": 499},
-    ),
-    "deepseek_vl_hybrid": demo_vlm(
-        text={"model_type": "llama", **TEXT},
-        vision={**_SIGLIP, "image_size": 56},
-        image={
-            **CLIP,
-            "image_processor_type": "DeepseekVLHybridImageProcessor",
-            "min_size": 14,
-            "resample": 3,
-            "size": {"height": 56, "width": 56},
-            "high_res_image_mean": IMAGENET["image_mean"],
-            "high_res_image_std": IMAGENET["image_std"],
-            "high_res_resample": 3,
-            "high_res_size": {"height": 128, "width": 128},
-        },
-        fields={
-            "image_token_id": 500,
-            "high_res_vision_config": {
-                "model_type": "sam_vision_model",
-                **SAM,
-                "image_size": 128,
-                "num_pos_feats": 32,
-                "window_size": 3,
-            },
-        },
     ),
     "ovis2": _OVIS2,
     "ovis": replace(
@@ -243,28 +151,4 @@ TILES: Mapping[str, DemoModel] = {
     "step3p7": _STEP3,
     "step3_vl": replace(_STEP3, base="step3p7", save=save_step3("step3_vl")),
     "step_robotics": replace(_STEP3, base="step3p7", save=save_step3("step_robotics")),
-    "deepseek_ocr2": demo_vlm(
-        text=DEEPSEEK_TEXT,
-        vision={
-            "sam_config": {**SAM, **_SAM_OCR},
-            "encoder_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_attention_heads": 4,
-                "num_hidden_layers": 2,
-                "num_key_value_heads": 2,
-            },
-        },
-        image={
-            **HALF,
-            "background_color": [127, 127, 127],
-            "crop_to_patches": True,
-            "image_processor_type": "DeepseekOcr2ImageProcessor",
-            "max_patches": 6,
-            "min_patches": 2,
-            "resample": 3,
-            "size": {"height": 128, "width": 128},
-            "tile_size": 96,
-        },
-    ),
 }

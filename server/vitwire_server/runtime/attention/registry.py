@@ -58,12 +58,35 @@ class Backend:
 
 def _opaque(name: str, attend: Attend) -> Attend:
     """`attend` as a custom operator under torch.compile, which cannot trace loops over boundaries."""
-    operator = torch.library.custom_op(f"vitwire::{name}", attend, mutates_args=())
+
+    def positional(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        boundaries: Tensor,
+        longest: int,
+        scale: float,
+        key_boundaries: Tensor | None = None,
+        most_keys: int = 0,
+    ) -> Tensor:
+        return attend(q, k, v, boundaries, longest, scale, key_boundaries=key_boundaries, most_keys=most_keys)
+
+    operator = torch.library.custom_op(f"vitwire::{name}", positional, mutates_args=())
     operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
 
-    def attended(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        inner = operator if torch.compiler.is_compiling() else attend
-        out: Tensor = inner(q, k, v, boundaries, longest, scale)
+    def attended(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        boundaries: Tensor,
+        longest: int,
+        scale: float,
+        *,
+        key_boundaries: Tensor | None = None,
+        most_keys: int = 0,
+    ) -> Tensor:
+        inner = operator if torch.compiler.is_compiling() else positional
+        out: Tensor = inner(q, k, v, boundaries, longest, scale, key_boundaries, most_keys)
         return out
 
     return attended

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface
 
 from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
@@ -32,10 +34,9 @@ _BANDS = (
 )
 """For each band, the largest `longest` in it, and sample segments to check and time backends on: windows, images of
 224 x 224, small images, and images of several sizes, with as many slots as a budget for them has."""
-_RESAMPLED = (1024, 256, 64, 256, *[0] * 28)
-"""Sample segments to check a resampler's heads on."""
-_REPEATS = 5
-_CALLS = 8
+_RESAMPLED, _QUERIES = (1024, 256, 40, 256, *[0] * 28), 64
+"""Sample segments to check a resampler's heads on, and the queries of each."""
+_REPEATS, _CALLS = 5, 8
 _NEW_LINE = "\n"
 _FAILED_RECORDERS: list[CudaRecorder] = []
 """Kept alive: torch's allocator may still access graphs that CUDA invalidated."""
@@ -98,14 +99,27 @@ class Selection:
         """Make it known to transformers as `implementation`."""
         AttentionInterface.register(self.implementation, _packed(self.attend))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        boundaries: Tensor,
+        longest: int,
+        scale: float,
+        *,
+        key_boundaries: Tensor | None = None,
+        most_keys: int = 0,
+    ) -> Tensor:
         """As `Attend`; NaN and infinity stay in their segment."""
-        one = self.at(longest)
+        one = self.at(max(longest, most_keys))
         if not one.isolates:
             from vitwire_server.runtime.kernels.containment import contain  # noqa: PLC0415 - triton comes with CUDA
 
             k, v = contain(k, v)
-        return one.attend(q, k, v, boundaries, longest, scale)
+        if key_boundaries is None:
+            return one.attend(q, k, v, boundaries, longest, scale)
+        return one.attend(q, k, v, boundaries, longest, scale, key_boundaries=key_boundaries, most_keys=most_keys)
 
 
 def select(
@@ -136,7 +150,7 @@ def select(
         raise ValueError(f"attention backend {name!r} does not run on {device} in {dtype} ({why}); available: {known}")
     if device.type == "cuda":
         if resampler:
-            sample = _Sample.of(_RESAMPLED, device, dtype, *resampler)
+            sample = _Sample.of(_RESAMPLED, device, dtype, *resampler).resampled()
             loaded = [one for one in loaded if sample.seconds(one, faults) is not None]
         selection = _fastest(loaded, device, dtype, heads, head_dim, faults)
     else:
@@ -191,6 +205,8 @@ class _Sample:
     boundaries: Tensor
     longest: int
     expected: Tensor
+    key_boundaries: Tensor | None = None
+    most_keys: int = 0
 
     @classmethod
     def of(
@@ -204,10 +220,20 @@ class _Sample:
         exact = segment_sdpa(q.float(), k.float(), v.float(), boundaries, max(segments), head_dim**-0.5)
         return cls((q, k, v), boundaries, max(segments), exact)
 
+    def resampled(self) -> "_Sample":
+        """A few queries for each segment, rather than one for each key."""
+        q, k, v = self.rows
+        ends = functional.pad((self.boundaries.diff() > 0).cumsum(0, dtype=torch.int32) * _QUERIES, (1, 0))
+        q, scale = q[: int(ends[-1])], q.shape[-1] ** -0.5
+        exact = segment_sdpa(q.float(), k.float(), v.float(), ends, _QUERIES, scale, key_boundaries=self.boundaries)
+        return _Sample((q, k, v), ends, _QUERIES, exact, self.boundaries, self.longest)
+
     def seconds(self, one: LoadedBackend, faults: dict[str, str]) -> float | None:
         """Seconds per call; None, with a log line and an entry in `faults`, if the backend fails or is inaccurate."""
         q = self.rows[0]
-        run = partial(Selection.only(one, "").attend, *self.rows, self.boundaries, self.longest, q.shape[-1] ** -0.5)
+        given = (*self.rows, self.boundaries, self.longest, q.shape[-1] ** -0.5)
+        keys: Any = {"key_boundaries": self.key_boundaries, "most_keys": self.most_keys}
+        run = partial(Selection.only(one, "").attend, *given, **keys)
         try:
             error = float((run().float() - self.expected).norm() / self.expected.norm())
             if error <= 4 * torch.finfo(q.dtype).eps:
@@ -261,10 +287,14 @@ def _packed(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         *,
         scaling: float,
         cu_seq_lens_q: Tensor,
+        cu_seq_lens_k: Tensor,
         max_length_q: int,
+        max_length_k: int,
         **_: object,  # arguments of other backends
     ) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
+        own = cu_seq_lens_k is cu_seq_lens_q
+        keys: Any = {} if own else {"key_boundaries": cu_seq_lens_k, "most_keys": max_length_k}
+        return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, **keys).unsqueeze(0), None
 
     return attention

@@ -26,35 +26,48 @@ _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
 
 
-def segment_tiles(boundaries: Tensor, rows: int, heads: int, longest: int) -> Tensor:
-    """The tiles for `segment_attention`, `(tiles, 3)` int32, the same for every layer of a forward.
+def segment_tiles(
+    boundaries: Tensor, rows: int, heads: int, longest: int, key_boundaries: Tensor | None = None
+) -> Tensor:
+    """The tiles for `segment_attention`, `(tiles, 4)` int32, the same for every layer of a forward.
 
-    Each is its first row and the begin and end of its segment; unused tiles are zero, and last.
+    Each is its first row, the end of its segment's rows, and where the segment's keys begin and end; unused tiles are
+    zero, and last.
     """
     division = attention_division(rows, heads, longest, architecture(boundaries.device))
     block, slots = division.rows, len(boundaries) - 1
-    tiles = torch.empty((triton.cdiv(rows, block) + slots, 3), dtype=torch.int32, device=boundaries.device)
-    _map[(len(tiles),)](boundaries, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
+    tiles = torch.empty((triton.cdiv(rows, block) + slots, 4), dtype=torch.int32, device=boundaries.device)
+    keys = boundaries if key_boundaries is None else key_boundaries
+    _map[(len(tiles),)](boundaries, keys, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
     return tiles
 
 
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, tiles: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scale: float,
+    tiles: Tensor | None = None,
+    *,
+    key_boundaries: Tensor | None = None,
+    most_keys: int = 0,
 ) -> Tensor:
-    """Attention of `q, k, v (rows, heads, head_dim)` within the segments that `boundaries` end.
+    """Attention of `q, k, v (rows, heads, head_dim)` within segments, as `Attend`.
 
-    `boundaries (slots + 1,)` is int32, the first 0, the last the number of rows. Heads of a row must be
+    `boundaries (slots + 1,)` is int32, the first 0, the last at most the number of rows. Heads of a row must be
     contiguous; rows may be strided, as in the output of one linear layer for all three. `tiles` come from
     `segment_tiles`. Returns a contiguous `(rows, heads, head_dim)`. On a CPU it runs only in Triton's interpreter.
     """
     rows, heads, head_dim = q.shape
-    if longest > _DENSE and rows == (len(boundaries) - 1) * longest:
+    if key_boundaries is None and longest > _DENSE and rows == (len(boundaries) - 1) * longest:
         # All segments are equal and long: cuDNN is faster, even with a plan for each shape.
         query, key, value = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
         attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
         return attended.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    tiles = segment_tiles(boundaries, rows, heads, longest) if tiles is None else tiles
+    tiles = segment_tiles(boundaries, rows, heads, longest, key_boundaries) if tiles is None else tiles
     on, dependent = architecture(q.device), is_dependent(q.device)
     division = attention_division(rows, heads, longest, on)
     tile = attention_tile(division, head_dim, q.element_size(), on)
@@ -78,7 +91,7 @@ def segment_attention(
         WHOLE=tile.whole,
         REST=tile.rest,
         SPARE=tile.spare,
-        FEW=_FEW_KEYS if longest <= _SHORT else 0,
+        FEW=_FEW_KEYS if max(longest, most_keys) <= _SHORT else 0,
         TURNS=division.programs > 0,
         DEPENDENT=dependent,
         num_warps=tile.warps,
@@ -89,9 +102,10 @@ def segment_attention(
 
 
 @triton.jit(do_not_specialize=["slots"])
-def _map(ends_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _map(ends_ptr, key_ends_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     tile = tl.program_id(0)
     first = 0
+    last = 0
     begin = 0
     end = 0
     before = 0
@@ -104,12 +118,14 @@ def _map(ends_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
         after = before + tl.cumsum(tiles, 0)
         own = (after > tile) & (after - tiles <= tile)
         first += tl.sum(tl.where(own, left + (tile - after + tiles) * ROWS, 0), 0)
-        begin += tl.sum(tl.where(own, left, 0), 0)
-        end += tl.sum(tl.where(own, right, 0), 0)
+        last += tl.sum(tl.where(own, right, 0), 0)
+        begin += tl.sum(tl.load(key_ends_ptr + slot, mask=own, other=0), 0)
+        end += tl.sum(tl.load(key_ends_ptr + slot + 1, mask=own, other=0), 0)
         before += tl.sum(tiles, 0)
-    tl.store(tiles_ptr + 3 * tile, first)
-    tl.store(tiles_ptr + 3 * tile + 1, begin)
-    tl.store(tiles_ptr + 3 * tile + 2, end)
+    tl.store(tiles_ptr + 4 * tile, first)
+    tl.store(tiles_ptr + 4 * tile + 1, last)
+    tl.store(tiles_ptr + 4 * tile + 2, begin)
+    tl.store(tiles_ptr + 4 * tile + 3, end)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -174,16 +190,17 @@ def _tile(
     FEW: tl.constexpr,
 ):
     """Attention of the rows of one tile, unless it is unused."""
-    tile = tiles_ptr + 3 * number
+    tile = tiles_ptr + 4 * number
     first = tl.load(tile)
-    start = tl.load(tile + 1)
-    last = tl.load(tile + 2)
-    if last > 0:
+    edge = tl.load(tile + 1)
+    start = tl.load(tile + 2)
+    last = tl.load(tile + 3)
+    if edge > 0:
         q_ptr += head * HEAD_DIM
         k_ptr += head * HEAD_DIM
         v_ptr += head * HEAD_DIM
         rows = first + tl.arange(0, ROWS)
-        inside = rows < last
+        inside = rows < edge
         columns = tl.arange(0, WHOLE)
         at = rows.to(tl.int64)
         q = tl.load(q_ptr + at[:, None] * q_row + columns[None, :], mask=inside[:, None], other=0.0)

@@ -12,7 +12,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower, heads_of, side
-from vitwire_server.towers.processors.settings import ProcessorFiles, read_settings
+from vitwire_server.towers.processors.settings import ProcessorFiles, read_settings, usable
 from vitwire_server.towers.processors.single import class_of, one_tile
 
 
@@ -61,20 +61,18 @@ class PlainFamily(Family):
         return super().read_config(folder, settings)
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError."""
+        """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError or CheckpointError."""
         config = self.stock_config(folder, settings)
         vision = self.tower.configuration(config)
         files = ProcessorFiles.read(folder)
-        try:
+        with usable(files.image_path):
             tiling = one_tile(files, self.processor).tiling
-        except ValueError as error:
-            raise ValueError(f"its processor's settings: {error}") from error
         assert tiling is not None, "a processor of one tile has a tiling"
         size = side(vision.image_size)
         if not self.resizes and tiling.tile != (size, size):
-            raise ValueError(f"image_size is {size}, but the processor makes tiles of {tiling.tile}")
+            raise ValueError(f"image_size is {size}, but {files.image_path.name} makes tiles of {tiling.tile}")
         if min(tiling.tile) < side(vision.patch_size):
-            raise ValueError(f"the processor makes tiles of {tiling.tile}, which hold no patch of patch_size")
+            raise ValueError(f"{files.image_path.name} makes tiles of {tiling.tile}, which hold no patch of patch_size")
         fields: dict[str, object] = {"tile": tiling.tile, "has_head": False}
         if self.head:
             path = f"{self.tower.config}.{self.head}".removeprefix(".")

@@ -53,8 +53,8 @@ class SegmentPool(Protocol):
 
     width: int
 
-    def __call__(self, rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
-        """Rows `(patches, C)`, and the number of the segment of each, to `(segments, width)`."""
+    def __call__(self, rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+        """Rows `(patches, C)` of segments that end at `boundaries (segments + 1,)` to `(segments, width)`."""
         ...
 
 
@@ -125,11 +125,7 @@ class RasterTower(PatchTower):
             "max_length_k": longest,
         }
         rows = self._rows(pixels, tensors, attended)
-        if not self._pool:
-            return rows
-        places = torch.arange(len(rows), dtype=boundaries.dtype, device=rows.device)
-        numbers = torch.searchsorted(boundaries, places, right=True) - 1
-        return self._pool(rows, numbers, len(boundaries) - 1)
+        return self._pool(rows, boundaries, longest) if self._pool else rows
 
     @abstractmethod
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:

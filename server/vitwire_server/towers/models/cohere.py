@@ -1,4 +1,6 @@
-"""Aya Vision and Command A Vision (Cohere)."""
+"""Aya Vision, Command A Vision, and Compass, whose tower is Qwen3-VL's (Cohere)."""
+
+from dataclasses import replace
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
@@ -6,6 +8,7 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, in_model
 from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.models.qwen import QWEN3_VL
 from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
 from vitwire_server.towers.served import Served
@@ -69,4 +72,12 @@ _COMMAND = TileFamily(
     videos=Accepts.NOTHING,
 )
 
-ROWS: tuple[Family, ...] = (_AYA, _COMMAND)
+_COMPASS = replace(
+    QWEN3_VL,
+    model_type="cohere_compass",
+    title="Cohere Compass",
+    tower=replace(QWEN3_VL.tower, source="cohere_compass.modeling_cohere_compass:CohereCompassVisionModel"),
+    transformers="5.23.0",
+)
+
+ROWS: tuple[Family, ...] = (_AYA, _COMMAND, _COMPASS)

@@ -15,7 +15,7 @@ from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, square
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.modules import Constants, SingleParameter
 from vitwire_server.towers.shared.sam import gather_relative_positions
@@ -135,7 +135,7 @@ class OcrFamily(CropFamily):
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family."""
         config = super().read_config(folder, settings)
-        return changed(config, {"crop_size": square(ProcessorFiles.read(folder).image, "tile_size", 768)})
+        return changed(config, {"crop_size": ProcessorFiles.read(folder).square("tile_size", 768)})
 
 
 _DEEPSEEK_OCR2 = OcrFamily(

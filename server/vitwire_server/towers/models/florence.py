@@ -15,7 +15,7 @@ from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
-from vitwire_server.towers.processors.settings import IMAGENET, ProcessorFiles, square
+from vitwire_server.towers.processors.settings import IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 
 _SIZE = 768
@@ -81,7 +81,7 @@ class FlorenceFamily(TileFamily):
             config: Config = Florence2Config(vision_config=_renamed(own), dtype=dtype_of(settings))
         else:
             config = super().read_config(folder, settings)
-        return changed(config, {"vision_config.image_size": square(ProcessorFiles.read(folder).image, default=_SIZE)})
+        return changed(config, {"vision_config.image_size": ProcessorFiles.read(folder).square(default=_SIZE)})
 
 
 def _renamed(vision: Mapping[str, Any]) -> dict[str, Any]:

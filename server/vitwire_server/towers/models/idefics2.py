@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
@@ -60,8 +59,7 @@ class Idefics2Tower(QueriedTower):
         states = (patches + model.embeddings.position_embedding(tensors["positions"])).unsqueeze(0)
         states = packed_layers(model.encoder.layers, states, implementation, attended)
         context = self._connector.modality_projection(model.post_layernorm(states[0]))
-        rows = resampled(self._connector.perceiver_resampler, context, attended)[: len(pixels)]
-        return functional.pad(rows, (0, 0, 0, len(pixels) - len(rows)))
+        return resampled(self._connector.perceiver_resampler, context, attended)
 
 
 _IDEFICS2 = RasterFamily(

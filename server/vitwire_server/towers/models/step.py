@@ -17,7 +17,7 @@ from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, square
+from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.modules import Constants
 
@@ -113,7 +113,7 @@ class Step3Family(CropFamily):
             projector_bias=settings.get("projector_bias", False),
             dtype=dtype_of(settings),
         )
-        return changed(config, {"crop_size": square(ProcessorFiles.read(folder).image, "patch_size", 504)})
+        return changed(config, {"crop_size": ProcessorFiles.read(folder).square("patch_size", 504)})
 
 
 _STEP3P7 = Step3Family(

@@ -15,7 +15,7 @@ from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.models.deepseek_ocr import SAM_NAMES, ocr_settings
-from vitwire_server.towers.processors.settings import ProcessorFiles, square
+from vitwire_server.towers.processors.settings import ProcessorFiles
 from vitwire_server.towers.shared.fused import split_qkv
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
@@ -69,7 +69,7 @@ class UnlimitedOcrFamily(CropFamily):
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family."""
         config = super().read_config(folder, settings)
-        return changed(config, {"crop_size": square(ProcessorFiles.read(folder).image, "tile_size", _CROP)})
+        return changed(config, {"crop_size": ProcessorFiles.read(folder).square("tile_size", _CROP)})
 
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:

@@ -13,7 +13,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, in_model
-from vitwire_server.towers.files import optional_json
+from vitwire_server.towers.files import CheckpointError, optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import PackedFamily
 from vitwire_server.towers.metadata import Kind, Sources
@@ -60,10 +60,10 @@ class VideoLlama3Family(PackedFamily):
     """Checkpoints whose processors merge as the published ones do."""
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over processors that merge other squares of patches."""
+        """See Family. Raises CheckpointError over processors that merge other squares of patches."""
         files = ProcessorFiles.read(folder)
-        _check_merged("merge_size of images", files.image.get("merge_size"), 1)
-        _check_merged("merge_size of clips", files.own_video.get("merge_size"), _OF_CLIPS)
+        _check_merged(files.image_path, "merge_size", files.image, 1)
+        _check_merged(files.video_path, "merge_size", files.own_video, _OF_CLIPS)
         return super().read_config(folder, settings)
 
 
@@ -73,9 +73,10 @@ class OriginalVideoLlama(PackedFamily):
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
-        processor = optional_json(folder / "processor_config.json")
-        _check_merged("image_merge_size", processor.get("image_merge_size"), 1)
-        _check_merged("video_merge_size", processor.get("video_merge_size"), _OF_CLIPS)
+        path = folder / "processor_config.json"
+        processor = optional_json(path)
+        _check_merged(path, "image_merge_size", processor, 1)
+        _check_merged(path, "video_merge_size", processor, _OF_CLIPS)
         if (projector := settings.get("mm_projector_type")) != "mlp2x_gelu":
             raise ValueError(f"mm_projector_type is {projector!r}, but must be 'mlp2x_gelu'")
         vision = settings["vision_encoder_config"]
@@ -88,9 +89,11 @@ class OriginalVideoLlama(PackedFamily):
         return config
 
 
-def _check_merged(name: str, found: object, merge: int) -> None:
+def _check_merged(path: Path, key: str, settings: Mapping[str, Any], merge: int) -> None:
+    """Raises CheckpointError over another merge."""
+    found = settings.get(key)
     if found not in (None, merge):
-        raise ValueError(f"{name} is {found!r}, but must be {merge}")
+        raise CheckpointError(f"{path}: {key} is {found!r}, but must be {merge}")
 
 
 _VIDEO_LLAMA_3 = VideoLlama3Family(

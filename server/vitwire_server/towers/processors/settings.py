@@ -1,6 +1,7 @@
 """The settings of a checkpoint's Hugging Face processor, read from its files without building it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -31,6 +32,9 @@ class ProcessorFiles:
     image: Mapping[str, Any]
     own_video: Mapping[str, Any]
     """Keys of the videos' file alone."""
+    image_path: Path
+    """The file that holds the keys for images, or would hold them."""
+    video_path: Path
 
     @property
     def video(self) -> Mapping[str, Any]:
@@ -42,18 +46,36 @@ class ProcessorFiles:
         """Keys for the choice of frames; SmolVLM keeps them in the images' file where a file of its own is missing."""
         return self.own_video or {"video_sampling": self.image.get("video_sampling")}
 
+    def square(self, key: str = "size", default: int | None = None) -> int:
+        """The side of a square size of images. Raises CheckpointError."""
+        with usable(self.image_path):
+            return square(self.image, key, default)
+
     @classmethod
     def read(cls, folder: Path, *, required: bool = False) -> "ProcessorFiles":
         """Newer checkpoints keep all in processor_config.json. `required` says that there must be a file for images.
 
         Raises CheckpointError.
         """
-        nested = optional_json(folder / "processor_config.json")
+        path = folder / "processor_config.json"
+        nested = optional_json(path)
         if not all(isinstance(nested.get(key, {}), dict) for key in ("image_processor", "video_processor")):
-            raise CheckpointError(f"{folder / 'processor_config.json'} holds no settings of processors")
-        of_images = read_json if required else optional_json
-        image = nested.get("image_processor") or of_images(folder / "preprocessor_config.json")
-        return cls(image, nested.get("video_processor") or optional_json(folder / "video_preprocessor_config.json"))
+            raise CheckpointError(f"{path} holds no settings of processors")
+        own_image, own_video = (nested.get(key) for key in ("image_processor", "video_processor"))
+        image_path = path if own_image else folder / "preprocessor_config.json"
+        video_path = path if own_video else folder / "video_preprocessor_config.json"
+        image = own_image or (read_json if required else optional_json)(image_path)
+        return cls(image, own_video or optional_json(video_path), image_path, video_path)
+
+
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Raises CheckpointError, which names `path`, over values of a processor's file that cannot be used."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{path}: the processor's settings cannot be used: {reason}") from error
 
 
 ReadProcessor = Callable[[ProcessorFiles, Config], dict[Modality, Preprocessing]]
@@ -74,11 +96,8 @@ def read_settings(
     `converts` says whether the processor's class converts images to RGB where its files do not say.
     """
     files = ProcessorFiles.read(folder, required=required)
-    try:
+    with usable(folder):
         found = {modality: _checked(own, channels) for modality, own in settings(files).items()}
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{folder}: the preprocessor's settings cannot be used: {reason}") from error
     said = files.image.get("do_convert_rgb")  # null leaves it to the class, too
     drops = not (converts if said is None else said)
     return found | {Modality.IMAGE: replace(found[Modality.IMAGE], drops_transparency=drops)}
@@ -130,6 +149,8 @@ def square(config: Mapping[str, Any], key: str = "size", default: int | None = N
         if height is None or height != width:
             raise ValueError(f"{key} {size} is not square")
         size = height
+    if not isinstance(size, int | float):
+        raise ValueError(f"{key} is {size!r}, but must be a number of pixels")
     return int(size)
 
 

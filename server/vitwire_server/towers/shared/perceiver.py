@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.idefics2.modeling_idefics2 import (
     Idefics2PerceiverAttention,
@@ -17,21 +17,17 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 class Places(NamedTuple):
-    """Where patches and latents lie in one sequence: behind the patches of each segment its latents."""
+    """Where patches and latents lie in the sequence of keys: behind the patches of each segment its latents."""
 
     patches: Tensor
     latents: Tensor
     """`(segments * latents,)`, segment after segment."""
     attended: Mapping[str, Any]
-    """Keyword arguments of attention within the longer segments."""
+    """Keyword arguments of the attention of latents to those keys."""
 
 
 def resampled(stock: Idefics2PerceiverResampler, context: Tensor, attended: Mapping[str, Any]) -> Tensor:
-    """Rows of patches to latents `(segments * latents, width)`; every segment has its own, those of padding too.
-
-    Each layer is one packed attention over all patches and latents, whose rows of patches are not used: an image
-    has far more patches than latents, so that costs little, and any backend computes it.
-    """
+    """Rows of patches to latents `(segments * latents, width)`; every slot for a segment has its own."""
     places = _places(attended, len(context), stock.n_latents)
     latents = stock.latents.repeat(len(places.latents) // stock.n_latents, 1)
     layers: Any = stock.layers
@@ -49,15 +45,14 @@ def _places(attended: Mapping[str, Any], patches: int, own: int) -> Places:
     shifted = numbers + torch.bucketize(numbers, ends[1:], right=True) * own
     firsts = ends[1:] + segments[:-1] * own
     latents = firsts[:, None] + torch.arange(own, device=ends.device)
-    boundaries, longest = ends + segments * own, attended["max_length_k"] + own
     return Places(
         shifted,
         latents.flatten(),
         {
-            "cu_seq_lens_q": boundaries,
-            "cu_seq_lens_k": boundaries,
-            "max_length_q": longest,
-            "max_length_k": longest,
+            "cu_seq_lens_q": segments * own,
+            "cu_seq_lens_k": ends + segments * own,
+            "max_length_q": own,
+            "max_length_k": attended["max_length_k"] + own,
         },
     )
 
@@ -71,21 +66,21 @@ def _layer(layer: Idefics2PerceiverLayer, latents: Tensor, context: Tensor, plac
 
 
 def _attention(module: Idefics2PerceiverAttention, latents: Tensor, context: Tensor, places: Places) -> Tensor:
-    """Keys that several query heads share are copied; rows of patches have no query, so zeros."""
+    """Keys that several query heads share are copied."""
     attend: Attention = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]  # noqa: SLF001
-    length = len(context) + len(latents)
 
-    def laid(of_patches: Tensor | None, of_latents: Tensor) -> Tensor:
-        whole = of_latents.new_zeros(length, of_latents.shape[1])
-        whole = whole.index_copy(0, places.latents, of_latents)
-        whole = whole if of_patches is None else whole.index_copy(0, places.patches, of_patches)
+    def laid(part: nn.Linear) -> Tensor:
+        whole = latents.new_empty(len(context) + len(latents), part.out_features)
+        whole = whole.index_copy(0, places.patches, part(context)).index_copy(0, places.latents, part(latents))
         heads: Tensor = whole.unflatten(1, (-1, module.head_dim))
-        return heads.repeat_interleave(module.num_heads // heads.shape[1], dim=1).transpose(0, 1).unsqueeze(0)
+        return heads.repeat_interleave(module.num_heads // heads.shape[1], dim=1)
 
-    query = laid(None, module.q_proj(latents))
-    key, value = (laid(part(context), part(latents)) for part in (module.k_proj, module.v_proj))
+    query = module.q_proj(latents).unflatten(1, (-1, module.head_dim))
+    query, key, value = (
+        each.transpose(0, 1).unsqueeze(0) for each in (query, laid(module.k_proj), laid(module.v_proj))
+    )
     rows, _ = attend(
         module, query, key, value, None, scaling=module.scaling, dropout=0.0, is_causal=False, **places.attended
     )
-    attended: Tensor = module.o_proj(rows[0].flatten(1)[places.latents])
+    attended: Tensor = module.o_proj(rows[0].flatten(1))
     return attended

@@ -11,6 +11,7 @@ from torch.nn import functional
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Parts, Pooler, always
+from vitwire_server.towers.shared.segments import numbers, summed
 
 
 class Projection(nn.Linear):
@@ -104,11 +105,10 @@ class SegmentMean:
         del config
         self.width: int = parts["tower"].config.hidden_size
 
-    def __call__(self, rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
+    def __call__(self, rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
         """See SegmentPool."""
-        sums = _summed(rows.float(), numbers, segments)
-        counts = _summed(rows.new_ones((len(rows), 1), dtype=torch.float32), numbers, segments)
-        return (sums / counts.clamp_min(1)).to(rows.dtype)
+        counts = boundaries.diff().clamp_min(1).unsqueeze(1)
+        return (summed(rows.float(), boundaries, longest) / counts).to(rows.dtype)
 
 
 class SegmentAttention:
@@ -119,7 +119,7 @@ class SegmentAttention:
         self.width: int = parts["tower"].config.hidden_size
         self._head: Any = parts["head"]
 
-    def __call__(self, rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
+    def __call__(self, rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
         """See SegmentPool. Scores and sums are computed in float32."""
         head, attention = self._head, self._head.attention
         weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
@@ -128,16 +128,12 @@ class SegmentAttention:
             for states, weight, bias in zip((head.probe[0], rows, rows), weights, biases, strict=True)
         )
         scores = (query * keys).sum(-1) * query.shape[-1] ** -0.5
-        index = numbers.unsqueeze(-1).expand_as(scores)
-        largest = scores.new_full((segments, scores.shape[-1]), -torch.inf).scatter_reduce(0, index, scores, "amax")
-        shares = (scores - largest[numbers]).exp()
-        totals = _summed(shares, numbers, segments).clamp_min(torch.finfo(torch.float32).tiny)
-        attended = _summed(shares.unsqueeze(-1) * values, numbers, segments) / totals.unsqueeze(-1)
+        segment = numbers(boundaries, len(rows))
+        largest = scores.new_full((len(boundaries) - 1, scores.shape[-1]), -torch.inf)
+        largest = largest.scatter_reduce(0, segment.unsqueeze(-1).expand_as(scores), scores, "amax")
+        shares = (scores - largest[segment]).exp()
+        totals = summed(shares, boundaries, longest).clamp_min(torch.finfo(torch.float32).tiny)
+        attended = summed(shares.unsqueeze(-1) * values, boundaries, longest) / totals.unsqueeze(-1)
         states = attention.out_proj(attended.flatten(1).to(rows.dtype))
         pooled: Tensor = states + head.mlp(head.layernorm(states))
         return pooled
-
-
-def _summed(rows: Tensor, numbers: Tensor, segments: int) -> Tensor:
-    """The sum of the rows of each segment."""
-    return rows.new_zeros((segments, *rows.shape[1:])).index_add(0, numbers, rows)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.layouts.raster import places
-from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.metadata import Kind, Rows
 
 LONGEST_SIDE = 1024
 """Patches a side of an image at most: positions are looked up in a table."""
@@ -18,14 +18,13 @@ _HEAD = 128
 _EPSILON = 1e-6
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""From queries, keys and values `(patches, heads, head_dim)` and a scale to what the queries get of their segment."""
+"""From queries, keys and values `(rows, heads, head_dim)` and a scale to what the queries get of their segment."""
 
 
 class Resampler(nn.Module):
     """One layer of cross attention, with keys that know the row and column of their patch.
 
-    Queries are the same for every image. Each is placed at a patch of the image, the first at the first one and so
-    on, so that any backend of packed attention computes them; an image has at least as many patches as queries.
+    Queries are the same for every image.
     """
 
     waves: Tensor
@@ -53,23 +52,14 @@ class Resampler(nn.Module):
 
     def inputs(self) -> dict[str, Kind]:
         """The metadata that `forward` takes."""
-        return {"places": Rows((2,), torch.int64), "query_index": Rows((), torch.int64), "picked": Sources(1)}
+        return {"places": Rows((2,), torch.int64)}
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:
         """That metadata of an item that is alone, on the host."""
-        frame = torch.arange(grid.frame_patches)
-        firsts = torch.arange(grid.t) * grid.frame_patches
-        return {
-            "places": places(grid),
-            "query_index": (frame % self.queries).repeat(grid.t),
-            "picked": (firsts[:, None] + torch.arange(self.queries)).view(-1, 1),
-        }
+        return {"places": places(grid)}
 
-    def forward(self, states: Tensor, places: Tensor, query_index: Tensor, picked: Tensor, attend: Attend) -> Tensor:
-        """`states (patches, C)` to rows `(picked, width)`, of the patches that `picked` numbers.
-
-        `query_index` is the number of the query at each patch.
-        """
+    def forward(self, states: Tensor, places: Tensor, segments: int, attend: Attend) -> Tensor:
+        """`states (patches, C)` to rows `(segments * queries, width)`."""
         values = self.ln_kv(self.kv_proj(states))
         down, across = self.waves[places].unbind(1)
         keys = values + torch.cat([across, down], dim=-1).to(values.dtype)
@@ -78,8 +68,8 @@ class Resampler(nn.Module):
         query, key, value = (
             functional.linear(*each).unflatten(-1, (-1, _HEAD)) for each in zip(inputs, weights, biases, strict=True)
         )
-        attended = attend(query[query_index], key, value, _HEAD**-0.5).flatten(1)
-        rows: Tensor = self.ln_post(self.attn.out_proj(attended[picked])) @ self.proj
+        attended = attend(query.repeat(segments, 1, 1), key, value, _HEAD**-0.5).flatten(1)
+        rows: Tensor = self.ln_post(self.attn.out_proj(attended)) @ self.proj
         return rows
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import cudnn
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vitwire_server.runtime.attention.interface import Attend
 
@@ -31,6 +30,7 @@ class Shape:
     dtype: torch.dtype
     slots: int
     longest: int
+    most_keys: int
     heads: int
     head_dim: int
     strides: tuple[int, int, int]
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A cuDNN graph and its tensors: q, k, v, their offsets, the output's offsets, lengths, output."""
+    """A cuDNN graph and its tensors: q, k, v, their offsets, the output's offsets, lengths of q and k, output."""
 
     graph: Untyped
     tensors: tuple[Untyped, ...]
@@ -60,18 +60,37 @@ def load() -> Attend:
     return cudnn_attention
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+def cudnn_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scale: float,
+    *,
+    key_boundaries: Tensor | None = None,
+    most_keys: int = 0,
+) -> Tensor:
     """As `Attend`. Each row must be contiguous. The first call with a shape must be outside of graph capture."""
     rows, heads, head_dim = q.shape
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     slots, most = _rounded(len(boundaries) - 1), max(_SHORTEST, _rounded(longest))
     strides = (q.stride(0), k.stride(0), v.stride(0))
-    plan = _plan(Shape(q.device, q.dtype, slots, most, heads, head_dim, strides, scale))
-    ends = functional.pad(boundaries, (0, slots + 1 - len(boundaries)), value=rows)
-    wide = ends.long()  # an offset counts elements
-    offsets = [wide * stride for stride in (*strides, heads * head_dim)]
-    plan.run(q, k, v, *offsets, ends.diff(), out)
+    ends = key_ends = _padded(boundaries, slots)
+    keys = most
+    if key_boundaries is not None:
+        keys, key_ends = max(_SHORTEST, _rounded(most_keys)), _padded(key_boundaries, slots)
+    plan = _plan(Shape(q.device, q.dtype, slots, most, keys, heads, head_dim, strides, scale))
+    # an offset counts elements
+    own, of_keys = ends.long(), key_ends.long()
+    offsets = [own * strides[0], of_keys * strides[1], of_keys * strides[2], own * (heads * head_dim)]
+    plan.run(q, k, v, *offsets, ends.diff(), key_ends.diff(), out)
     return out
+
+
+def _padded(boundaries: Tensor, slots: int) -> Tensor:
+    """With empty slots behind the others."""
+    return torch.cat([boundaries, boundaries[-1:].expand(slots + 1 - len(boundaries))])
 
 
 def _rounded(count: int) -> int:
@@ -94,16 +113,18 @@ def _plan(shape: Shape) -> Plan:
     )
     dim = [shape.slots, shape.heads, shape.longest, shape.head_dim]
 
-    def rows(name: str, stride: int) -> Untyped:
-        strides = [shape.longest * stride, shape.head_dim, stride, 1]
-        return graph.tensor(name=name, dim=dim, stride=strides, data_type=_TYPES[shape.dtype])
+    def rows(name: str, longest: int, stride: int) -> Untyped:
+        sizes = [shape.slots, shape.heads, longest, shape.head_dim]
+        strides = [longest * stride, shape.head_dim, stride, 1]
+        return graph.tensor(name=name, dim=sizes, stride=strides, data_type=_TYPES[shape.dtype])
 
     def counts(name: str, count: int, kind: Untyped) -> Untyped:
         return graph.tensor(name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind)
 
-    q, k, v = (rows(name, stride) for name, stride in zip("qkv", shape.strides, strict=True))
+    longest = (shape.longest, shape.most_keys, shape.most_keys)
+    q, k, v = (rows(*each) for each in zip("qkv", longest, shape.strides, strict=True))
     offsets = [counts(f"{name}_offsets", shape.slots + 1, cudnn.data_type.INT64) for name in ("q", "k", "v", "out")]
-    lengths = counts("lengths", shape.slots, cudnn.data_type.INT32)
+    lengths, key_lengths = (counts(name, shape.slots, cudnn.data_type.INT32) for name in ("lengths", "key_lengths"))
     for tensor, offset in zip((q, k, v), offsets, strict=False):
         tensor.set_ragged_offset(offset)
     out, _ = graph.sdpa(
@@ -115,7 +136,7 @@ def _plan(shape: Shape) -> Plan:
         attn_scale=shape.scale,
         use_padding_mask=True,
         seq_len_q=lengths,
-        seq_len_kv=lengths,
+        seq_len_kv=key_lengths,
     )
     width = shape.heads * shape.head_dim
     out.set_output(True).set_dim(dim).set_stride([shape.longest * width, shape.head_dim, width, 1])
@@ -125,7 +146,7 @@ def _plan(shape: Shape) -> Plan:
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     graph.build_plans()
-    return Plan(graph, (q, k, v, *offsets, lengths, out), handle, graph.get_workspace_size())
+    return Plan(graph, (q, k, v, *offsets, lengths, key_lengths, out), handle, graph.get_workspace_size())
 
 
 @cache

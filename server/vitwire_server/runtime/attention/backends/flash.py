@@ -15,9 +15,20 @@ def from_package(module: str) -> Attend:
     """The backend of an installed package. Raises ImportError if it is missing."""
     varlen = import_module(module).flash_attn_varlen_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-        bounds = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
-        out = varlen(q, k, v, **bounds, max_seqlen_q=longest, max_seqlen_k=longest, softmax_scale=scale)
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        boundaries: Tensor,
+        longest: int,
+        scale: float,
+        *,
+        key_boundaries: Tensor | None = None,
+        most_keys: int = 0,
+    ) -> Tensor:
+        ends, most = (boundaries, longest) if key_boundaries is None else (key_boundaries, most_keys)
+        bounds = {"cu_seqlens_q": boundaries, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": most}
+        out = varlen(q, k, v, **bounds, softmax_scale=scale)
         rows: Tensor = out[0] if isinstance(out, tuple) else out
         return rows
 

@@ -14,9 +14,20 @@ def load() -> Attend:
     if "scale" not in signature(varlen_attn).parameters:
         raise ImportError("varlen_attn of torch 2.10 has no scale")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        boundaries: Tensor,
+        longest: int,
+        scale: float,
+        *,
+        key_boundaries: Tensor | None = None,
+        most_keys: int = 0,
+    ) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale)
+        ends, most = (boundaries, longest) if key_boundaries is None else (key_boundaries, most_keys)
+        out = varlen_attn(q, k, v, boundaries, ends, longest, most, scale=scale)
         assert isinstance(out, Tensor)
         return out
 
