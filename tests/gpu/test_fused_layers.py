@@ -11,23 +11,28 @@ import torch
 pytest.importorskip("triton")
 
 from tests.gpu.test_kernels import interpreted
+from triton import TritonError
 
 from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
-from vitwire_server.runtime.attention.selection import select
+from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.fused import fuse_tower
-from vitwire_server.runtime.fused_layers import TileLayer, fuse_layers
+from vitwire_server.runtime.fused_layers import Layer, PackedLayer, TileLayer, fuse_layers
+from vitwire_server.runtime.fusion import TileCache
 from vitwire_server.runtime.products import Products
+from vitwire_server.towers.tower import Tower
 
 ROUNDINGS = 4
 """Units in the last place that rows may differ by after a few layers."""
 FUSED = (
     "llava",
+    "vipllava",
     "llava_onevision",
     "internvl",
     "internvl_chat",
     "janus",
     "dinov2",
+    "radio",
     "vit",
     "aimv2",
     "idefics3",
@@ -41,7 +46,7 @@ FUSED = (
     "muse_glimmer",
     "qwen2_5_omni",
 )
-"""A row for each form of a layer, each activation, with masks and with packed patches."""
+"""A row for each form of a layer, each activation, with masks, with kept states and with packed patches."""
 
 
 @pytest.fixture
@@ -58,17 +63,21 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
     rig = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False)
     items = rig.items(sorted(draw_grids(rig, 1, 9), key=lambda grid: grid.patches)[:3])
     stock = rows_of(rig.engine.launch(items, None).collect())
-    attention = None
-    if rig.tower.segmented:
-        heads, resampler = rig.tower.attention_heads, rig.tower.resampler_heads
-        attention = select("auto", device, dtype, *heads, captured=False, resampler=resampler)
-        rig.tower.use_attention(attention.implementation)
+    attention = attention_of(rig.tower, dtype, device) if rig.tower.segmented else None
     assert fuse_tower(rig.tower, attention) == len(rig.tower.blocks)
     calls = [counted(block) for block in rig.tower.blocks]
     fused = rows_of(rig.engine.launch(items, None).collect())
     assert all(calls), "the tower calls each of its fused layers"
     errors = [norm_error(own, expected) for own, expected in zip(fused, stock, strict=True)]
     assert np.mean(errors) <= ROUNDINGS * max(1e-6, torch.finfo(dtype).eps)
+
+
+def attention_of(tower: Tower, dtype: torch.dtype, device: torch.device) -> Selection:
+    """The attention backend of a tower of packed patches, which it uses from now on."""
+    heads, resampler = tower.attention_heads, tower.resampler_heads
+    attention = select("auto", device, dtype, *heads, captured=False, resampler=resampler)
+    tower.use_attention(attention.implementation)
+    return attention
 
 
 def counted(block: torch.nn.Module) -> list[int]:
@@ -92,6 +101,56 @@ def test_a_layer_that_computes_more_is_left_alone(
     first.self_attn.extra = torch.nn.Linear(2, 2)
     assert fuse_layers(tower.blocks, None) == len(tower.blocks) - 1
     assert "forward" not in vars(first)
+
+
+@torch.inference_mode()
+def test_a_layer_whose_attention_takes_more_is_left_alone(
+    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    """Layers pass other arguments on by keyword: MiniMax's has the form of SigLIP's, but rotary positions."""
+    tower = Rig.of(checkpoints("minimax_m3_vl"), dtype, device, sizes=(), fused=False).tower
+    blocks: list[Any] = tower.blocks
+    for block in blocks:
+        block.self_attn.scale = block.self_attn.scaling
+    assert fuse_layers(blocks, attention_of(tower, dtype, device)) == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("failure", [TritonError("no such register"), RuntimeError("lost")])
+def test_a_layer_whose_kernels_fail_is_left_alone(
+    failure: Exception,
+    dtype: torch.dtype,
+    checkpoints: Callable[[str], Path],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise failure
+
+    tower = Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower
+    monkeypatch.setattr(Products, "linear", failing)
+    assert fuse_layers(tower.blocks, None) == 0
+    assert [record.levelname for record in caplog.records if str(failure) in record.message] == ["WARNING"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", ["llava", "internvl", "siglip2", "mistral3"])
+def test_a_layer_does_not_write_to_its_input(
+    model_type: str, dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    """Towers keep the states of several layers."""
+    tower = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False).tower
+    stock = tower.blocks[0]
+    tiles = TileCache()
+    if tower.segmented:
+        layer: Layer = PackedLayer(stock, attention_of(tower, dtype, device), tiles, first=True)
+    else:
+        layer = TileLayer(stock, tiles.products)
+    rows = torch.randn(2, 24, layer.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    before = rows.clone()
+    assert layer.compared(stock, rows)
+    torch.testing.assert_close(rows, before, rtol=0, atol=0)
 
 
 @torch.inference_mode()

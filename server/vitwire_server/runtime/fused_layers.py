@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.fusion import KernelFailed, NotFusable, TileCache, tolerance_of
+from vitwire_server.runtime.fusion import KernelFailed, NotFusable, TileCache, comparing, tolerance_of
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
 from vitwire_server.runtime.kernels.rotary import rotate
@@ -27,6 +27,7 @@ from vitwire_server.runtime.products import Products
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _log = logging.getLogger(__name__)
+_ARGUMENTS = {"hidden_states", "attention_mask", "kwargs"}
 _UNITS, _TOKENS = 2, 24
 """Of the random rows that a fused layer is compared on."""
 _LEAST_FACTOR = 1e-3
@@ -73,23 +74,29 @@ class Layer(ABC):
         """About how much smaller than a row is what a layer adds to it."""
         return min([1.0, *(max(_LEAST_FACTOR, float(each.abs().mean())) for each in self._factors)])
 
+    @property
+    @abstractmethod
+    def known_arguments(self) -> set[str]:
+        """What a stock layer and its attention may take: what this one computes with, or what its tower never gives."""
+
     @abstractmethod
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What the stock layer and this one make of rows `(units, tokens, hidden)`, in each way it is computed."""
 
     def _computed(
-        self, hidden_states: Tensor, attend: Callable[..., Tensor], turn: Callable[[Tensor], None] | None = None
+        self, hidden_states: Tensor, attend: Callable[..., Tensor], place: Callable[[Tensor], None] | None = None
     ) -> Tensor:
         """The forward on `(units, tokens, hidden)`; `attend` takes heads and returns rows, in the same layout.
 
-        `turn` rotates queries and keys of `(units, tokens, 3, heads, head_dim)` in place.
+        `place` rotates queries and keys of `(units, tokens, 3, heads, head_dim)` by their positions, in place.
+        `hidden_states` are not written to: towers keep those of several layers.
         """
         shape, products, (first, second) = hidden_states.shape, self._products, self._norms
         rows = hidden_states.reshape(-1, shape[-1]).contiguous()  # one tile from a convolution has its columns first
         hidden, normed = add_norm(rows, None, first, overlapping=True)
         qkv = products.linear(normed, self._weight, self._bias).view(*shape[:2], 3, self._heads, -1)
-        if turn:
-            turn(qkv)
+        if place:
+            place(qkv)
         q, k, v = qkv.unbind(2)
         q, k = (
             each if isinstance(norm, nn.Identity) else norm(each.flatten(-2)).view(each.shape)
@@ -126,10 +133,15 @@ class TileLayer(Layer):
 
         return self._computed(hidden_states, attend)
 
+    @property
+    def known_arguments(self) -> set[str]:
+        """See Layer. A tile is one segment, so no boundaries are given."""
+        return _ARGUMENTS | {"cu_seqlens"}
+
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
         masked = "attention_mask" in inspect.signature(stock.forward).parameters
-        return [(stock(rows, attention_mask=None) if masked else stock(rows), self(rows.clone()))]
+        return [(stock(rows, attention_mask=None) if masked else stock(rows), self(rows))]
 
 
 class PackedLayer(Layer):
@@ -155,20 +167,26 @@ class PackedLayer(Layer):
         if self._first:
             self._tiles.clear()
         chosen = self._attention.at(max_length_q)
-        turn = None
-        if position_embeddings:
-            cos, sin = (each.reshape(hidden_states.shape[1], -1).contiguous() for each in position_embeddings)
-            turn = lambda qkv: rotate(qkv[0], cos, sin, contain=not chosen.isolates)  # noqa: E731
-        contained = self._attention if turn is None else chosen
+        attending = chosen if position_embeddings else self._attention  # as `rotate` or the selection contains NaN
+
+        def place(qkv: Tensor) -> None:
+            if position_embeddings:
+                cos, sin = (each.reshape(qkv.shape[1], -1).contiguous() for each in position_embeddings)
+                rotate(qkv[0], cos, sin, contain=not chosen.isolates)
 
         def attend(*heads: Tensor) -> Tensor:
             q, k, v = (each[0] for each in heads)
             if chosen.name != "triton":
-                return contained.attend(q, k, v, cu_seq_lens_q, max_length_q, self._scale)
+                return attending.attend(q, k, v, cu_seq_lens_q, max_length_q, self._scale)
             tiles = self._tiles.of(cu_seq_lens_q, len(q), self._heads, max_length_q)
             return segment_attention(q, k, v, cu_seq_lens_q, max_length_q, self._scale, tiles)
 
-        return self._computed(hidden_states, attend, turn)
+        return self._computed(hidden_states, attend, place)
+
+    @property
+    def known_arguments(self) -> set[str]:
+        """See Layer."""
+        return _ARGUMENTS | ({"position_embeddings"} if self.form is ROTARY else set())
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
@@ -193,7 +211,7 @@ class PackedLayer(Layer):
             else:
                 layers: list[Any] = [stock]
                 expected = packed_layers(layers, packed, implementation, attended)
-            pairs.append((expected.view(rows.shape), self(packed.clone(), **attended).view(rows.shape)))
+            pairs.append((expected.view(rows.shape), self(packed, **attended).view(rows.shape)))
         return pairs
 
 
@@ -230,18 +248,12 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
 
     Rows are as small as what is added to them, whose error their rounding would hide. Raises NotFusable.
     """
-    known = {"hidden_states", "attention_mask", "kwargs"} | ({"position_embeddings"} if layer.form is ROTARY else set())
-    if others := inspect.signature(stock.forward).parameters.keys() - known:
-        raise NotFusable(f"it takes {', '.join(sorted(others))}")
+    _check_arguments(stock, layer)
     weight = next(stock.parameters())
     rows = torch.randn(_UNITS, _TOKENS, layer.columns, generator=torch.Generator().manual_seed(0)).to(weight)
     rows *= layer.smallest_factor
-    try:
+    with comparing():
         pairs = layer.compared(stock, rows)
-    except RuntimeError as error:
-        raise KernelFailed(str(error).partition("\n")[0]) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise NotFusable(str(error).partition("\n")[0]) from error
     errors = []
     for expected, got in pairs:
         if not isinstance(expected, Tensor):
@@ -249,6 +261,13 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
         added = expected.float() - rows.float()
         errors.append(float((got.float() - rows.float() - added).norm() / added.norm()))
     return errors
+
+
+def _check_arguments(stock: nn.Module, layer: Layer) -> None:
+    """Layers pass arguments on to attention by keyword, also those that a comparison lacks. Raises NotFusable."""
+    for module in (stock, stock.get_submodule(layer.form.attention)):
+        if others := inspect.signature(module.forward).parameters.keys() - layer.known_arguments:
+            raise NotFusable(f"{type(module).__name__} takes {', '.join(sorted(others))}")
 
 
 def _either(module: nn.Module, *names: str) -> Any:  # noqa: ANN401 - numbers of several types

@@ -5,11 +5,13 @@ roundings. Each is compared with the stock block before it is used.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from triton import TritonError
 
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
@@ -169,6 +171,21 @@ def tolerance_of(stock: nn.Module) -> float:
     return max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
 
 
+@contextmanager
+def comparing() -> Iterator[None]:
+    """Failures of kernels and of the device become KernelFailed, those of another form NotFusable."""
+    try:
+        yield
+    except (RuntimeError, TritonError) as error:
+        raise KernelFailed(_first_line(error)) from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise NotFusable(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def _difference(stock: nn.Module, block: FusedBlock, longest: int) -> float:
     """Relative error, in norm, of what the block adds to random rows, compared with the stock block."""
     weight = next(stock.parameters())
@@ -184,11 +201,7 @@ def _difference(stock: nn.Module, block: FusedBlock, longest: int) -> float:
         "max_seqlen": longest,
     }
     block.new_boundaries()
-    try:
+    with comparing():
         expected = stock(rows, **arguments).float() - rows.float()
-        got = block(rows.clone(), **arguments).float() - rows.float()
-    except RuntimeError as error:
-        raise KernelFailed(str(error).partition("\n")[0]) from error
-    except (TypeError, ValueError) as error:
-        raise NotFusable(str(error).partition("\n")[0]) from error
+        got = block(rows, **arguments).float() - rows.float()
     return float((got - expected).norm() / expected.norm())

@@ -80,7 +80,10 @@ class SiglipLayer(Protocol):
 def packed_layers(
     layers: Iterable[SiglipLayer], states: Tensor, implementation: str, attended: Mapping[str, Any]
 ) -> Tensor:
-    """`states (1, patches, C)` after the layers, with attention within segments."""
+    """`states (1, patches, C)` after the layers, with attention within segments.
+
+    A fused layer has a forward of its own, which takes the boundaries.
+    """
     for layer in layers:
         if fused := vars(layer).get("forward"):
             states = fused(states, **attended)
