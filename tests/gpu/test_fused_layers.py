@@ -16,7 +16,7 @@ from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
 from vitwire_server.runtime.attention.selection import select
 from vitwire_server.runtime.fused import fuse_tower
-from vitwire_server.runtime.fused_layers import TileLayer, fuse_layers
+from vitwire_server.runtime.fused_layers import Angles, TileLayer, fuse_layers
 from vitwire_server.runtime.products import Products
 
 ROUNDINGS = 4
@@ -28,6 +28,7 @@ FUSED = (
     "internvl_chat",
     "janus",
     "dinov2",
+    "dinov3_vit",
     "vit",
     "aimv2",
     "idefics3",
@@ -113,7 +114,7 @@ def test_the_mask_is_added_to_scores(
 ) -> None:
     tower = Rig.of(checkpoints("idefics3"), dtype, device, sizes=(), fused=False).tower
     stock: Any = tower.blocks[0]
-    layer = TileLayer(stock, Products())
+    layer = TileLayer(stock, Angles(), first=True)
     rows = torch.randn(2, 16, layer.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     mask = torch.zeros(2, 1, 1, 16, device=device, dtype=dtype)
     mask[1, ..., 10:] = -torch.inf
@@ -128,7 +129,7 @@ def test_the_mask_is_added_to_scores(
 def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
     """As those of one tile do after a convolution."""
     tower = Rig.of(checkpoints("llava_onevision"), dtype, device, sizes=(), fused=False).tower
-    layer = TileLayer(tower.blocks[0], Products())
+    layer = TileLayer(tower.blocks[0], Angles(), first=True)
     rows = torch.randn(1, layer.columns, 16, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     got, expected = layer(rows.transpose(1, 2)), layer(rows.transpose(1, 2).contiguous())
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -29,6 +29,9 @@ from vitwire_server.towers.shared.siglip import packed_layers
 _log = logging.getLogger(__name__)
 _UNITS, _TOKENS = 2, 24
 """Of the random rows that a fused layer is compared on."""
+_LEADING = 5
+"""Of the tokens of a tile, those that are not rotated."""
+_ARGUMENTS = ("hidden_states", "attention_mask", "position_embeddings")
 _LEAST_FACTOR = 1e-3
 """Smaller rows would be lost in the epsilon of norms."""
 
@@ -113,8 +116,24 @@ class Layer(ABC):
 class TileLayer(Layer):
     """Attends to all tokens of a tile."""
 
-    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object) -> Tensor:
-        """The layer's forward on `hidden_states (tiles, tokens, hidden)`; the mask is added to scores."""
+    def __init__(self, stock: nn.Module, angles: "Angles", *, first: bool) -> None:
+        """Raises NotFusable."""
+        super().__init__(stock, angles.products)
+        self._angles, self._first = angles, first
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **_: object,
+    ) -> Tensor:
+        """The layer's forward on `hidden_states (tiles, tokens, hidden)`; the mask is added to scores.
+
+        `position_embeddings` are the cosines and sines of the last tokens of each tile, `(patches, head_dim)`.
+        """
+        if self._first:
+            self._angles.clear()
         causal = self._causal and attention_mask is None
 
         def attend(*heads: Tensor) -> Tensor:
@@ -124,12 +143,42 @@ class TileLayer(Layer):
             )
             return attended.transpose(1, 2)
 
-        return self._computed(hidden_states, attend)
+        if position_embeddings is None:
+            return self._computed(hidden_states, attend)
+        cos, sin = self._angles.of(position_embeddings, *hidden_states.shape[:2])
+        return self._computed(hidden_states, attend, lambda qkv: rotate(qkv.flatten(0, 1), cos, sin))
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
-        masked = "attention_mask" in inspect.signature(stock.forward).parameters
-        return [(stock(rows, attention_mask=None) if masked else stock(rows), self(rows.clone()))]
+        self._angles.clear()
+        taken = inspect.signature(stock.forward).parameters.keys()
+        arguments: dict[str, Any] = dict.fromkeys(taken & {"attention_mask"})
+        if "position_embeddings" in taken:
+            patches = rows.shape[1] - _LEADING
+            angles = torch.linspace(0, 6, patches * (self.columns // self._heads // 2)).view(patches, -1).repeat(1, 2)
+            arguments["position_embeddings"] = angles.cos().to(rows), angles.sin().to(rows)
+        return [(stock(rows, **arguments), self(rows.clone(), **arguments))]
+
+
+class Angles:
+    """Cosines and sines of all rows of a forward, which its layers share, and their products."""
+
+    def __init__(self) -> None:
+        self.products = Products()
+        self._laid: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Start a new forward: the same tensors may have new values."""
+        self._laid.clear()
+
+    def of(self, rotary: tuple[Tensor, Tensor], tiles: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Those of `tiles * tokens` rows; tokens before the patches of a tile are not rotated."""
+        cos, sin = rotary
+        if id(cos) not in self._laid:
+            leading = (tokens - len(cos), cos.shape[1])
+            cosines = torch.cat([cos.new_ones(leading), cos]).repeat(tiles, 1)
+            self._laid[id(cos)] = cosines, torch.cat([sin.new_zeros(leading), sin]).repeat(tiles, 1)
+        return self._laid[id(cos)]
 
 
 class PackedLayer(Layer):
@@ -200,11 +249,13 @@ class PackedLayer(Layer):
 @torch.inference_mode()
 def fuse_layers(layers: Iterable[nn.Module], attention: Selection | None) -> int:
     """Replace the forward of layers that can be fused; returns their number. Without `attention`, they are of tiles."""
-    tiles, fused, reasons = TileCache(), 0, set()
+    tiles, angles, fused, reasons = TileCache(), Angles(), 0, set()
     for stock in layers:
         try:
-            layer = (
-                PackedLayer(stock, attention, tiles, first=not fused) if attention else TileLayer(stock, tiles.products)
+            layer: TileLayer | PackedLayer = (
+                PackedLayer(stock, attention, tiles, first=not fused)
+                if attention
+                else TileLayer(stock, angles, first=not fused)
             )
             errors = _differences(stock, layer)
         except NotFusable as fault:
@@ -230,9 +281,9 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
 
     Rows are as small as what is added to them, whose error their rounding would hide. Raises NotFusable.
     """
-    known = {"hidden_states", "attention_mask", "kwargs"} | ({"position_embeddings"} if layer.form is ROTARY else set())
-    if others := inspect.signature(stock.forward).parameters.keys() - known:
-        raise NotFusable(f"it takes {', '.join(sorted(others))}")
+    taken = [name for name in inspect.signature(stock.forward).parameters if name != "kwargs"]
+    if taken != list(_ARGUMENTS[: len(taken)]):
+        raise NotFusable(f"it takes {', '.join(taken)}")
     weight = next(stock.parameters())
     rows = torch.randn(_UNITS, _TOKENS, layer.columns, generator=torch.Generator().manual_seed(0)).to(weight)
     rows *= layer.smallest_factor
