@@ -15,6 +15,7 @@ from triton import TritonError
 
 from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
+from vitwire_server.runtime.angles import Angles
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.fused import fuse_tower
 from vitwire_server.runtime.fused_layers import Layer, PackedLayer, TileLayer, fuse_layers
@@ -33,6 +34,7 @@ FUSED = (
     "janus",
     "dinov2",
     "radio",
+    "dinov3_vit",
     "vit",
     "aimv2",
     "idefics3",
@@ -135,18 +137,17 @@ def test_a_layer_whose_kernels_fail_is_left_alone(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("model_type", ["llava", "internvl", "siglip2", "mistral3"])
+@pytest.mark.parametrize("model_type", ["llava", "internvl", "dinov3_vit", "siglip2", "mistral3"])
 def test_a_layer_does_not_write_to_its_input(
     model_type: str, dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
 ) -> None:
     """Towers keep the states of several layers."""
     tower = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False).tower
     stock = tower.blocks[0]
-    tiles = TileCache()
     if tower.segmented:
-        layer: Layer = PackedLayer(stock, attention_of(tower, dtype, device), tiles, first=True)
+        layer: Layer = PackedLayer(stock, attention_of(tower, dtype, device), TileCache(), first=True)
     else:
-        layer = TileLayer(stock, tiles.products)
+        layer = TileLayer(stock, Angles(), first=True)
     rows = torch.randn(2, 24, layer.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     before = rows.clone()
     assert layer.compared(stock, rows)
@@ -172,7 +173,7 @@ def test_the_mask_is_added_to_scores(
 ) -> None:
     tower = Rig.of(checkpoints("idefics3"), dtype, device, sizes=(), fused=False).tower
     stock: Any = tower.blocks[0]
-    layer = TileLayer(stock, Products())
+    layer = TileLayer(stock, Angles(), first=True)
     rows = torch.randn(2, 16, layer.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     mask = torch.zeros(2, 1, 1, 16, device=device, dtype=dtype)
     mask[1, ..., 10:] = -torch.inf
@@ -187,7 +188,7 @@ def test_the_mask_is_added_to_scores(
 def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
     """As those of one tile do after a convolution."""
     tower = Rig.of(checkpoints("llava_onevision"), dtype, device, sizes=(), fused=False).tower
-    layer = TileLayer(tower.blocks[0], Products())
+    layer = TileLayer(tower.blocks[0], Angles(), first=True)
     rows = torch.randn(1, layer.columns, 16, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     got, expected = layer(rows.transpose(1, 2)), layer(rows.transpose(1, 2).contiguous())
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vitwire_server.runtime.angles import Angles
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fusion import KernelFailed, NotFusable, TileCache, comparing, tolerance_of
 from vitwire_server.runtime.kernels.attention import segment_attention
@@ -27,9 +28,8 @@ from vitwire_server.runtime.products import Products
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _log = logging.getLogger(__name__)
-_ARGUMENTS = {"hidden_states", "attention_mask", "kwargs"}
-_UNITS, _TOKENS = 2, 24
-"""Of the random rows that a fused layer is compared on."""
+_UNITS, _TOKENS, _LEADING = 2, 24, 5
+"""Of the random rows that a fused layer is compared on; the leading tokens of a tile are not rotated."""
 _LEAST_FACTOR = 1e-3
 """Smaller rows would be lost in the epsilon of norms."""
 
@@ -77,7 +77,7 @@ class Layer(ABC):
     @property
     @abstractmethod
     def known_arguments(self) -> set[str]:
-        """What a stock layer and its attention may take: what this one computes with, or what its tower never gives."""
+        """What attention may take beside rows and mask: what is compared, or what the tower never gives."""
 
     @abstractmethod
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -120,8 +120,24 @@ class Layer(ABC):
 class TileLayer(Layer):
     """Attends to all tokens of a tile."""
 
-    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object) -> Tensor:
-        """The layer's forward on `hidden_states (tiles, tokens, hidden)`; the mask is added to scores."""
+    def __init__(self, stock: nn.Module, angles: Angles, *, first: bool) -> None:
+        """Raises NotFusable."""
+        super().__init__(stock, angles.products)
+        self._angles, self._first = angles, first
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **_: object,
+    ) -> Tensor:
+        """The layer's forward on `hidden_states (tiles, tokens, hidden)`; the mask is added to scores.
+
+        `position_embeddings` are the cosines and sines of the last tokens of each tile, `(patches, head_dim)`.
+        """
+        if self._first:
+            self._angles.clear()
         causal = self._causal and attention_mask is None
 
         def attend(*heads: Tensor) -> Tensor:
@@ -131,17 +147,26 @@ class TileLayer(Layer):
             )
             return attended.transpose(1, 2)
 
-        return self._computed(hidden_states, attend)
+        if position_embeddings is None:
+            return self._computed(hidden_states, attend)
+        cos, sin = self._angles.of(position_embeddings, *hidden_states.shape[:2])
+        return self._computed(hidden_states, attend, lambda qkv: rotate(qkv.flatten(0, 1), cos, sin))
 
     @property
     def known_arguments(self) -> set[str]:
         """See Layer. A tile is one segment, so no boundaries are given."""
-        return _ARGUMENTS | {"cu_seqlens"}
+        return {"position_embeddings", "cu_seqlens"}
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
-        masked = "attention_mask" in inspect.signature(stock.forward).parameters
-        return [(stock(rows, attention_mask=None) if masked else stock(rows), self(rows))]
+        self._angles.clear()
+        taken = inspect.signature(stock.forward).parameters.keys()
+        arguments: dict[str, Any] = dict.fromkeys(taken & {"attention_mask"})
+        if "position_embeddings" in taken:
+            patches = rows.shape[1] - _LEADING
+            angles = torch.linspace(0, 6, patches * (self.columns // self._heads // 2)).view(patches, -1).repeat(1, 2)
+            arguments["position_embeddings"] = angles.cos().to(rows), angles.sin().to(rows)
+        return [(stock(rows, **arguments), self(rows, **arguments))]
 
 
 class PackedLayer(Layer):
@@ -186,7 +211,7 @@ class PackedLayer(Layer):
     @property
     def known_arguments(self) -> set[str]:
         """See Layer."""
-        return _ARGUMENTS | ({"position_embeddings"} if self.form is ROTARY else set())
+        return {"position_embeddings"} if self.form is ROTARY else set()
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
@@ -218,11 +243,13 @@ class PackedLayer(Layer):
 @torch.inference_mode()
 def fuse_layers(layers: Iterable[nn.Module], attention: Selection | None) -> int:
     """Replace the forward of layers that can be fused; returns their number. Without `attention`, they are of tiles."""
-    tiles, fused, reasons = TileCache(), 0, set()
+    tiles, angles, fused, reasons = TileCache(), Angles(), 0, set()
     for stock in layers:
         try:
-            layer = (
-                PackedLayer(stock, attention, tiles, first=not fused) if attention else TileLayer(stock, tiles.products)
+            layer: TileLayer | PackedLayer = (
+                PackedLayer(stock, attention, tiles, first=not fused)
+                if attention
+                else TileLayer(stock, angles, first=not fused)
             )
             errors = _differences(stock, layer)
         except NotFusable as fault:
@@ -248,7 +275,8 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
 
     Rows are as small as what is added to them, whose error their rounding would hide. Raises NotFusable.
     """
-    _check_arguments(stock, layer)
+    if others := layer.form.unknown_arguments(stock, layer.known_arguments):
+        raise NotFusable(f"it takes {', '.join(others)}")
     weight = next(stock.parameters())
     rows = torch.randn(_UNITS, _TOKENS, layer.columns, generator=torch.Generator().manual_seed(0)).to(weight)
     rows *= layer.smallest_factor
@@ -261,13 +289,6 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
         added = expected.float() - rows.float()
         errors.append(float((got.float() - rows.float() - added).norm() / added.norm()))
     return errors
-
-
-def _check_arguments(stock: nn.Module, layer: Layer) -> None:
-    """Layers pass arguments on to attention by keyword, also those that a comparison lacks. Raises NotFusable."""
-    for module in (stock, stock.get_submodule(layer.form.attention)):
-        if others := inspect.signature(module.forward).parameters.keys() - layer.known_arguments:
-            raise NotFusable(f"{type(module).__name__} takes {', '.join(sorted(others))}")
 
 
 def _either(module: nn.Module, *names: str) -> Any:  # noqa: ANN401 - numbers of several types

@@ -1,10 +1,14 @@
 """The forms of layers that can be fused: norm, attention, add, norm, MLP, add, under several names."""
 
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import nn
 
 from vitwire_server.runtime.mlps import IDLE
+
+_ARGUMENTS = ("hidden_states", "attention_mask", "position_embeddings")
+"""Of a layer's forward, in their order; the last ones may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,17 @@ class Form:
         beside = parts.keys() - named - {path.split(".")[0] for path in self.factors}
         extras = inner.keys() - {"q_proj", "k_proj", "v_proj", "q_norm", "k_norm", self.output}
         return self.output in inner and all(map(_is_idle, (*map(parts.get, beside), *map(inner.get, extras))))
+
+    def unknown_arguments(self, layer: nn.Module, known: set[str]) -> list[str]:
+        """Arguments other than the usual ones in their order, or of attention beside rows, mask and what is `known`.
+
+        Layers pass arguments on to attention by keyword, also such as they do not name themselves.
+        """
+        taken = [name for name in signature(layer.forward).parameters if name != "kwargs"]
+        if taken != list(_ARGUMENTS[: len(taken)]):
+            return taken
+        inner = signature(layer.get_submodule(self.attention).forward).parameters.keys()
+        return sorted(inner - {*_ARGUMENTS[:2], "kwargs"} - (known & {*taken, "cu_seqlens"}))
 
 
 def _is_idle(part: nn.Module | None) -> bool:

@@ -64,19 +64,17 @@ class GatedMlp:
 
 
 def joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one layer with the channels of several, whose weights become views of it.
-
-    Raises ValueError if only some have a bias.
-    """
+    """Weight and bias of one layer with the channels of several, whose weights become views of it."""
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias
-    biases: list[Tensor] = [each.bias for each in layers if each.bias is not None]
-    if len(biases) not in (0, len(layers)):
-        raise ValueError("only some of the layers that are joined have a bias")
     weight = torch.cat([each.weight for each in layers])
     for each, own in zip(layers, weight.split([each.out_features for each in layers]), strict=True):
         each.weight.data = own
-    return weight, torch.cat(biases) if biases else None
+    if all(each.bias is None for each in layers):
+        return weight, None
+    return weight, torch.cat(
+        [weight.new_zeros(each.out_features) if each.bias is None else each.bias for each in layers]
+    )
 
 
 def mlp_of(stock: nn.Module, products: Products) -> Mlp:
