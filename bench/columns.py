@@ -49,7 +49,7 @@ class Columns:
         self.streams: Streams = CudaStreams(tower.device) if tower.device.type == "cuda" else HostStreams()
         self.stager = Stager(tower.geometry, preprocessing(), tower.device)
 
-    def measure(self, column: str, ladder: Ladder, batches: Batches, rows: Mapping[str, Row]) -> "Ran":
+    def measure(self, column: str, ladder: Ladder, batches: Batches, rows: Mapping[str, Row]) -> Ran:
         """Fill one column of the rows; eager forwards are those of an engine without budgets."""
         graphs = self._captured(column, ladder if column != "eager" else Ladder())
         engine = Engine(self._tower, graphs, self.stager, self.streams)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class OtherBench:
             return
         rows = torch.cat([_rows(result) for result in ran.results(load.items)]).to(load.expected)
         error = float((rows - load.expected).norm() / load.expected.norm())
-        row["norm_error"] = max(row["norm_error"] or 0.0, round(error, 4))
+        row["norm_error"] = max(round(error, 4), row["norm_error"] or 0.0) if isfinite(error) else None
         if not error < RIGHT:
             row[column] = None
             where = f"{row['tower']} {row['load']} {column}"

@@ -74,3 +74,12 @@ def test_times_of_wrong_rows_are_left_out(changed: Callable[..., None]) -> None:
         line.partition(":")[0] for line in document["left_out"]
     }
     assert all("rows differ from those of plain transformers by 0.17" in line for line in document["left_out"])
+
+
+def test_the_error_of_rows_that_are_not_finite_is_unknown(changed: Callable[..., None]) -> None:
+    def ask(*arguments: Any) -> Callable[[], Tensor]:
+        return lambda: torch.nan * OTHERS[CLIP].ask(*arguments)()
+
+    changed(CLIP, ask=ask)
+    for row in run(CLIP)["others"]:
+        assert row["eager"] is row["graph"] is row["norm_error"] is None
