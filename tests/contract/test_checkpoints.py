@@ -101,6 +101,13 @@ def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpo
             edit("config.json", code2wav_config__num_hidden_layers=100_000_000),
             "code2wav_config.num_hidden_layers is 100000000",
         ),
+        (
+            "idefics2",
+            edit("config.json", perceiver_config__resampler_depth=100_000_000),
+            "perceiver_config.resampler_depth is 100000000, but must be at most",
+        ),
+        ("mllama", edit("config.json", vision_config__num_global_layers=100_000_000), "num_global_layers is 100000000"),
+        ("florence2", edit("config.json", vision_config__depths=[1, 100_000_000, 1, 1]), r"depths is \[1, 100000000"),
         ("qwen3_vl", edit("config.json", vision_config__depth=9999), "depth is 9999, .* weights of 4 layers"),
         (
             "deepseek_ocr2",

@@ -12,6 +12,8 @@ from vitwire_server.towers.configs import Config
 _DEPTHS = ("depth", "num_hidden_layers")
 """Fields that hold a number of layers; where a configuration has several, the first counts."""
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
+_LAYERS = re.compile(r"(depths?|layers)$")
+"""Names of fields that say how many layers there are; in others of such names, numbers of layers are listed."""
 _MOST_LAYERS = 10_000
 """Of any part of a model; transformers makes a list as long as the number that config.json gives."""
 
@@ -59,11 +61,17 @@ def absurd_layers(settings: Mapping[str, Any], path: str = "") -> str | None:
         found = None
         if isinstance(value, dict):
             found = absurd_layers(value, f"{path}{key}.")
-        elif key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+        elif _LAYERS.search(key) and _largest(value) > _MOST_LAYERS:
             found = f"{path}{key} is {value}, but must be at most {_MOST_LAYERS}"
         if found:
             return found
     return None
+
+
+def _largest(value: object) -> int:
+    """The largest of a number or of a list of numbers; 0 where there is none."""
+    numbers = value if isinstance(value, list) else [value]
+    return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 def _most_layers(names: Iterable[str]) -> int:
