@@ -17,8 +17,8 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, whole
+from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 
@@ -28,7 +28,7 @@ def _llama4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
     if files.image.get("resize_to_max_canvas"):
         raise ValueError("resize_to_max_canvas is not served")
     tiling = Tiling(
-        TilingRule.CANVAS, (size, size), overview=Overview.LAST, max_tiles=int(files.image.get("max_patches", 16))
+        TilingRule.CANVAS, (size, size), overview=Overview.LAST, max_tiles=whole(files.image, "max_patches", 16)
     )
     return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
 
@@ -71,9 +71,10 @@ _LLAMA4 = TileFamily(
 
 def _mllama_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     vision = config.vision_config
-    size, most = side(vision.image_size), int(files.image.get("max_image_tiles", 4))
+    size, most = side(vision.image_size), whole(files.image, "max_image_tiles", 4)
     if most != vision.max_num_tiles:
         raise ValueError(f"max_image_tiles is {most}, but must be vision_config.max_num_tiles, {vision.max_num_tiles}")
+    fits_tower(files.image, size)
     tiling = Tiling(TilingRule.CANVAS, (size, size), max_tiles=most)
     return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
 

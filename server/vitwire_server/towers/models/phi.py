@@ -20,7 +20,7 @@ from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above, whole
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.siglip import masked_states
 
@@ -39,7 +39,7 @@ _TRANSFORM = {
 def _phi4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     """Clients cannot make the overview: its filter is one that only torchvision has, on normalised pixels."""
     vision = config.vision_config
-    most = vision.crop_size**2 * (1 + int(files.image.get("dynamic_hd", 36)))
+    most = vision.crop_size**2 * (1 + whole(files.image, "dynamic_hd", 36))
     return {Modality.IMAGE: bounded_above(files.image, most, vision.patch_size, Resizing.OTHER, HALF)}
 
 
