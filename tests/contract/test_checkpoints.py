@@ -44,7 +44,7 @@ def single_garbage(folder: Path) -> None:
         (edit("config.json", vision_config__hidden_size=96), "do not fit|vision tower cannot be built"),
         (edit("config.json", vision_config__depth=9), "depth is 9, but the checkpoint holds weights of 4 layers"),
         (edit("config.json", vision_config__depth=3), "unexpected keys"),
-        (edit("config.json", vision_config__num_heads=0), "vision tower cannot be built"),
+        (edit("config.json", vision_config__num_heads=0), "vision_config.num_heads is 0, but must be positive"),
         (edit("config.json", vision_config__hidden_act="no_such"), "vision tower cannot be built|configuration"),
         (write(INDEX, "{}"), "holds no weight_map"),
         (edit(INDEX, weight_map=[1, 2]), "holds no weight_map"),
@@ -108,6 +108,30 @@ def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpo
         ),
         ("mllama", edit("config.json", vision_config__num_global_layers=100_000_000), "num_global_layers is 100000000"),
         ("florence2", edit("config.json", vision_config__depths=[1, 100_000_000, 1, 1]), r"depths is \[1, 100000000"),
+        (
+            "minicpmv",
+            edit("config.json", vision_config__num_attention_heads=-1),
+            "vision_config.num_attention_heads is -1, but must be positive",
+        ),
+        ("florence2", edit("config.json", vision_config__num_groups=[1, 0, 1, 1]), "vision_config.num_groups is .1, 0"),
+        ("florence2", edit("config.json", vision_config__window_size=0), "vision_config.window_size is 0, but must"),
+        (
+            "mllama",
+            edit("config.json", vision_config__intermediate_layers_indices=[0]),
+            r"vision_config.intermediate_layers_indices is \[0\], but must",
+        ),
+        (
+            "mllama",
+            edit("config.json", vision_config__intermediate_layers_indices=[0, 9]),
+            "indices is .0, 9., but must",
+        ),
+        ("phi4mm", edit("config.json", vision_config__feature_layer=9), "vision_config.feature_layer is 9, but must"),
+        ("phi4mm", edit("config.json", vision_config__hidden_size=65), "vision tower cannot be built: embed_dim must"),
+        (
+            "aria",
+            edit("config.json", projector_patch_to_query_dict__100=-1),
+            "projector_patch_to_query_dict is .*100: -1",
+        ),
         ("qwen3_vl", edit("config.json", vision_config__depth=9999), "depth is 9999, .* weights of 4 layers"),
         (
             "deepseek_ocr2",
@@ -119,7 +143,11 @@ def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpo
             edit("config.json", high_res_vision_config__num_hidden_layers=9999),
             "high_res_vision_config.num_hidden_layers is 9999, .* weights of 3 layers",
         ),
-        ("kimi_k25", edit("config.json", vision_config__num_attention_heads=0), "do not fit the vision tower"),
+        (
+            "kimi_k25",
+            edit("config.json", vision_config__num_attention_heads=0),
+            "num_attention_heads is 0, but must be",
+        ),
         (
             "videollama3_qwen2",
             edit("config.json", mm_projector_type="linear"),

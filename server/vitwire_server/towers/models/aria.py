@@ -75,7 +75,9 @@ class Aria(AssembledEncoder):
 
 def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
     vision = config.vision_config
-    return (vision.image_size // vision.patch_size) ** 2 in queries
+    own = queries.get((vision.image_size // vision.patch_size) ** 2, 0)
+    most: int = config.max_value_projector_patch_to_query_dict
+    return 0 < own <= most
 
 
 _ARIA = AssembledFamily(
@@ -90,7 +92,7 @@ _ARIA = AssembledFamily(
             Served(
                 "projector_patch_to_query_dict",
                 _has_queries,
-                "a table that has (image_size / patch_size) squared, the patches of a tile",
+                "a table with queries for (image_size / patch_size) squared, the patches of a tile",
             ),
         ),
     ),

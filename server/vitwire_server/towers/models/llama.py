@@ -1,6 +1,6 @@
 """Llama 4 and Llama 3.2 Vision (Meta)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -79,6 +79,14 @@ def _mllama_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
     return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
 
 
+def _fill_output(layers: Sequence[int], vision: Config) -> bool:
+    """Whether the output is as wide as the states that are joined in it: those of these layers, and the last ones."""
+    states = range(vision.num_hidden_layers)
+    return (
+        all(layer in states for layer in layers) and vision.vision_output_dim == (len(layers) + 1) * vision.hidden_size
+    )
+
+
 class CrossAttentionProjector(nn.Linear):
     """From the tower's layers to the states that the language model's layers attend to."""
 
@@ -151,7 +159,17 @@ _MLLAMA = AssembledFamily(
     title="Llama 3.2 Vision",
     architecture="32 x 1280 and 8 x 1280, patch 14",
     attention="over the tiles of an image",
-    tower=Module(source="mllama.modeling_mllama:MllamaVisionModel", prefixes=in_model("vision_model.")),
+    tower=Module(
+        source="mllama.modeling_mllama:MllamaVisionModel",
+        prefixes=in_model("vision_model."),
+        served=(
+            Served(
+                "intermediate_layers_indices",
+                _fill_output,
+                "numbers of layers, as many as make vision_output_dim columns with the last one's",
+            ),
+        ),
+    ),
     beside=projector("vitwire_server.towers.models.llama:CrossAttentionProjector"),
     encoder=Mllama,
     processor=_mllama_settings,

@@ -119,6 +119,11 @@ class Phi4(AssembledEncoder):
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
+def _is_state(layer: int, vision: Config) -> bool:
+    layers: int = vision.num_hidden_layers
+    return -layers - 1 <= layer <= layers
+
+
 def _whole_squares(size: int, vision: Config) -> bool:
     return not size % (vision.patch_size * _MERGE) and bool(size == vision.crop_size)
 
@@ -132,7 +137,10 @@ _PHI4 = AssembledFamily(
     tower=Module(
         source="phi4_multimodal.modeling_phi4_multimodal:Phi4MultimodalVisionModel",
         prefixes=in_model("embed_tokens_extend.image_embed.img_processor."),
-        served=(Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),),
+        served=(
+            Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),
+            Served("feature_layer", _is_state, "from -num_hidden_layers - 1 to num_hidden_layers"),
+        ),
     ),
     beside={
         "projector": Module(
