@@ -25,6 +25,7 @@ class Machine:
     """An engine of 2 in flight: replays take 1 ms and `TOKEN` a token, eager forwards as much for what they hold."""
 
     depth: int = 2
+    host: float = EAGER_HOST
     now: float = 0.0
     free: float = 0.0
     launched: list[Budget | None] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Machine:
     def launch(self, items: Sequence[Item], budget: Budget | None) -> "Batch":
         self.launched.append(budget)
         tokens = budget.tokens if budget else sum(item.footprint.tokens for item in items)
-        host = REPLAY_HOST if budget else EAGER_HOST
+        host = REPLAY_HOST if budget else self.host
         lead = REPLAY_HOST if budget else REPLAY_HOST + LAG
         begun = max(self.now + REPLAY_HOST, self.free)
         self.free = end_of(Work(host, lead, 1e-3 + TOKEN * tokens), self.now, self.free)
@@ -98,3 +99,12 @@ def test_where_nothing_overlaps_all_is_the_device(tower: Tower, monkeypatch: pyt
     assert (costs.eager_host, costs.replay_host) == (0.0, 0.0)
     assert costs.measured[256] == pytest.approx(REPLAY_HOST + 1e-3 + TOKEN * 256)
     assert costs.eager(16) == pytest.approx(EAGER_HOST)
+
+
+def test_a_host_slower_than_every_forward_has_no_lead_of_its_own(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(host=0.1)
+    monkeypatch.setattr(calibration, "time", machine)
+    ladder = Ladder((tower.budget(256, max_items=64, max_frames=64),))
+    costs = calibration.measure_costs(cast("Engine", machine), tower, ladder, 4096, 64)
+    assert costs.eager_host == pytest.approx(0.1)
+    assert costs.eager_lead == pytest.approx(REPLAY_HOST)

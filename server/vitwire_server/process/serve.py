@@ -135,7 +135,9 @@ async def _until_stopped(
         raise
     except Exception as error:  # a broken file may fail in any way
         _log.debug("loading failed", exc_info=True)
-        raise CheckpointError(f"{settings.model} cannot be served: {error!r}") from error
+        raise CheckpointError(
+            f"{settings.model} cannot be served (--log-level debug shows where): {error!r}"
+        ) from error
     (batch,) = model.planner.plan([model.canary.footprint]).batches
     canary = Canary(model.canary, batch, settings.canary_seconds)
     scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary, learner=model.learner)

@@ -80,7 +80,7 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
     costs = replace(
         fit(measured, eager),
         eager_host=eager_host,
-        eager_lead=replay_host + max(0.0, *lags),
+        eager_lead=replay_host + max([0.0, *lags]),
         replay_host=replay_host,
     )
     return replace(costs, saved=_saved(engine, tower, {each: largest[each.tokens] for each in ladder}))

@@ -1,0 +1,48 @@
+"""A server on the device for each mechanism of the table: started as a user starts it, asked over the wire."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from checkpoints import EVERYDAY
+from reference import norm_error
+from references import reference_of
+from rigs import RIGHT, Rig, draw_grids
+from servers import serving
+from vitwire import Client, Item
+from vitwire_server.core.items import Modality
+from vitwire_server.towers.registry import FAMILIES
+
+FLAGS = ("--dtype", "bfloat16", "--max-budget-tokens", "1280", "--rpc-processes", "2")
+
+
+@pytest.mark.parametrize("model_type", EVERYDAY)
+def test_rows_are_those_of_transformers(
+    model_type: str, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    if device.type == "cpu":
+        pytest.skip("tests/e2e does it on a CPU")
+    floor = FAMILIES[model_type].transformers
+    if Version(transformers.__version__) < Version(floor):
+        pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")
+    folder = checkpoints(model_type)
+    rig = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
+    grids = draw_grids(rig, 3, 10)
+    drawn = [(rig.pixels(grid, i), rig.crops(grid, i)) for i, grid in enumerate(grids)]
+    items = [
+        Item(pixels, grid, "video" if rig.modality(grid) is Modality.VIDEO else "image", crops=crops)
+        for grid, (pixels, crops) in zip(grids, drawn, strict=True)
+    ]
+    with serving(folder, "--device", str(device), *FLAGS) as server, Client(server.target) as client:
+        together, alone = client.encode(items), [client.encode([item])[0] for item in items]
+        assert server.metric("vitwire_graphs_dropped") == 0, server.log()
+    reference = reference_of(model_type, folder)
+    for number, (grid, (pixels, crops)) in enumerate(zip(grids, drawn, strict=True)):
+        exact = reference.item(grid, pixels, crops)
+        assert norm_error(together[number].numpy(), exact) <= RIGHT
+        assert norm_error(alone[number].numpy(), exact) <= RIGHT
+    assert "graph" in {embedding.report.path for embedding in (*together, *alone)}
