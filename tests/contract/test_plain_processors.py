@@ -94,6 +94,10 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
         ("clip", edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"), "'ConvNextImageProcessor' is not"),
         ("siglip", edit(PROCESSOR, size={"height": 56, "width": 42}), "tiles of .56, 42."),
         ("dinov2", edit(PROCESSOR, crop_size=60), "tiles of .60, 60., which patch_size does not divide"),
+        ("dinov2", edit(PROCESSOR, crop_size={"height": 0, "width": 56}), "crop_size is .*, but its sides must be"),
+        ("clip", edit(PROCESSOR, crop_size={"shortest_edge": 56}), "crop_size.height is None, but must be a number"),
+        ("clip", edit(PROCESSOR, size={"shortest_edge": None}), "size.shortest_edge is None, but must be a number"),
+        ("siglip", edit(PROCESSOR, size={"height": "x", "width": 56}), "size.height is 'x', but must be a number"),
         ("vit", edit(PROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
     ],
 )
