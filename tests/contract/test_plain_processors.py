@@ -23,6 +23,7 @@ from rigs import Rig
 from vitwire import InvalidItem
 from vitwire._prepare import clip_items, image_items
 from vitwire_server.core.grids import Grid
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.files import CheckpointError
 
 PROCESSOR = "preprocessor_config.json"
@@ -108,6 +109,14 @@ def test_what_does_not_make_one_tile_is_named(
     harm(folder)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("named", [5, [None], None, []])
+def test_a_class_that_is_not_named_has_no_projection(named: object, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("clip_vision_model"), tmp_path / "copy"))
+    width = load(folder, Pooling.CLS).tower.geometry.width
+    edit("config.json", architectures=named)(folder)
+    assert load(folder, Pooling.CLS).tower.geometry.width > width, "the tower's own"
 
 
 def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: Path) -> None:
