@@ -38,6 +38,15 @@ def graph_mode(graphs: str, device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "off"
 
 
+def holding_an_image(settings: ServeSettings, tower: Tower) -> ServeSettings:
+    """The settings, with the default of `--max-budget-tokens` raised to the smallest budget of the tower."""
+    least = tower.budget(1, max_items=1, max_frames=settings.max_frames_per_batch).tokens
+    if "max_budget_tokens" in settings.model_fields_set or least <= settings.max_budget_tokens:
+        return settings
+    _log.info("--max-budget-tokens is %d, one image of this model; more lets images share a forward", least)
+    return settings.model_copy(update={"max_budget_tokens": least})
+
+
 def default_ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
     """The budgets of `--budgets`; with auto and learn, the tower's own that fit in `--graph-memory`."""
     if mode == "off":
