@@ -37,7 +37,7 @@ def image_items(images: "Sequence[ImageLike]", model: Model, upload: Upload = "p
     """
     if upload not in UPLOADS:
         raise ValueError(f"upload must be one of {', '.join(UPLOADS)}, got {upload!r}")
-    settings = _settings(model.image_preprocessor, "images")
+    settings = _settings(model, model.image_preprocessor, "images")
     _check_list(images, "images", dimensions=3)
 
     def item(source: "ImageLike") -> Item:
@@ -49,7 +49,7 @@ def image_items(images: "Sequence[ImageLike]", model: Model, upload: Upload = "p
 
 def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
     """One item per clip, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
-    settings = _settings(model.video_preprocessor, "clips")
+    settings = _settings(model, model.video_preprocessor, "clips")
     _check_list(clips, "clips", dimensions=4)
     return _items(clips, lambda frames: _prepared(preparation.clip(frames, settings), "video"))
 
@@ -87,9 +87,13 @@ def _check_list(sources: object, what: str, *, dimensions: int) -> None:
         raise TypeError(f"expected a list of {what}, got a single {type(sources).__name__}")
 
 
-def _settings(settings: Preprocessor | None, what: str) -> Preprocessor:
+def _settings(model: Model, settings: Preprocessor | None, what: str) -> Preprocessor:
     if settings is None:
-        raise EncodeFailed(f"the server's model has no settings to prepare {what}", code="UNIMPLEMENTED")
+        raise EncodeFailed(
+            f"{model.model_type}, the server's model, has no settings to prepare {what}: it takes none, or only pixels "
+            "as its own processor emits them (encode_batch)",
+            code="UNIMPLEMENTED",
+        )
     return settings
 
 

@@ -25,6 +25,7 @@ from rigs import Rig
 from vitwire import InvalidItem
 from vitwire._prepare import clip_items, image_items
 from vitwire_server.core.grids import Grid
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.files import CheckpointError
 
 PROCESSOR = "preprocessor_config.json"
@@ -123,6 +124,10 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
         ("clip", edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"), "'ConvNextImageProcessor' is not"),
         ("siglip", edit(PROCESSOR, size={"height": 56, "width": 42}), "tiles of .56, 42."),
         ("dinov2", edit(PROCESSOR, crop_size=12), "tiles of .12, 12., which hold no patch of patch_size"),
+        ("dinov2", edit(PROCESSOR, crop_size={"height": 0, "width": 56}), "crop_size is .*, but its sides must be"),
+        ("clip", edit(PROCESSOR, crop_size={"shortest_edge": 56}), "crop_size.height is None, but must be a number"),
+        ("clip", edit(PROCESSOR, size={"shortest_edge": None}), "size.shortest_edge is None, but must be a number"),
+        ("siglip", edit(PROCESSOR, size={"height": "x", "width": 56}), "size.height is 'x', but must be a number"),
         ("vit", edit(PROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
     ],
 )
@@ -133,6 +138,14 @@ def test_what_does_not_make_one_tile_is_named(
     harm(folder)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("named", [5, [None], None, []])
+def test_a_class_that_is_not_named_has_no_projection(named: object, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("clip_vision_model"), tmp_path / "copy"))
+    width = load(folder, Pooling.CLS).tower.geometry.width
+    edit("config.json", architectures=named)(folder)
+    assert load(folder, Pooling.CLS).tower.geometry.width > width, "the tower's own"
 
 
 def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: Path) -> None:

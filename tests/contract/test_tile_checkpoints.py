@@ -104,7 +104,7 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         (
             "step3p7",
             edit(PROCESSOR, patch_size="x"),
-            "copy/preprocessor_config.json: .* patch_size is 'x', but must be a number of pixels",
+            "copy/preprocessor_config.json: .* patch_size is .x., but must be a number",
         ),
         (
             "deepseek_ocr2",

@@ -35,11 +35,14 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from broken import edit
 from checkpoints import Checkpoints, sampled
 from client_models import client_model
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
+from vitwire_server.towers.files import CheckpointError
 
 Array = NDArray[np.float64]
 Stock = Callable[[Path, Image.Image], tuple[Array, Array | None]]
@@ -184,6 +187,45 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
             if isinstance(own, np.ndarray) and theirs is not None:
                 assert own.shape == theirs.shape, size
                 assert np.abs(normalised(own, settings, mean, std) - theirs).max() < 2 / 255 / min(std), size
+
+
+@pytest.mark.parametrize("step", ["do_normalize", "do_rescale"])
+@pytest.mark.parametrize("model_type", ["llava_next", "mllama", "siglip2", "deepseek_vl_hybrid"])
+def test_a_step_that_the_processor_leaves_out_is_left_out(
+    model_type: str, step: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    edit("preprocessor_config.json", **{step: False})(folder)
+    model, image = client_model(folder), photograph(70, 90)
+    settings = model.image_preprocessor
+    assert settings is not None
+    pixels, _ = STOCK[model_type](folder, image)
+    (item,) = image_items([image], model)
+    error = np.abs(normalised(item.pixels, settings, settings.mean, settings.std) - pixels).max()
+    assert error < 2 * settings.rescale_factor / min(settings.std)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("llava_next", {"size": {"shortest_edge": 112}}, "size is 112, but must be the tower's image_size, 56"),
+        ("mllama", {"size": {"height": 28, "width": 28}}, "size is 28, but must be"),
+        ("ovis2", {"size": {"height": 112, "width": 56}}, "is not square"),
+        ("got_ocr2", {"size": {"height": 56, "width": 56}}, "size is 56, but must be"),
+        ("llava", {"do_resize": False}, "do_resize false is not served"),
+        ("mllama", {"max_image_tiles": None}, "max_image_tiles is None, but must be a number"),
+        ("florence2", {"resample": None}, "resample is None, but must be a number"),
+        ("aria", {"image_mean": ["x", 0, 0]}, "image_mean is 'x', but must be a number"),
+        ("idefics3", {"size": 56}, "size.longest_edge is None"),
+    ],
+)
+def test_a_setting_that_is_not_served_is_named(
+    model_type: str, changes: dict[str, Any], message: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    edit("preprocessor_config.json", **changes)(folder)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(folder)).preprocessing()
 
 
 UNCONVERTED = ("siglip2", "janus", "deepseek_vl", "deepseek_vl_hybrid")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.checkpoint import Loaded, load_tower, open_checkpoint
 
 Break = Callable[[Path], Any]
@@ -33,8 +34,8 @@ def write(name: str, content: str) -> Break:
     return lambda folder: (folder / name).write_text(content)
 
 
-def load(folder: Path) -> Loaded:
+def load(folder: Path, pooling: Pooling = Pooling.NONE) -> Loaded:
     """Everything that a server reads of a checkpoint."""
-    checkpoint = open_checkpoint(str(folder))
+    checkpoint = open_checkpoint(str(folder)).pooled(pooling)
     checkpoint.preprocessing()
     return load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)

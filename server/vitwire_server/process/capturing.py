@@ -38,6 +38,15 @@ def graph_mode(graphs: str, device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "off"
 
 
+def holding_an_image(settings: ServeSettings, tower: Tower) -> ServeSettings:
+    """The settings, with the default of `--max-budget-tokens` raised to the smallest budget of the tower."""
+    least = tower.budget(1, max_items=1, max_frames=settings.max_frames_per_batch).tokens
+    if "max_budget_tokens" in settings.model_fields_set or least <= settings.max_budget_tokens:
+        return settings
+    _log.info("--max-budget-tokens is %d, one image of this model; more lets images share a forward", least)
+    return settings.model_copy(update={"max_budget_tokens": least})
+
+
 def default_ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
     """The budgets of `--budgets`; with auto and learn, the tower's own that fit in `--graph-memory`."""
     if mode == "off":
@@ -45,10 +54,19 @@ def default_ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
             _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
         return Ladder()
     sizes = settings.budget_sizes
-    if sizes is None:
-        most = min(settings.max_budget_tokens, settings.graph_memory // _bytes_per_token(tower))
-        sizes = tower.sizes(most)
     bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
+    if sizes is None:
+        room = settings.graph_memory // _bytes_per_token(tower)
+        sizes = tower.sizes(min(settings.max_budget_tokens, room))
+        if not sizes:
+            least = tower.budget(1, **bounds).tokens
+            _log.warning(
+                "no graphs: the smallest budget of this model has %d tokens, but --max-budget-tokens is %d, and "
+                "--graph-memory is enough for about %d; raise the smaller one",
+                least,
+                settings.max_budget_tokens,
+                room,
+            )
     budgets = {tower.budget(size, **bounds) for size in sizes}
     return Ladder(tuple(sorted(budgets)))
 

@@ -24,6 +24,7 @@ from vitwire_server.process.capturing import (
     completed_by,
     default_ladder,
     graph_mode,
+    holding_an_image,
     recorder_of,
     timed_costs,
 )
@@ -94,6 +95,7 @@ def load_model(
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
     tower = loaded.tower
+    settings = holding_an_image(settings, tower)
     on_weights_loaded()
     attention = chosen_attention(settings, tower, captured=mode == "cuda")
     if memory and device.type == "cuda":

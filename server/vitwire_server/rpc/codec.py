@@ -248,7 +248,9 @@ class Codec:
         elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:
             yield Violation("keep_ratio", "must be 0 for an image: only videos are pruned")
         elif item.keep_ratio and not self._card.geometry.prunes:
-            yield Violation("keep_ratio", f"must be 0: tokens of {self._card.model_type} span several frames")
+            several = f"tokens of {self._card.model_type} span several frames"
+            pooled = f"each frame has one row, as the server runs with --pooling {self._card.pooling}"
+            yield Violation("keep_ratio", f"must be 0: {pooled if self._card.geometry.one_row else several}")
         if len(item.content_id) > _MAX_CONTENT_ID:
             yield Violation("content_id", f"must have at most {_MAX_CONTENT_ID} characters")
 

@@ -15,7 +15,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, at
-from vitwire_server.towers.served import Served, same_class
+from vitwire_server.towers.served import Served, no_heads, same_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -83,7 +83,7 @@ class Module:
         expected = getattr(self.resolve(), "config_class", None)
         if expected and isinstance(whole, expected):  # transformers 5.17 names the whole model's class for some towers
             expected = None
-        found = same_class(own, expected)
+        found = same_class(own, expected) or no_heads(own)
         found = found or next(filter(None, (field.problem(own) for field in self.served)), None)
         return self.named(found) if found else None
 

@@ -12,6 +12,10 @@ from vitwire_server.towers.configs import Config
 _DEPTHS = ("depth", "num_hidden_layers")
 """Fields that hold a number of layers; where a configuration has several, the first counts."""
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
+_LAYERS = re.compile(r"(depths?|layers)$")
+"""Names of fields that say how many layers there are; in others of such names, numbers of layers are listed."""
+_HEADS = ("attention_heads", "heads", "num_attention_heads", "num_groups", "num_heads")
+"""Fields that hold a number of attention heads, or one for each stage."""
 _MOST_LAYERS = 10_000
 """Of any part of a model; transformers makes a list as long as the number that config.json gives."""
 
@@ -44,6 +48,19 @@ def same_class(config: Config, expected: type[Any] | None) -> str | None:
     return f"model_type is {config.model_type!r}, but must be {expected.model_type!r}"
 
 
+def no_heads(config: Config, path: str = "") -> str | None:
+    """What is wrong where a configuration asks for less than one attention head; None if it does not."""
+    for key, value in vars(config).items():
+        found = None
+        if isinstance(value, PreTrainedConfig):
+            found = no_heads(value, f"{path}{key}.")
+        elif key in _HEADS and _smallest(value) < 1:
+            found = f"{path}{key} is {value}, but must be positive"
+        if found:
+            return found
+    return None
+
+
 def surplus_layers(config: Config, names: Iterable[str]) -> str | None:
     """What is wrong where a configuration asks for more layers than weights are named; None if it does not."""
     held = _most_layers(names)
@@ -59,11 +76,23 @@ def absurd_layers(settings: Mapping[str, Any], path: str = "") -> str | None:
         found = None
         if isinstance(value, dict):
             found = absurd_layers(value, f"{path}{key}.")
-        elif key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+        elif _LAYERS.search(key) and _largest(value) > _MOST_LAYERS:
             found = f"{path}{key} is {value}, but must be at most {_MOST_LAYERS}"
         if found:
             return found
     return None
+
+
+def _largest(value: object) -> int:
+    """The largest of a number or of a list of numbers; 0 where there is none."""
+    numbers = value if isinstance(value, list) else [value]
+    return max((number for number in numbers if isinstance(number, int)), default=0)
+
+
+def _smallest(value: object) -> int:
+    """The smallest of a number or of a list of numbers; 1 where there is none."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return min((number for number in numbers if isinstance(number, int)), default=1)
 
 
 def _most_layers(names: Iterable[str]) -> int:

@@ -11,7 +11,7 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Weights
 from vitwire_server.towers.files import CheckpointError
 
-BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 """What transformers and torch raise over impossible numbers in a configuration."""
 
 

@@ -17,7 +17,7 @@ from vitwire_server.towers.configs import Config, last_layer
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.siglip import masked_states
@@ -25,12 +25,12 @@ from vitwire_server.towers.shared.siglip import masked_states
 
 def _aria_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     size = config.vision_config.image_size
-    largest = int(files.image.get("max_image_size", 980))
+    largest = whole(files.image, "max_image_size", 980)
     if largest != size:
         raise ValueError(f"max_image_size is {largest}, but must be vision_config.image_size, {size}")
     if files.image.get("split_image"):
         raise ValueError("split_image is not served: send the parts of an image as images of their own")
-    smallest = int(files.image.get("min_image_size", 336))
+    smallest = whole(files.image, "min_image_size", 336)
     tiling = Tiling(TilingRule.CORNER, (size, size), min_side=smallest, patch=config.vision_config.patch_size)
     return {Modality.IMAGE: tiled(files.image, tiling, HALF)}
 
@@ -75,7 +75,9 @@ class Aria(AssembledEncoder):
 
 def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
     vision = config.vision_config
-    return (vision.image_size // vision.patch_size) ** 2 in queries
+    own = queries.get((vision.image_size // vision.patch_size) ** 2, 0)
+    most: int = config.max_value_projector_patch_to_query_dict
+    return 0 < own <= most
 
 
 _ARIA = AssembledFamily(
@@ -90,7 +92,7 @@ _ARIA = AssembledFamily(
             Served(
                 "projector_patch_to_query_dict",
                 _has_queries,
-                "a table that has (image_size / patch_size) squared, the patches of a tile",
+                "a table with queries for (image_size / patch_size) squared, the patches of a tile",
             ),
         ),
     ),

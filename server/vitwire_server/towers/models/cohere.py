@@ -9,8 +9,8 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, in_model
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.models.qwen import QWEN3_VL
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles
-from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, whole
+from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.projected import ProjectedLayers
 from vitwire_server.towers.shared.siglip import Siglip, siglip
@@ -23,7 +23,8 @@ def _aya_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Prepr
 
 def _command_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     tile = (config.vision_config.image_size,) * 2
-    most = int(files.image.get("max_patches", 12)) if files.image.get("crop_to_patches", True) else 1
+    fits_tower(files.image, tile[0])
+    most = whole(files.image, "max_patches", 12) if files.image.get("crop_to_patches", True) else 1
     tiling = Tiling(TilingRule.LEAST_SCALING, tile, overview=Overview.LAST, max_tiles=most)
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP)}
 

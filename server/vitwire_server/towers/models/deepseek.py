@@ -13,7 +13,7 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.crops import PairEncoder, PairFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
 from vitwire_server.towers.shared.modules import SingleParameter
 from vitwire_server.towers.shared.sam import gather_relative_positions
@@ -28,16 +28,15 @@ def _hybrid_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
     """Tiles are made of crops, which are larger."""
     low, high = config.vision_config.image_size, config.high_res_vision_config.image_size
     image = files.image
-    mean = per_channel(image, "high_res_image_mean", CLIP[0])
-    std = per_channel(image, "high_res_image_std", CLIP[1])
+    mean, std = normalised(image, CLIP, "high_res_image")
     tiling = Tiling(
         TilingRule.SQUARE,
         (low, low),
         background=shade(per_channel(image, "image_mean", CLIP[0])),
-        min_side=int(image.get("min_size", 14)),
+        min_side=whole(image, "min_size", 14),
         crop=(high, high),
-        crop_background=shade(mean),
-        crop_resample=int(image["high_res_resample"]) if "high_res_resample" in image else None,
+        crop_background=shade(per_channel(image, "high_res_image_mean", CLIP[0])),
+        crop_resample=whole(image, "high_res_resample") if "high_res_resample" in image else None,
     )
     return {Modality.IMAGE: replace(tiled(image, tiling, CLIP), crop_mean=mean, crop_std=std)}
 

@@ -15,7 +15,7 @@ from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.modules import Constants, SingleParameter
 from vitwire_server.towers.shared.sam import gather_relative_positions
@@ -49,8 +49,8 @@ def ocr_settings(files: ProcessorFiles, config: Config, most: int) -> dict[Modal
     tiling = Tiling(
         TilingRule.CLOSEST_RATIO,
         (overview, overview),
-        min_tiles=int(image.get("min_patches", 2)),
-        max_tiles=int(image.get("max_patches", most)),
+        min_tiles=whole(image, "min_patches", 2),
+        max_tiles=whole(image, "max_patches", most),
         background=tuple(int(value) for value in image.get("background_color", (127, 127, 127))),
         crop=(crop, crop),
     )

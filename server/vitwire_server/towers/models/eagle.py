@@ -13,8 +13,8 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module
 from vitwire_server.towers.layouts.tiles import TileFamily
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, whole
+from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.siglip import Siglip, siglip, siglip_config
@@ -24,12 +24,13 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
     image = files.image
     if image.get("pad_during_tiling"):
         raise ValueError("pad_during_tiling is not served")
+    fits_tower(image, config.vision_config.image_size)
     tiling = Tiling(
         TilingRule.RATIO_AND_AREA,
         (config.vision_config.image_size,) * 2,
         overview=Overview.LAST if image.get("use_thumbnail", True) else Overview.NONE,
-        min_tiles=int(image.get("min_dynamic_tiles", 1)),
-        max_tiles=int(image.get("max_dynamic_tiles", 12)),
+        min_tiles=whole(image, "min_dynamic_tiles", 1),
+        max_tiles=whole(image, "max_dynamic_tiles", 12),
     )
     return {Modality.IMAGE: tiled(image, tiling, HALF)}
 

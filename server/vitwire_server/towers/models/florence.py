@@ -17,8 +17,11 @@ from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
 from vitwire_server.towers.processors.settings import IMAGENET, ProcessorFiles
 from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.served import Served
 
 _SIZE = 768
+_MOST_PATCHES = 1024
+"""A side of a window, to which tiles are padded."""
 _SAME = (
     "depths",
     "num_groups",
@@ -122,6 +125,7 @@ _FLORENCE2 = FlorenceFamily(
             (r"\.ffn\.norm\.", ".norm2."),
             (r"\.ffn\.fn\.net\.", ".ffn."),
         ),
+        served=(Served("window_size", lambda size, _: 0 < size < _MOST_PATCHES, f"from 1 to {_MOST_PATCHES - 1}"),),
     ),
     beside={
         "projector": Module(

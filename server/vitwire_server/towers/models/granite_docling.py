@@ -12,8 +12,8 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, square
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, whole
+from vitwire_server.towers.processors.tiles import fits_tower, tiled
 
 _MOST_SIDE, _MOST_TILES = 16, 32
 """Tiles in a row or a column, which prompts have marks for, and tiles of a page where files say nothing."""
@@ -24,10 +24,9 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
     image, tile = files.image, side(config.vision_config.image_size)
     if image.get("fine_route"):
         raise ValueError("fine_route is true, but only the coarse path is served")
-    if (own := square(image, default=tile)) != tile:
-        raise ValueError(f"size is {own}, but must be the tower's image_size, {tile}")
-    most = int(image.get("max_patches", _MOST_TILES)) if image.get("crop_to_patches", True) else 1
-    fewest = min(int(image.get("min_patches", 1)), most)
+    fits_tower(image, tile)
+    most = whole(image, "max_patches", _MOST_TILES) if image.get("crop_to_patches", True) else 1
+    fewest = min(whole(image, "min_patches", 1), most)
     tiling = Tiling(
         TilingRule.CLOSEST_RATIO,
         (tile, tile),

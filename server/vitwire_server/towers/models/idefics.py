@@ -12,7 +12,7 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, bounded, square
+from vitwire_server.towers.processors.settings import HALF, LANCZOS, ProcessorFiles, bounded, square, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fractions import fractional_positions
@@ -30,7 +30,7 @@ def _tiling(files: Mapping[str, Any], size: Mapping[str, Any], config: Config, *
     tile, own = side(config.vision_config.image_size), square(files, "max_image_size", _TILE)
     if own != tile:
         raise ValueError(f"max_image_size is {own}, but must be the tower's image_size, {tile}")
-    longest = size.get("longest_edge")
+    longest = size.get("longest_edge") if isinstance(size, Mapping) else None
     if not isinstance(longest, int) or not 1 <= longest <= _LARGEST:
         raise ValueError(f"size.longest_edge is {longest!r}, but must be from 1 to {_LARGEST}")
     return Tiling(
@@ -54,7 +54,7 @@ def _images_and_clips(files: ProcessorFiles, config: Config) -> dict[Modality, P
     video = files.own_video or files.image
     sampled = (video.get("video_sampling") or {}).get("video_size")
     size = dict(video.get("size") or sampled or {"longest_edge": _LONGEST})
-    size["longest_edge"] = min(size.get("longest_edge", 0), _LARGEST)
+    size["longest_edge"] = min(whole(size, "longest_edge", 0), _LARGEST)
     tiling = _tiling(files.video, size, config, cut=False)
     return {**_images(files, config), Modality.VIDEO: tiled(files.video, tiling, HALF, LANCZOS)}
 

@@ -1,6 +1,6 @@
 """Llama 4 and Llama 3.2 Vision (Meta)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,8 +17,8 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, whole
+from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 
@@ -28,7 +28,7 @@ def _llama4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
     if files.image.get("resize_to_max_canvas"):
         raise ValueError("resize_to_max_canvas is not served")
     tiling = Tiling(
-        TilingRule.CANVAS, (size, size), overview=Overview.LAST, max_tiles=int(files.image.get("max_patches", 16))
+        TilingRule.CANVAS, (size, size), overview=Overview.LAST, max_tiles=whole(files.image, "max_patches", 16)
     )
     return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
 
@@ -71,11 +71,20 @@ _LLAMA4 = TileFamily(
 
 def _mllama_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     vision = config.vision_config
-    size, most = side(vision.image_size), int(files.image.get("max_image_tiles", 4))
+    size, most = side(vision.image_size), whole(files.image, "max_image_tiles", 4)
     if most != vision.max_num_tiles:
         raise ValueError(f"max_image_tiles is {most}, but must be vision_config.max_num_tiles, {vision.max_num_tiles}")
+    fits_tower(files.image, size)
     tiling = Tiling(TilingRule.CANVAS, (size, size), max_tiles=most)
     return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
+
+
+def _fill_output(layers: Sequence[int], vision: Config) -> bool:
+    """Whether the output is as wide as the states that are joined in it: those of these layers, and the last ones."""
+    states = range(vision.num_hidden_layers)
+    return (
+        all(layer in states for layer in layers) and vision.vision_output_dim == (len(layers) + 1) * vision.hidden_size
+    )
 
 
 class CrossAttentionProjector(nn.Linear):
@@ -150,7 +159,17 @@ _MLLAMA = AssembledFamily(
     title="Llama 3.2 Vision",
     architecture="32 x 1280 and 8 x 1280, patch 14",
     attention="over the tiles of an image",
-    tower=Module(source="mllama.modeling_mllama:MllamaVisionModel", prefixes=in_model("vision_model.")),
+    tower=Module(
+        source="mllama.modeling_mllama:MllamaVisionModel",
+        prefixes=in_model("vision_model."),
+        served=(
+            Served(
+                "intermediate_layers_indices",
+                _fill_output,
+                "numbers of layers, as many as make vision_output_dim columns with the last one's",
+            ),
+        ),
+    ),
     beside=projector("vitwire_server.towers.models.llama:CrossAttentionProjector"),
     encoder=Mllama,
     processor=_mllama_settings,

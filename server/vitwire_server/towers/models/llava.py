@@ -9,7 +9,7 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Family, projector
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, square
-from vitwire_server.towers.processors.tiles import one_tile, stretched, tiled
+from vitwire_server.towers.processors.tiles import fits_tower, one_tile, stretched, tiled
 from vitwire_server.towers.shared.clip import clip
 from vitwire_server.towers.shared.projected import ProjectedLayers
 from vitwire_server.towers.shared.siglip import siglip
@@ -17,7 +17,7 @@ from vitwire_server.towers.shared.siglip import siglip
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     """CLIP's processor cuts out the middle unless its file says otherwise, SigLIP's has no such setting."""
-    stretches = "Siglip" in files.image.get("image_processor_type", "")
+    stretches = "Siglip" in (files.image.get("image_processor_type") or "")
     side, normalisation = config.vision_config.image_size, HALF if stretches else CLIP
     settings = one_tile(files.image, side, normalisation, crops=not stretches)
     # Pads images to squares before it resizes them, which no rule does.
@@ -27,6 +27,7 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
 def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
     """The whole image, then its tiles in one of the listed layouts."""
     size = config.vision_config.image_size
+    fits_tower(files.image, size)
     pinpoints = files.image.get("image_grid_pinpoints") or config.image_grid_pinpoints
     if any(length % size for pair in pinpoints for length in pair):
         raise ValueError(f"image_grid_pinpoints must be multiples of {size}")

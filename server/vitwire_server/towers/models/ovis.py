@@ -15,8 +15,8 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel
-from vitwire_server.towers.processors.tiles import shade, tiled
+from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel, whole
+from vitwire_server.towers.processors.tiles import fits_tower, shade, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
 
@@ -24,7 +24,8 @@ from vitwire_server.towers.shared.fused import position_tables, split_qkv
 def _ovis2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     image = files.image
     tile = (side(config.vision_config.image_size),) * 2
-    most = int(image.get("max_patches", 12))
+    fits_tower(image, tile[0])
+    most = whole(image, "max_patches", 12)
     tiling = Tiling(TilingRule.STRETCH, tile)
     if image.get("crop_to_patches") and most > 1:
         covering = image.get("use_covering_area_grid", True)
@@ -32,7 +33,7 @@ def _ovis2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
             TilingRule.COVERING if covering else TilingRule.CLOSEST_RATIO,
             tile,
             overview=Overview.FIRST,
-            min_tiles=1 if covering else int(image.get("min_patches", 1)),
+            min_tiles=1 if covering else whole(image, "min_patches", 1),
             max_tiles=most,
         )
     return {Modality.IMAGE: tiled(image, tiling, CLIP)}

@@ -20,7 +20,7 @@ from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above, whole
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.siglip import masked_states
 
@@ -39,7 +39,7 @@ _TRANSFORM = {
 def _phi4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     """Clients cannot make the overview: its filter is one that only torchvision has, on normalised pixels."""
     vision = config.vision_config
-    most = vision.crop_size**2 * (1 + int(files.image.get("dynamic_hd", 36)))
+    most = vision.crop_size**2 * (1 + whole(files.image, "dynamic_hd", 36))
     return {Modality.IMAGE: bounded_above(files.image, most, vision.patch_size, Resizing.OTHER, HALF)}
 
 
@@ -119,6 +119,11 @@ class Phi4(AssembledEncoder):
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
+def _is_state(layer: int, vision: Config) -> bool:
+    layers: int = vision.num_hidden_layers
+    return -layers - 1 <= layer <= layers
+
+
 def _whole_squares(size: int, vision: Config) -> bool:
     return not size % (vision.patch_size * _MERGE) and bool(size == vision.crop_size)
 
@@ -132,7 +137,10 @@ _PHI4 = AssembledFamily(
     tower=Module(
         source="phi4_multimodal.modeling_phi4_multimodal:Phi4MultimodalVisionModel",
         prefixes=in_model("embed_tokens_extend.image_embed.img_processor."),
-        served=(Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),),
+        served=(
+            Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),
+            Served("feature_layer", _is_state, "from -num_hidden_layers - 1 to num_hidden_layers"),
+        ),
     ),
     beside={
         "projector": Module(

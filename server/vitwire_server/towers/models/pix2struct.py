@@ -16,13 +16,13 @@ from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Family, Module, stripped
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows
-from vitwire_server.towers.processors.settings import IDENTITY, ProcessorFiles, bounded_above
+from vitwire_server.towers.processors.settings import IDENTITY, ProcessorFiles, bounded_above, whole
 
 
 def _pix2struct_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     """Clients send pixels, as the processor normalises each image by its own mean and deviation."""
     patch = config.vision_config.patch_size
-    most = int(files.image.get("max_patches", 2048)) * patch**2
+    most = whole(files.image, "max_patches", 2048) * patch**2
     return {Modality.IMAGE: bounded_above(files.image, most, patch, Resizing.OTHER, IDENTITY)}
 
 

@@ -18,7 +18,7 @@ from vitwire_server.towers.family import Accepts, Family, Module, Parts, Pooler,
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above, whole
 from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention
 from vitwire_server.towers.shared.siglip import packed_layers
 
@@ -38,7 +38,7 @@ def _head(stem: str, prefixes: Mapping[str, str], config: str = "vision_config")
 
 def _siglip2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     patch = config.vision_config.patch_size
-    most = int(files.image.get("max_num_patches", _SIGLIP2_PATCHES))
+    most = whole(files.image, "max_num_patches", _SIGLIP2_PATCHES)
     return {Modality.IMAGE: bounded_above(files.image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)}
 
 

@@ -17,14 +17,14 @@ from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles
+from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.modules import Constants
 
 
 def _step3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     overview, crop = config.vision_config.image_size, config.crop_size
-    most = int(files.image.get("max_image_size", 3024))
+    most = whole(files.image, "max_image_size", 3024)
     tiling = Tiling(
         TilingRule.WINDOWS,
         (overview, overview),

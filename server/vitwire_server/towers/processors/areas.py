@@ -7,7 +7,14 @@ from typing import Any
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.processors.settings import BICUBIC, ProcessorFiles, read_settings
+from vitwire_server.towers.processors.settings import (
+    BICUBIC,
+    ProcessorFiles,
+    normalised,
+    read_settings,
+    rescale_factor,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +48,14 @@ def _settings(config: Mapping[str, Any], rule: AreaRule) -> Preprocessing:
     """May raise what `read_settings` catches."""
     own = config.get("media_proc_cfg") or config
     smallest, largest = _bounds(own, rule)
+    mean, std = normalised(own, (own["image_mean"], own["image_std"]))
     return Preprocessing(
         min_pixels=smallest,
         max_pixels=largest,
-        mean=tuple(map(float, own["image_mean"])),
-        std=tuple(map(float, own["image_std"])),
-        rescale_factor=float(own.get("rescale_factor", 1 / 255)),
-        resample=int(own.get("resample", BICUBIC)),
+        mean=mean,
+        std=std,
+        rescale_factor=rescale_factor(own),
+        resample=whole(own, "resample", BICUBIC),
         bounds_span_frames=rule.spans_frames,
         resizing=rule.resizing,
     )

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
@@ -17,6 +17,7 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 _FILTERS = range(6)
 """Pillow's numbers of its filters."""
 
+Number = TypeVar("Number", int, float)
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel."""
 IDENTITY = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -107,14 +108,14 @@ def bounded(
     config: Mapping[str, Any], areas: tuple[int, int], normalisation: Normalisation, resample: int = BICUBIC
 ) -> Preprocessing:
     """Settings of images of such areas; `normalisation` and `resample` are the defaults of the processor's class."""
-    (smallest, largest), (mean, std) = areas, normalisation
+    (smallest, largest), (mean, std) = areas, normalised(config, normalisation)
     return Preprocessing(
         min_pixels=smallest,
         max_pixels=largest,
-        mean=per_channel(config, "image_mean", mean),
-        std=per_channel(config, "image_std", std),
-        rescale_factor=float(config.get("rescale_factor", 1 / 255)),
-        resample=int(config.get("resample", resample)),
+        mean=mean,
+        std=std,
+        rescale_factor=rescale_factor(config),
+        resample=whole(config, "resample", resample),
     )
 
 
@@ -127,15 +128,40 @@ def bounded_above(
     resample: int = BICUBIC,
 ) -> Preprocessing:
     """Settings of images of at most `most` pixels whose sides are multiples of `factor`."""
-    if not config.get("do_normalize", normalisation is not IDENTITY):
-        config, normalisation = {**config, "image_mean": None, "image_std": None}, IDENTITY
+    config = {"do_normalize": normalisation is not IDENTITY, **config}
     return replace(bounded(config, (factor**2, most), normalisation, resample), resizing=resizing)
+
+
+def normalised(config: Mapping[str, Any], default: Normalisation, prefix: str = "image") -> Normalisation:
+    """Mean and standard deviation of each channel, by keys of this prefix, unless values are not normalised."""
+    if not config.get("do_normalize", True):
+        return IDENTITY
+    return per_channel(config, f"{prefix}_mean", default[0]), per_channel(config, f"{prefix}_std", default[1])
+
+
+def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number. Raises ValueError that names the key."""
+    return _converted(int, key, config.get(key, default))
+
+
+def rescale_factor(config: Mapping[str, Any]) -> float:
+    """What values of pixels are multiplied by: 1 where they are not rescaled."""
+    key = "rescale_factor"
+    return _converted(float, key, config.get(key, 1 / 255)) if config.get("do_rescale", True) else 1.0
+
+
+def _converted(kind: type[Number], key: str, value: Any) -> Number:  # noqa: ANN401 - whatever a file holds
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{key} is {value!r}, but must be a number") from None
 
 
 def per_channel(config: Mapping[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     """One number for each channel."""
     values = config.get(key) or default
-    return tuple(map(float, values if isinstance(values, list | tuple) else [values] * 3))
+    listed = values if isinstance(values, list | tuple) else [values] * 3
+    return tuple(_converted(float, key, value) for value in listed)
 
 
 def square(config: Mapping[str, Any], key: str = "size", default: int | None = None) -> int:
@@ -149,9 +175,7 @@ def square(config: Mapping[str, Any], key: str = "size", default: int | None = N
         if height is None or height != width:
             raise ValueError(f"{key} {size} is not square")
         size = height
-    if not isinstance(size, int | float):
-        raise ValueError(f"{key} is {size!r}, but must be a number of pixels")
-    return int(size)
+    return _converted(int, key, size)
 
 
 def _checked(settings: Preprocessing, channels: int) -> Preprocessing:

@@ -1,6 +1,6 @@
 """Processors that make one tile of an image: resized to it, or its middle cut out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from vitwire_server.towers.processors.settings import (
     IMAGENET,
     Normalisation,
     ProcessorFiles,
+    whole,
 )
 from vitwire_server.towers.processors.tiles import tiled
 
@@ -81,16 +82,20 @@ def _tiling(image: Mapping[str, Any], own: ProcessorClass) -> Tiling:
     size = image.get("size", own.size)
     if not isinstance(size, dict):
         size = {"height": size, "width": size} if own.squares else {"shortest_edge": size}
-    stretched = (int(size["height"]), int(size["width"])) if "height" in size else None
+    stretched: Size | None = None
+    if "height" in size:
+        height, width = _sides(size, "size")
+        stretched = (height, width)
     cut = _crop(image) if image.get("do_center_crop", own.crops) else None
     if stretched and cut in (None, stretched):
         return Tiling(TilingRule.STRETCH, stretched)
     oblong = stretched is not None and stretched[0] != stretched[1]
     if cut is None or oblong or not (stretched or size.keys() == {"shortest_edge"}):
         raise ValueError(f"size {dict(size)} with crop_size {cut} does not make one tile of an image")
-    rule, shorter = TilingRule.CENTER_CROP, int(size.get("shortest_edge", 0))
     if stretched:
         rule, shorter = TilingRule.STRETCHED_CROP, stretched[0]
+    else:
+        rule, (shorter,) = TilingRule.CENTER_CROP, _sides(size, "size", ("shortest_edge",))
     if max(cut) > shorter:
         raise ValueError(f"crop_size {cut} is larger than size {dict(size)}")
     return Tiling(rule, cut, min_side=shorter)
@@ -98,4 +103,13 @@ def _tiling(image: Mapping[str, Any], own: ProcessorClass) -> Tiling:
 
 def _crop(image: Mapping[str, Any]) -> Size:
     crop = image.get("crop_size", 224)
-    return (int(crop["height"]), int(crop["width"])) if isinstance(crop, dict) else (int(crop), int(crop))
+    height, width = _sides(crop if isinstance(crop, dict) else {"height": crop, "width": crop}, "crop_size")
+    return height, width
+
+
+def _sides(size: Mapping[str, Any], name: str, sides: Sequence[str] = ("height", "width")) -> tuple[int, ...]:
+    """Raises ValueError over a side that is missing, no number or not positive, by its name in the file."""
+    found = tuple(whole({f"{name}.{side}": size.get(side)}, f"{name}.{side}") for side in sides)
+    if min(found) < 1:
+        raise ValueError(f"{name} is {dict(size)}, but its sides must be positive")
+    return found
