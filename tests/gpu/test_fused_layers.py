@@ -192,3 +192,22 @@ def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Callable[[str]
     rows = torch.randn(1, layer.columns, 16, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     got, expected = layer(rows.transpose(1, 2)), layer(rows.transpose(1, 2).contiguous())
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+class Projections(torch.nn.Module):
+    """CLIP's MLP under the names of DINOv3's."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.up_proj, self.act_fn, self.down_proj = mlp.fc1, mlp.activation_fn, mlp.fc2
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(rows)))  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def test_an_mlp_under_other_names(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
+    blocks: list[Any] = list(Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower.blocks)
+    for block in blocks:
+        block.mlp = Projections(block.mlp)
+    assert fuse_layers(blocks, None) == len(blocks)

@@ -11,6 +11,7 @@ from vitwire_server.runtime.products import Products
 _GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
 _PLAIN = (
     ("linear_fc1", "act_fn", "linear_fc2"),
+    ("up_proj", "act_fn", "down_proj"),
     *(("fc1", act, "fc2") for act in ("act", "activation_fn", "activation")),
 )
 """Names of an MLP's parts, in the order of the arguments of `PlainMlp`."""
