@@ -172,7 +172,7 @@ def test_clips_whose_tokens_are_of_more_patches(grid: tuple[int, int, int], fiel
     assert described(merged, item((1, 3, 5), tensor(15, 12))).nbytes == 180
 
 
-def test_an_image_has_as_many_patches_as_its_resampler_has_queries() -> None:
-    few = codec(ResampledGeometry(patch=2, merge=1, temporal=1, channels=3, width=8, levels=0, queries=6))
-    assert violated(few, item((1, 1, 5), tensor(5, 12))) == {"grid"}
-    assert described(few, item((1, 2, 3), tensor(6, 12))).nbytes == 72
+def test_an_image_of_a_resampler_may_have_a_single_patch() -> None:
+    few = codec(ResampledGeometry(patch=2, merge=1, temporal=1, channels=3, width=8, levels=0, longest_side=4))
+    assert described(few, item((1, 1, 1), tensor(1, 12))).nbytes == 12
+    assert violated(few, item((1, 1, 5), tensor(5, 12))) == {"grid.w"}
