@@ -51,7 +51,7 @@ _TILES: Mapping[str, Other] = {
         fields={"image_token_id": 500},
         image={**IMAGENET, **_square(448), "image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True},
         grid=_ONE_TILE,
-        ask=stock.tiles,
+        plain=stock.tiles,
     ),
     "LLaVA-1.5-7B": Other(
         model_type="llava",
@@ -60,7 +60,7 @@ _TILES: Mapping[str, Other] = {
         text={"model_type": "llama"},
         image={**CLIP, **_cropped(336), "image_processor_type": "CLIPImageProcessor"},
         grid=_ONE_TILE,
-        ask=stock.tiles,
+        plain=stock.tiles,
     ),
     "LLaVA-OneVision-7B": Other(
         model_type="llava_onevision",
@@ -71,7 +71,7 @@ _TILES: Mapping[str, Other] = {
         fields={**IMAGE_TOKEN, **_PINPOINTS, "vision_aspect_ratio": "anyres_max_9"},
         image={**HALF, **_square(384), **_PINPOINTS, "image_processor_type": "LlavaOnevisionImageProcessor"},
         grid=_ONE_TILE,
-        ask=stock.single_tiles,
+        plain=stock.single_tiles,
     ),
     "Gemma-3-4B": Other(
         model_type="gemma3",
@@ -81,7 +81,7 @@ _TILES: Mapping[str, Other] = {
         fields={**IMAGE_TOKEN, "mm_tokens_per_image": 256},
         image={**HALF, **_square(896), "image_processor_type": "Gemma3ImageProcessor"},
         grid=_ONE_TILE,
-        ask=stock.tiles,
+        plain=stock.tiles,
     ),
     "Idefics3-8B": Other(
         model_type="idefics3",
@@ -97,7 +97,7 @@ _TILES: Mapping[str, Other] = {
             "size": {"longest_edge": 1456},
         },
         grid=_ONE_TILE,
-        ask=stock.nested_tiles,
+        plain=stock.nested_tiles,
         parts={"tower": "vision_model", "projector": "connector"},
         transformers="5.23.0",  # 5.17 rounds the positions of 26 patches to bfloat16
     ),
@@ -123,7 +123,7 @@ _TILES: Mapping[str, Other] = {
             "size": {"longest_edge": 2048},
         },
         grid=_ONE_TILE,
-        ask=stock.nested_tiles,
+        plain=stock.nested_tiles,
         parts={"tower": "vision_model", "projector": "connector"},
     ),
     "Llama-3.2-11B-Vision": Other(
@@ -152,7 +152,7 @@ _TILES: Mapping[str, Other] = {
             "resample": 2,
         },
         grid=Grid(4, 2, 2),
-        ask=stock.attended_tiles,
+        plain=stock.attended_tiles,
         parts={"tower": "vision_model", "projector": PROJECTOR},
         batch=4,  # 16 tiles
     ),
@@ -168,7 +168,7 @@ _PATCHES: Mapping[str, Other] = {
         image={**CLIP, "image_processor_type": "PixtralImageProcessor", "patch_size": 16}
         | {"size": {"longest_edge": 1024}},
         grid=Grid(1, 32, 32),
-        ask=stock.whole_images,
+        plain=stock.whole_images,
     ),
     "Mistral-Small-3.1-24B": Other(
         model_type="mistral3",
@@ -180,7 +180,7 @@ _PATCHES: Mapping[str, Other] = {
         image={**CLIP, "image_processor_type": "PixtralImageProcessor", "patch_size": 14}
         | {"size": {"longest_edge": 1540}},
         grid=Grid(1, 32, 32),
-        ask=stock.whole_images,
+        plain=stock.whole_images,
     ),
     "LFM2-VL-1.6B": Other(
         model_type="lfm2_vl",
@@ -191,7 +191,7 @@ _PATCHES: Mapping[str, Other] = {
         fields={"image_token_id": 500, "downsample_factor": 2, "projector_hidden_size": 2560},
         image={**HALF, "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 16, "resample": 2},
         grid=Grid(1, 32, 32),
-        ask=stock.masked_patches,
+        plain=stock.masked_patches,
     ),
     "MiniCPM-V-2.6": Other(
         model_type="minicpmv",
@@ -205,7 +205,7 @@ _PATCHES: Mapping[str, Other] = {
         },
         image={"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3},
         grid=Grid(1, 32, 32),
-        ask=stock.resampled,
+        plain=stock.resampled,
         parts={},
         stand_ins={"tower": "idefics2.modeling_idefics2:Idefics2VisionTransformer"},
     ),
@@ -227,7 +227,7 @@ _PATCHES: Mapping[str, Other] = {
         image={**CLIP, "image_processor_type": "Glm4vImageProcessor", "patch_size": 14, "merge_size": 2}
         | {"size": {"shortest_edge": 12544, "longest_edge": 9633792}, "temporal_patch_size": 2},
         grid=Grid(1, 32, 32),
-        ask=stock.grids_thw,
+        plain=stock.grids_thw,
         parts={"tower": "visual"},
     ),
     "Kimi-VL-A3B": Other(
@@ -244,7 +244,7 @@ _PATCHES: Mapping[str, Other] = {
         width=2048,
         image={**HALF, "merge_kernel_size": [2, 2], "patch_size": 14},
         grid=Grid(1, 32, 32),
-        ask=stock.moonvit,
+        plain=stock.moonvit,
         parts={},
     ),
 }
@@ -257,7 +257,7 @@ _ENCODERS: Mapping[str, Other] = {
         fields={"projection_dim": 768},
         image={**CLIP, **_cropped(224), "image_processor_type": "CLIPImageProcessor"},
         grid=_ONE_TILE,
-        ask=stock.pooled_tiles,
+        plain=stock.pooled_tiles,
         parts={"tower": "vision_model", "projection": "visual_projection"},
         pooling=Pooling.CLS,
     ),
@@ -269,7 +269,7 @@ _ENCODERS: Mapping[str, Other] = {
         fields={},
         image={**HALF, **_square(384), "image_processor_type": "SiglipImageProcessor", "resample": 2},
         grid=_ONE_TILE,
-        ask=stock.pooled_tiles,
+        plain=stock.pooled_tiles,
         parts={"tower": "vision_model", "head": "vision_model.head"},
         pooling=Pooling.ATTENTION,
     ),
@@ -279,7 +279,7 @@ _ENCODERS: Mapping[str, Other] = {
         vision={**_LARGE, "image_size": 518, "mlp_ratio": 4, "patch_size": 14},
         image={**IMAGENET, **_cropped(224), "image_processor_type": "BitImageProcessor"},
         grid=_ONE_TILE,
-        ask=stock.pooled_tiles,
+        plain=stock.pooled_tiles,
         parts=_ALONE,
         pooling=Pooling.CLS,
     ),
@@ -288,7 +288,7 @@ _ENCODERS: Mapping[str, Other] = {
         vision={**_LARGE, "image_size": 224, "num_register_tokens": 4, "patch_size": 16},
         image={**IMAGENET, **_square(224), "image_processor_type": "DINOv3ViTImageProcessorFast", "resample": 2},
         grid=_ONE_TILE,
-        ask=stock.pooled_tiles,
+        plain=stock.pooled_tiles,
         parts=_ALONE,
         pooling=Pooling.CLS,
     ),

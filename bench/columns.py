@@ -114,7 +114,7 @@ def ladder_of(tower: Tower, batches: Collection[Sequence[Item]], choice: Selecti
 
 
 def fused(tower: Tower, choice: Selection | None) -> int:
-    """Fuse the tower as at load on CUDA; how many blocks. There is no choice of attention for towers of tiles."""
+    """Exchange modules and fuse blocks as at load on CUDA; how many blocks. `choice` is None for towers of tiles."""
     tower.rewrite()
     if tower.device.type != "cuda":
         return 0

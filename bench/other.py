@@ -1,9 +1,9 @@
-"""A published tower of another maker than Qwen: the files of its checkpoint, and how its stock model is asked."""
+"""A published tower of another maker than Qwen: the files of its checkpoint, and how plain transformers computes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bench.stock import Ask
+from bench.stock import Plain
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.pooling import Pooling
@@ -31,7 +31,7 @@ class Other:
     """preprocessor_config.json."""
     grid: Grid
     """Of one image."""
-    ask: Ask
+    plain: Plain
     """How plain transformers computes rows."""
     parts: Mapping[str, str] = field(default_factory=lambda: {"tower": TOWER, "projector": PROJECTOR})
     """Where the stock model has each module of the row; empty where the stock modules are those of the row."""

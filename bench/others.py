@@ -91,7 +91,7 @@ class OtherBench:
                 "floor": floor(count),
             }
             self.rows.append(row)
-            forward = torch.inference_mode()(other.ask(built.model, pixels[:count], [other.grid] * count))
+            forward = torch.inference_mode()(other.plain(built.model, pixels[:count], [other.grid] * count))
             loads.append(OtherLoad(row, items[:count], forward, forward().float()))
         return loads
 
@@ -101,7 +101,7 @@ class OtherBench:
         """Milliseconds by the number of images: the least work that either forward does for one of them alone."""
         ours = partial(_forward, built.tower, other, pixels[0])
         try:
-            flop = min(counted_flop(forward) for forward in (other.ask(built.model, pixels, [other.grid]), ours))
+            flop = min(counted_flop(forward) for forward in (other.plain(built.model, pixels, [other.grid]), ours))
         except FAILURES as error:
             self._stopwatch.failed(f"{name} floor", error)
             return lambda _: None

@@ -35,7 +35,7 @@ class RandomTower:
     """A tower and the stock model with the same weights."""
 
     model: Any
-    """What `Other.ask` takes."""
+    """What `Other.plain` takes."""
     tower: Tower
     weights_nbytes: int
     """Bytes of the tower's weights, those of its projector included."""

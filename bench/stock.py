@@ -1,4 +1,4 @@
-"""How plain transformers is asked for the rows of images: stock models with the inputs of their own processors.
+"""How plain transformers computes the rows of images: stock models with the inputs of their own processors.
 
 Each function takes the model, the pixels of each image as the engine takes them and their grids. It lays out the
 model's inputs on the device, and returns a forward, which gives all rows, those of one image after the other.
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vitwire_server.core.grids import Grid
 
 Forward = Callable[[], Tensor]
-Ask = Callable[[Any, Sequence[Tensor], Sequence[Grid]], Forward]
+Plain = Callable[[Any, Sequence[Tensor], Sequence[Grid]], Forward]
 
 
 def tiles(model: Any, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> Forward:

@@ -61,10 +61,10 @@ def test_a_tower_that_fails_does_not_end_the_run(changed: Callable[..., None]) -
 
 
 def test_times_of_wrong_rows_are_left_out(changed: Callable[..., None]) -> None:
-    def ask(*arguments: Any) -> Callable[[], Tensor]:
-        return lambda: 1.2 * OTHERS[CLIP].ask(*arguments)()
+    def plain(*arguments: Any) -> Callable[[], Tensor]:
+        return lambda: 1.2 * OTHERS[CLIP].plain(*arguments)()
 
-    changed(CLIP, ask=ask)
+    changed(CLIP, plain=plain)
     document = run(CLIP)
     for row in document["others"]:
         assert row["plain_sdpa"] > 0
@@ -77,9 +77,9 @@ def test_times_of_wrong_rows_are_left_out(changed: Callable[..., None]) -> None:
 
 
 def test_the_error_of_rows_that_are_not_finite_is_unknown(changed: Callable[..., None]) -> None:
-    def ask(*arguments: Any) -> Callable[[], Tensor]:
-        return lambda: torch.nan * OTHERS[CLIP].ask(*arguments)()
+    def plain(*arguments: Any) -> Callable[[], Tensor]:
+        return lambda: torch.nan * OTHERS[CLIP].plain(*arguments)()
 
-    changed(CLIP, ask=ask)
+    changed(CLIP, plain=plain)
     for row in run(CLIP)["others"]:
         assert row["eager"] is row["graph"] is row["norm_error"] is None

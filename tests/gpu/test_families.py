@@ -19,9 +19,7 @@ LOSS = 1.1
 """Our bfloat16 may lose so many times what transformers' own bfloat16 loses on the same device."""
 
 
-@pytest.mark.parametrize(
-    "model_type", [row.model_type for row in [row for row in FAMILIES.values() if isinstance(row, PackedFamily)]]
-)
+@pytest.mark.parametrize("model_type", [name for name, row in FAMILIES.items() if isinstance(row, PackedFamily)])
 def test_bfloat16_loses_no_more_than_transformers(
     model_type: str, captured: Callable[[str], Rig], checkpoints: Callable[[str], Path], device: torch.device
 ) -> None:

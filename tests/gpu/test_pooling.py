@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from plain_reference import PlainReference
 from raster_reference import Siglip2
@@ -16,7 +14,6 @@ from rigs import Rig, rows_of
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.registry import FAMILIES
 
 BF16 = torch.bfloat16
 LOSS = 1.25
@@ -37,10 +34,13 @@ PATCHES = [Grid(1, 4, 6), Grid(1, 1, 7), Grid(1, 12, 12), Grid(1, 6, 6)]
     ],
 )
 def test_rows_are_those_of_transformers(
-    model_type: str, pooling: Pooling, checkpoints: Callable[[str], Path], device: torch.device
+    model_type: str,
+    pooling: Pooling,
+    checkpoints: Callable[[str], Path],
+    device: torch.device,
+    installed: Callable[[str], None],
 ) -> None:
-    if Version(transformers.__version__) < Version(FAMILIES[model_type].transformers):
-        pytest.skip(f"needs transformers {FAMILIES[model_type].transformers}")
+    installed(model_type)
     folder, kind = checkpoints(model_type), Siglip2 if model_type == "siglip2" else PlainReference
     rig = Rig.of(folder, BF16, device, pooling=pooling)
     assert not rig.graphs.dropped, rig.graphs.dropped

@@ -14,11 +14,7 @@ from vitwire_server.towers.layouts.packed import PackedFamily
 from vitwire_server.towers.registry import FAMILIES
 
 BF16 = torch.bfloat16
-OTHERS = [
-    name
-    for name in FAMILIES
-    if name not in {row.model_type for row in [row for row in FAMILIES.values() if isinstance(row, PackedFamily)]}
-]
+OTHERS = [name for name, row in FAMILIES.items() if not isinstance(row, PackedFamily)]
 TILED = [Grid(1, 1, 1), Grid(3, 1, 2), Grid(2, 1, 1), Grid(2, 1, 2), Grid(1, 1, 1)]
 PATCHES = [(2, 3), (5, 4), (1, 7), (6, 6), (4, 4)]
 LOSS = 1.1

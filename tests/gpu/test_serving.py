@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from checkpoints import EVERYDAY
 from reference import norm_error
@@ -15,20 +13,17 @@ from rigs import RIGHT, Rig, draw_grids
 from servers import serving
 from vitwire import Client, Item
 from vitwire_server.core.items import Modality
-from vitwire_server.towers.registry import FAMILIES
 
 FLAGS = ("--dtype", "bfloat16", "--max-budget-tokens", "1280", "--rpc-processes", "2")
 
 
 @pytest.mark.parametrize("model_type", EVERYDAY)
 def test_rows_are_those_of_transformers(
-    model_type: str, checkpoints: Callable[[str], Path], device: torch.device
+    model_type: str, checkpoints: Callable[[str], Path], device: torch.device, installed: Callable[[str], None]
 ) -> None:
     if device.type == "cpu":
         pytest.skip("tests/e2e does it on a CPU")
-    floor = FAMILIES[model_type].transformers
-    if Version(transformers.__version__) < Version(floor):
-        pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")
+    installed(model_type)
     folder = checkpoints(model_type)
     rig = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
     grids = draw_grids(rig, 3, 10)
