@@ -27,6 +27,7 @@ class ItemForm(Struct, array_like=True, frozen=True, tag="i"):
     content_id: str
     region: tuple[int, int] | None
     on_device: bool
+    store_only: bool
 
 
 class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
@@ -67,6 +68,7 @@ def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
         item.content_id,
         _pair(item.region),
         item.on_device,
+        item.store_only,
     )
 
 
@@ -95,6 +97,7 @@ def item_of(form: ItemForm) -> Item:
         form.content_id,
         Region(*form.region) if form.region else None,
         on_device=form.on_device,
+        store_only=form.store_only,
     )
 
 
