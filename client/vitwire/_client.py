@@ -150,8 +150,8 @@ class Client(BaseClient[Transport]):
         """Encode items into the server's cache, without returning rows; arguments as for `encode`.
 
         Each item needs a `content_id`: who sends an item with this `content_id` and without pixels, with the same
-        token and `output_type`, gets the rows. Raises the error of the first item that failed; InvalidItem if the
-        server has no cache.
+        token and `output_type`, gets the rows. An item without pixels asks whether it is cached already. Raises the
+        error of the first item that failed: NotCached for one without pixels, InvalidItem if the server has no cache.
         """
         return stored(dict(self.iter_store(items, timeout, output_type, priority)))
 

@@ -52,12 +52,10 @@ def stored_of(message: pb.EmbeddingStored, report: Report, expected: Expected) -
 
 
 def storable(items: Sequence[Item]) -> Mapping[int, Item]:
-    """The items by position. Raises InvalidItem for one that cannot be stored."""
+    """The items by position. Raises InvalidItem for one without a content_id."""
     for index, item in enumerate(items):
-        missing = "" if item.content_id else "content_id"
-        if item.pixels is None and item.encoded is None:
-            missing = "pixels"
-        if missing:
-            text = "an item that is stored needs pixels or a file, and a content_id"
-            raise InvalidItem(f"items[{index}].{missing}: {text}", violations=[Violation(missing, text)], item=index)
+        if not item.content_id:
+            text = "is missing: the rows of an item that is stored are cached under it"
+            violation = Violation(f"items[{index}].content_id", text)
+            raise InvalidItem(f"{violation.field}: {text}", violations=[violation], item=index)
     return dict(enumerate(items))

@@ -236,8 +236,19 @@ def test_wrong_fields_are_named(server: ServerProcess, change: dict[str, object]
 def test_items_that_cannot_be_stored_are_refused_at_once(client: Client) -> None:
     with pytest.raises(InvalidItem, match=r"items\[0\].content_id"):
         client.store([image(1)])
-    with pytest.raises(InvalidItem, match=r"items\[0\].pixels"):
-        client.store([ask("no pixels")])
+
+
+def test_without_pixels_it_is_asked_whether_rows_are_cached(server: ServerProcess, client: Client) -> None:
+    with pytest.raises(NotCached):
+        client.store([ask("ten")])
+    client.store([image(10, "ten")])
+    (answer,) = client.iter_store([ask("ten")])
+    assert isinstance(answer[1], Stored)
+    assert (answer[1].grid, answer[1].shape[0], answer[1].report.path) == (GRID, 8, "cache")
+    with Upload(server, "under way", 11) as upload:
+        next(upload.responses)
+        with pytest.raises(NotCached):
+            client.store([ask("under way")])
 
 
 def test_a_server_without_a_cache_says_so(checkpoints: Checkpoints) -> None:

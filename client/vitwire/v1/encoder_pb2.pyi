@@ -524,7 +524,8 @@ class Item(google.protobuf.message.Message):
     store_only: builtins.bool
     """Keep the rows in the embedding cache under content_id and return none. The
     server answers with Accepted once it admitted the item, then with
-    EmbeddingStored. Needs pixels or a file, and a server with a cache.
+    EmbeddingStored. Without pixels, asks whether the rows are cached: answered
+    with EmbeddingStored or NOT_FOUND at once.
     """
     encoded: builtins.bytes
     """A file instead of pixels: a JPEG, PNG or WebP image, or an MP4 or WebM clip.

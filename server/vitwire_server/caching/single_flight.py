@@ -115,8 +115,10 @@ class SingleFlight:
             content = key.content
             if lookup.modality in (None, content.modality) and lookup.grid in (None, content.grid):
                 return self._hit(key, embedding)
-        if name in self._expected:
-            return None
+        return None if name in self._expected else self.missed(lookup)
+
+    def missed(self, lookup: CacheLookup) -> NotCached:
+        """The answer to an item without pixels that is not cached."""
         self._monitor.cache_missed()
         return NotCached(f"no embedding of content_id {lookup.content_id!r} is cached")
 

@@ -107,6 +107,8 @@ class CacheLookup:
     output: DType
     keep_ratio: float
     region: Region | None = None
+    store_only: bool = False
+    """Whether only to say that it is cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,12 +195,9 @@ class Codec:
         wants_cached = bool(item.content_id) and not item.HasField("pixels")
         modality = _MODALITIES.get(item.modality)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
-        if wants_cached and item.store_only:
-            wrong.append(Violation("store_only", "must be false for an item without pixels"))
         if wants_cached and not wrong:
-            return CacheLookup(
-                item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item), region
-            )
+            known = grid if any(grid) else None
+            return CacheLookup(item.content_id, modality, known, output, _keep_ratio(item), region, item.store_only)
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:

@@ -39,6 +39,7 @@ class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
     output: str
     keep_ratio: float
     region: tuple[int, int] | None
+    store_only: bool
 
 
 class ConsumerForm(Struct, array_like=True, frozen=True):
@@ -55,8 +56,8 @@ class ConsumerForm(Struct, array_like=True, frozen=True):
 def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
     """An item as it is sent."""
     if isinstance(item, CacheLookup):
-        region = _pair(item.region)
-        return LookupForm(item.content_id, item.modality, item.grid, item.output.label, item.keep_ratio, region)
+        output, region = item.output.label, _pair(item.region)
+        return LookupForm(item.content_id, item.modality, item.grid, output, item.keep_ratio, region, item.store_only)
     return ItemForm(
         item.modality,
         item.grid,
@@ -105,7 +106,8 @@ def lookup_of(form: LookupForm) -> CacheLookup:
     """The item without pixels."""
     grid = Grid(*form.grid) if form.grid else None
     region = Region(*form.region) if form.region else None
-    return CacheLookup(form.content_id, form.modality, grid, DType.of(form.output), form.keep_ratio, region)
+    output = DType.of(form.output)
+    return CacheLookup(form.content_id, form.modality, grid, output, form.keep_ratio, region, form.store_only)
 
 
 def _pair(region: Region | None) -> tuple[int, int] | None:

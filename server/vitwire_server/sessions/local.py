@@ -144,6 +144,7 @@ class LocalSession:
         self._raise_if_closed()
         engine = self._engine
         held = self._held.setdefault(key, _Held())
+        held.store_only = item.store_only
         if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
             engine.intake.check_deadline(self.ticket, item.footprint.tokens)
         nbytes = item.weight(engine.width)
@@ -175,7 +176,8 @@ class LocalSession:
         """As `admit`; False where this session itself holds what is missing."""
         self._raise_if_closed()
         for key, item in items.items():
-            self._held.setdefault(key, _Held()).region = item.region
+            held = self._held.setdefault(key, _Held())
+            held.region, held.store_only = item.region, item.store_only
         lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}
         found = {key: self._found.get(key) or self._find(item) for key, item in lookups.items()}
         # Only those of `items`: an earlier attempt may have failed.
@@ -185,7 +187,11 @@ class LocalSession:
             for key, item in items.items()
             if isinstance(item, Item) and not self._held[key].permit
         }
-        nbytes |= {key: len(answer.embedding.data) for key, answer in found.items() if isinstance(answer, Encoded)}
+        nbytes |= {
+            key: len(answer.embedding.data)
+            for key, answer in found.items()
+            if isinstance(answer, Encoded) and not lookups[key].store_only
+        }
         if nbytes:
             permits = self._try_admit(lambda: self._engine.admission.admit(list(nbytes.values())))
             if permits is None:
@@ -274,7 +280,8 @@ class LocalSession:
     def _find(self, lookup: CacheLookup) -> Encoded | NotCached | None:
         name = self._name(lookup)
         assert name, "an item without pixels has a content_id"
-        return self._engine.single_flight.find(name, lookup)
+        flight = self._engine.single_flight
+        return flight.find(name, lookup) or (flight.missed(lookup) if lookup.store_only else None)
 
     def _join(self, key: int, lookup: CacheLookup) -> None:
         """Wait for an item of the lookup's name, which is in flight."""
@@ -296,7 +303,6 @@ class LocalSession:
 
     def _expect(self, held: _Held, item: Item) -> None:
         """Let items without pixels wait for this one from now on, if it has a name."""
-        held.store_only = item.store_only
         if self._engine.single_flight.is_on and held.expected is None and (name := self._name(item)):
             held.expected = name
             self._engine.single_flight.expect(name)
