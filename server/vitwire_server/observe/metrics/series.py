@@ -27,7 +27,7 @@ class Series:
         return Gauge(f"vitwire_{name}", text, labels, registry=self._registry, multiprocess_mode="livesum")
 
     def least(self, name: str, text: str) -> Gauge:
-        """A gauge that edges record and the engine's process does not; the least of several edges counts."""
+        """A gauge whose least value counts where several edges record it; the engine's process then leaves it at 0."""
         return Gauge(f"vitwire_{name}", text, registry=self._registry, multiprocess_mode="livemin")
 
     def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
