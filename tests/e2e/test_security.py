@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,29 @@ class TestReplacement:
             answered = traffic.answered
             until(lambda: traffic.answered > answered)
         assert not traffic.errors
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_metric_has_the_expiry_of_the_certificate_that_is_served(
+    checkpoints: Checkpoints, tmp_path: Path, processes: str
+) -> None:
+    soon, later = (datetime.now(UTC).replace(microsecond=0) + timedelta(days=days) for days in (3, 30))
+    authority = Authority(tmp_path / "pki").issue(not_after=soon)
+    flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--rpc-processes", processes)
+    with serving(checkpoints("qwen2_vl"), *map(str, flags)) as server:
+
+        def is_shown(expiry: datetime) -> bool:
+            return server.metric("vitwire_tls_certificate_expiry_timestamp_seconds") == expiry.timestamp()
+
+        def connects() -> bool:
+            return not is_refused(lambda: health(server.target, authority.credentials()))
+
+        assert is_shown(soon)
+        authority.issue(not_after=later)
+        until(lambda: every(connects) and is_shown(later))
+        authority.replace(b"no certificate", authority.key.read_bytes())
+        until(lambda: every(connects) and "keeping the previous certificate" in server.log())
+        assert is_shown(later)
 
 
 class TestDefaults:

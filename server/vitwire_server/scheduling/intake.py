@@ -140,4 +140,6 @@ class Intake:
         return self._forecast.wait(estimate(ahead), self._clock()) + self._forecast.alone(estimate(tokens))
 
     def _queue_changed(self) -> None:
-        self._monitor.queue_changed(len(self._queue), self._queue.nbytes)
+        queue = self._queue
+        seconds = self.planner.estimate(queue.tokens) * self._forecast.pace
+        self._monitor.queue_changed(len(queue), queue.nbytes, queue.tokens, seconds)
