@@ -50,7 +50,7 @@ def single_garbage(folder: Path) -> None:
         (edit(INDEX, weight_map=[1, 2]), "holds no weight_map"),
         (edit(INDEX, weight_map={"visual.x": 5}), "holds no weight_map"),
         (edit(INDEX, weight_map={"lm_head.weight": "model-00001-of-00005.safetensors"}), "holds no vision tower"),
-        (lambda folder: (folder / INDEX).unlink(), "holds neither"),
+        (lambda folder: (folder / INDEX).unlink(), "holds no weights: none of model.safetensors.index.json"),
         (single_garbage, "is not a safetensors file"),
         (truncate_shards, "is not a safetensors file"),
         (lambda folder: (folder / PREPROCESSOR).unlink(), "holds no preprocessor_config.json"),
