@@ -1,5 +1,9 @@
 """C-RADIO (NVIDIA), served alone."""
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -7,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Family, Module, Parts, Pooler, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.models.internvl import unfused
@@ -22,6 +26,17 @@ RADIO_NAMES = (
     (r"\.attn\.proj\.", ".attention.o_proj."),
 )
 """NVIDIA's names within `radio_model.`, and transformers'."""
+
+
+_TIMM = re.compile(r"vit_(?P<size>\w+?)_patch(?P<patch>\d+)_224")
+_SIZES = {
+    "tiny": (192, 12, 3),
+    "small": (384, 12, 6),
+    "base": (768, 12, 12),
+    "large": (1024, 24, 16),
+    "huge": (1280, 32, 16),
+}
+"""Width, layers and heads of timm's vision transformers."""
 
 
 class Radio(PlainEncoder):
@@ -66,14 +81,56 @@ def _leading(config: Config) -> int:
     return int(config.num_cls_tokens + config.num_registers)
 
 
-_RADIO = PlainFamily(
+@dataclass(frozen=True, kw_only=True)
+class RadioFamily(PlainFamily):
+    """C-RADIO, whose versions 2 and 3 were published with the arguments of NVIDIA's code as configuration."""
+
+    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
+        """See PlainFamily. Raises KeyError, TypeError or ValueError over arguments that are not served."""
+        return super().stock_config(folder, settings) if settings.get("model_type") else _of_arguments(settings)
+
+
+def _of_arguments(settings: Mapping[str, Any]) -> Config:
+    """The configuration of transformers' class that says what NVIDIA's arguments say."""
+    from transformers.models.radio.configuration_radio import RadioConfig  # noqa: PLC0415 - since transformers 5.23
+
+    args = settings["args"]
+    named = _TIMM.fullmatch(str(args["model"]))
+    if not named or named["size"] not in _SIZES:
+        known = ", ".join(_SIZES)
+        raise ValueError(f"args.model is {args['model']!r}, but must be vit_SIZE_patchN_224; sizes are {known}")
+    for field in ("feature_normalizer_config", "vitdet_window_size"):
+        if settings.get(field):
+            raise ValueError(f"{field} is {settings[field]!r}, but must be null")
+    if args.get("model_norm"):
+        raise ValueError("args.model_norm is true, but must be false")
+    width, layers, heads = _SIZES[named["size"]]
+    teachers, multiple = args["teachers"], args.get("register_multiple") or 0
+    tokens = len({teacher["name"] for teacher in teachers}) if args.get("cls_token_per_teacher") else 1
+    patch = int(named["patch"])
+    return RadioConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        patch_size=patch,
+        max_img_size=round(args["cpe_max_size"] / patch) * patch,
+        num_cls_tokens=tokens,
+        num_registers=args.get("cpe_num_registers") or (multiple - tokens % multiple if multiple else 0),
+        summary_idxs=[at for at, teacher in enumerate(teachers) if teacher.get("use_summary", True)],
+        dtype=dtype_of(settings),
+    )
+
+
+_RADIO = RadioFamily(
     model_type="radio",
-    title="C-RADIO",
+    original="RADIOModel",
+    title="C-RADIO 2 to 4",
     architecture="32 x 1280, patch 16",
     tower=Module(
         source="radio.modeling_radio:RadioModel",
         prefixes=stripped("radio_model.", ""),
         renames=RADIO_NAMES,
+        ignored=("adaptors.", "inter_feature_normalizer."),
         convert=unfused,
         config="",
     ),
