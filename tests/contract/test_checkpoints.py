@@ -38,6 +38,7 @@ def single_garbage(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (write("config.json", "{"), "cannot be read as JSON"),
         (write("config.json", "[]"), "holds no JSON object"),
+        (write("config.json", "[" * 100_000), "cannot be read as JSON"),
         (edit("config.json", vision_config=None), "depth is 32, but the checkpoint holds weights of 4 layers"),
         (edit("config.json", vision_config=[1]), "Qwen2.5-VL configuration"),
         (edit("config.json", dtype="float64", vision_config__dtype="float64"), "float64|configuration"),

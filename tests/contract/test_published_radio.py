@@ -1,6 +1,7 @@
 """C-RADIO 2 and 3 as NVIDIA publishes them: no model_type, and the arguments of their code as configuration."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 
 from broken import edit, load
 from checkpoints import Checkpoints
@@ -30,6 +32,7 @@ CONFIG: dict[str, Any] = {
         "cls_token_per_teacher": True,
         "cpe_max_size": 112,
         "model": "vit_tiny_patch14_224",
+        "model_kwargs": {"weight_init": "skip"},
         "register_multiple": 8,
         "teachers": TEACHERS,
     },
@@ -41,9 +44,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def published(checkpoints: Checkpoints, tmp_path: Path) -> Path:
-    """A checkpoint with random weights under NVIDIA's names, and the class of transformers for it as `stock`."""
+@pytest.fixture(params=[False, True], ids=["plain", "layer-scale"])
+def published(request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path: Path) -> Path:
+    """A checkpoint with random weights under NVIDIA's names, and the same of transformers' class as `stock`.
+
+    With layer scale, as of DINOv2's form, and with weights that no row passes through.
+    """
     from transformers.models.radio.modeling_radio import RadioConfig, RadioModel  # noqa: PLC0415 - may be missing
 
     torch.manual_seed(3)
@@ -61,12 +67,20 @@ def published(checkpoints: Checkpoints, tmp_path: Path) -> Path:
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.05)
     for layer in model.encoder.layer:
-        torch.nn.init.ones_(layer.layer_scale1.lambda1)
-        torch.nn.init.ones_(layer.layer_scale2.lambda1)
+        for scale in (layer.layer_scale1, layer.layer_scale2):
+            torch.nn.init.constant_(scale.lambda1, 0.7 if request.param else 1.0)
     model.save_pretrained(tmp_path / "stock")
     folder = Path(shutil.copytree(tmp_path / "stock", tmp_path / "copy"))
+    weights = load_file(folder / "model.safetensors")
+    scales = {name: weights.pop(name) for name in list(weights) if "layer_scale" in name}
     shutil.copy(checkpoints("radio") / "preprocessor_config.json", folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    if request.param:
+        edit("config.json", args__model="vit_tiny_patch14_v2_224")(folder)
+        named = {re.sub(r"layer_scale(\d)\.lambda1", r"ls\1.grandma", name): own for name, own in scales.items()}
+        unused = {"radio_model.model.reg_token": torch.ones(4), "radio_model.adaptors.clip.fc1.weight": torch.ones(4)}
+        weights |= named | unused
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -86,9 +100,10 @@ def test_rows_are_those_of_transformers(pooling: Pooling, output: str, published
     ("changes", "message"),
     [
         ({"args__model": "dinov2_vitg14_reg"}, r"args\.model is 'dinov2_vitg14_reg', but must be vit_SIZE"),
-        ({"args__model_norm": True}, r"args\.model_norm is true"),
-        ({"feature_normalizer_config": {"embed_dim": 192}}, "feature_normalizer_config is .*, but must be null"),
-        ({"vitdet_window_size": 4}, "vitdet_window_size is 4, but must be null"),
+        ({"args__model_norm": True}, r"args\.model_norm is True, but must be empty"),
+        ({"args__model_kwargs": {"scaled_ln": True}}, r"args\.model_kwargs is .*, but must be empty"),
+        ({"feature_normalizer_config": {"embed_dim": 192}}, "feature_normalizer_config is .*, but must be empty"),
+        ({"vitdet_window_size": 4}, "vitdet_window_size is 4, but must be empty"),
         ({"args": None}, r"config\.json is not a C-RADIO"),
         ({"args": {}}, r"config\.json is not a C-RADIO"),
         ({"args__teachers": [{}]}, r"config\.json is not a C-RADIO"),

@@ -28,15 +28,20 @@ RADIO_NAMES = (
 """NVIDIA's names within `radio_model.`, and transformers'."""
 
 
-_TIMM = re.compile(r"vit_(?P<size>\w+?)_patch(?P<patch>\d+)_224")
+_NAMED = re.compile(r"vit_(?P<size>[a-z0-9]+(_v2)?)_patch(?P<patch>\d+)(_v2)?_224")
 _SIZES = {
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-    "huge": (1280, 32, 16),
+    "tiny": (192, 12, 3, 4 * 192),
+    "small": (384, 12, 6, 4 * 384),
+    "base": (768, 12, 12, 4 * 768),
+    "large": (1024, 24, 16, 4 * 1024),
+    "so400m": (1152, 27, 16, 4304),
+    "so400m_v2": (1152, 27, 16, 4320),
+    "huge": (1280, 32, 16, 4 * 1280),
+    "giant": (1536, 40, 24, 4 * 1536),
 }
-"""Width, layers and heads of timm's vision transformers."""
+"""Width, layers, heads and width of the MLP, by names in NVIDIA's code."""
+_USUAL = {"weight_init": "skip"}
+"""Options of a model that do not change its rows."""
 
 
 class Radio(PlainEncoder):
@@ -95,16 +100,16 @@ def _of_arguments(settings: Mapping[str, Any]) -> Config:
     from transformers.models.radio.configuration_radio import RadioConfig  # noqa: PLC0415 - since transformers 5.23
 
     args = settings["args"]
-    named = _TIMM.fullmatch(str(args["model"]))
+    named = _NAMED.fullmatch(str(args["model"]))
     if not named or named["size"] not in _SIZES:
         known = ", ".join(_SIZES)
-        raise ValueError(f"args.model is {args['model']!r}, but must be vit_SIZE_patchN_224; sizes are {known}")
-    for field in ("feature_normalizer_config", "vitdet_window_size"):
-        if settings.get(field):
-            raise ValueError(f"{field} is {settings[field]!r}, but must be null")
-    if args.get("model_norm"):
-        raise ValueError("args.model_norm is true, but must be false")
-    width, layers, heads = _SIZES[named["size"]]
+        raise ValueError(f"args.model is {args['model']!r}, but must be vit_SIZE_patchN_224, of the sizes {known}")
+    steps = {f"args.{key}": args.get(key) for key in ("model_kwargs", "model_norm")}
+    steps |= {key: settings.get(key) for key in ("feature_normalizer_config", "vitdet_window_size")}
+    for field, value in steps.items():
+        if value and value != _USUAL:
+            raise ValueError(f"{field} is {value!r}, but must be empty")
+    width, layers, heads, inner = _SIZES[named["size"]]
     teachers, multiple = args["teachers"], args.get("register_multiple") or 0
     tokens = len({teacher["name"] for teacher in teachers}) if args.get("cls_token_per_teacher") else 1
     patch = int(named["patch"])
@@ -112,6 +117,7 @@ def _of_arguments(settings: Mapping[str, Any]) -> Config:
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
+        mlp_ratio=inner / width,
         patch_size=patch,
         max_img_size=round(args["cpe_max_size"] / patch) * patch,
         num_cls_tokens=tokens,
@@ -129,8 +135,8 @@ _RADIO = RadioFamily(
     tower=Module(
         source="radio.modeling_radio:RadioModel",
         prefixes=stripped("radio_model.", ""),
-        renames=RADIO_NAMES,
-        ignored=("adaptors.", "inter_feature_normalizer."),
+        renames=(*RADIO_NAMES, (r"\.ls(\d)\.(gamma|grandma)$", r".layer_scale\1.lambda1")),
+        ignored=("adaptors.", "inter_feature_normalizer.", "model.reg_token"),
         convert=unfused,
         config="",
     ),
