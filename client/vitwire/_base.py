@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import grpc
 
 from vitwire._balancing import Balancing, Replicas, Share, Spread
-from vitwire._channel import Channels, Tls, credentials
+from vitwire._channel import Channels, Tls
 from vitwire._connections import CONNECTIONS
 from vitwire._context import Context, Metadata, Token, checked_metadata, checked_token, log
 from vitwire._deadline import MODEL_SECONDS, Deadline
@@ -112,7 +112,7 @@ class BaseClient(ABC, Generic[T]):
             checked_metadata(metadata, token),
         )
         self._shared = Shared(
-            self._connected(Channels(target, credentials(tls), channel_options), connections, max_in_flight),
+            self._connected(Channels.of(target, tls, channel_options), connections, max_in_flight),
             Nixl(delivery, device, delivery_bytes),
             {
                 "target": target,

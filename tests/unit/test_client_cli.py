@@ -253,6 +253,13 @@ def test_as_a_process(running: Running) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("words", "completed"), [("vitwire enc", ["encode"]), ("vitwire info --tar", ["--target"])])
+def test_shells_complete_commands_and_flags(words: str, completed: list[str]) -> None:
+    place = str(len(words.split()) - 1)
+    done = process(MAIN, _VITWIRE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=place)
+    assert (done.returncode, done.stdout.split()) == (0, completed)
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_missing_extras_are_named(missing: str) -> None:
     done = process(f"import sys; sys.modules['{missing}'] = None\n" + MAIN, "info")
