@@ -57,8 +57,8 @@ def test_encode_writes_safetensors(vitwire: Callable[..., Result], photos: list[
     assert done.exit_code == 0, done.output
     tensors = load_file(out)
     assert {name: rows.shape for name, rows in tensors.items()} == {
-        "cat.png": (20, 12),
-        "cat-2.png": (6, 12),
+        "a/cat.png": (20, 12),
+        "b/cat.png": (6, 12),
         "dog.png": (20, 12),
     }
     assert all(rows.dtype == np.float32 for rows in tensors.values())
@@ -66,7 +66,7 @@ def test_encode_writes_safetensors(vitwire: Callable[..., Result], photos: list[
     assert [each["file"] for each in document["items"]] == [str(file) for file in photos]
     assert document["items"][1] == {
         "file": str(photos[1]),
-        "name": "cat-2.png",
+        "name": "b/cat.png",
         "grid": [1, 4, 6],
         "tokens": 6,
         "shape": [6, 12],
@@ -83,8 +83,44 @@ def test_encode_writes_npy(vitwire: Callable[..., Result], photos: list[Path], t
     assert vitwire("encode", photos[0], "--out", tmp_path / "one.npy").exit_code == 0
     assert np.load(tmp_path / "one.npy").shape == (20, 12)
     assert vitwire("encode", *photos, "--out", tmp_path / "new" / "folder").exit_code == 0
-    names = sorted(file.name for file in (tmp_path / "new" / "folder").iterdir())
-    assert names == ["cat-2.png.npy", "cat.png.npy", "dog.png.npy"]
+    assert written(tmp_path / "new" / "folder") == ["a/cat.png.npy", "b/cat.png.npy", "dog.png.npy"]
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def test_encode_takes_folders(
+    vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for other in ("README.txt", ".hidden.png", "a/.git/x.png"):
+        photo(tmp_path / "x.png").rename(tmp_path / "made.png")
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / "made.png").rename(tmp_path / other)
+    out = tmp_path.parent / f"{tmp_path.name}-rows"
+    cases = {
+        (tmp_path,): ["a/cat.png.npy", "b/cat.png.npy", "dog.png.npy"],
+        ("a",): ["cat.png.npy"],
+        ("a/../b", "dog.png"): ["b/cat.png.npy", "dog.png.npy"],
+        ("a", "b/cat.png"): ["a/cat.png.npy", "b/cat.png.npy"],
+        ("b/cat.png",): ["cat.png.npy"],
+        ("dog.png", "dog.png"): ["dog-2.png.npy", "dog.png.npy"],
+    }
+    for number, (words, names) in enumerate(cases.items()):
+        done = vitwire("encode", *words, "--out", out / str(number))
+        assert done.exit_code == 0, done.output
+        assert written(out / str(number)) == names
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = vitwire("encode", "dog.png", "empty", "--out", "x")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("vitwire: empty has no files with the suffixes .bmp, .gif, .jpeg, .jpg, .png, ")
+
+
+def test_encode_says_that_nothing_was_written(vitwire: Callable[..., Result], photos: list[Path]) -> None:
+    done = vitwire("encode", photos[0])
+    assert (done.exit_code, done.stderr) == (0, "vitwire: nothing was written: set --out to keep the embeddings\n")
 
 
 def test_type_and_priority_are_those_of_the_options(
@@ -141,7 +177,8 @@ def test_a_broken_file_does_not_lose_the_others(
     text.write_text("not an image")
     done = vitwire("encode", photos[0], text, photos[1], missing, "--out", out, "--json")
     assert done.exit_code == 1
-    assert {name: rows.shape for name, rows in load_file(out).items()} == {"cat.png": (20, 12), "cat-2.png": (6, 12)}
+    shapes = {name: rows.shape for name, rows in load_file(out).items()}
+    assert shapes == {"a/cat.png": (20, 12), "b/cat.png": (6, 12)}
     first, second = done.stderr.splitlines()
     assert str(text) in first
     assert str(missing) in second
@@ -163,7 +200,7 @@ def test_an_item_that_the_service_fails_does_not_lose_the_others(photos: list[Pa
         done = CliRunner().invoke(app, words)
     assert done.exit_code == 1
     assert done.stderr == f"vitwire: {photos[1]}: too large\n"
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["cat.png.npy", "dog.png.npy"]
+    assert written(tmp_path / "out") == ["a/cat.png.npy", "dog.png.npy"]
 
 
 def test_the_case_of_a_suffix_does_not_count(
@@ -219,6 +256,7 @@ def test_version() -> None:
 
 def test_names_are_made_unique() -> None:
     assert unique_names(["a.b", "a.b", "a-2.b", "a.b"]) == ["a.b", "a-3.b", "a-2.b", "a-4.b"]
+    assert unique_names(["x/a.b", "a.b", "x/a.b"]) == ["x/a.b", "a.b", "x/a-2.b"]
 
 
 def process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
