@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
+from vitwire import Client, Model, Precision, Preprocessor
 from vitwire.cli._app import app
+from vitwire.cli._info import _sections
 from vitwire.cli._output import unique_names
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -225,15 +228,34 @@ def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:
     assert fake.metadata["authorization"] == "Bearer wrong"
 
 
-def test_info_shows_the_model(vitwire: Callable[..., Result]) -> None:
+def test_info_shows_the_model(running: Running, vitwire: Callable[..., Result]) -> None:
+    running.fake.fingerprint = "0123456789abcdef" * 4
     done = vitwire("info", "--json")
     assert done.exit_code == 0, done.output
     assert "sdpa" in done.stdout
+    lines = done.stdout.splitlines()[:-1]
+    assert [line for line in lines if line[0] != " "] == [
+        "model", "embeddings", "pixels", "server", "limits", "images and clips",
+    ]  # fmt: skip
+    assert f"  weights fingerprint  {running.fake.fingerprint}" in lines, "in one piece, for copying"
+    assert "  budgets            64" in lines
+    assert not [line for line in lines if line.endswith(("None", "-", "{}", "()"))]
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["model_type"] == "qwen3_vl"
     assert document["image_preprocessor"]["patch_size"] == 4
     (budget,) = document["budgets"]
     assert budget == {"tokens": 64, "items": 4, "segments": 4, "segment_patches": 256, "crops": 0}
+
+
+def test_info_shows_every_field_of_the_model(running: Running) -> None:
+    with Client(running.target, timeout=20) as client:
+        model = replace(client.model(), precision=Precision("float8_e4m3fn", 4, 0.99, 0.999), video_preprocessor=None)
+    sections = _sections(model)
+    assert {"precision", "limits", "images"} < sections.keys()
+    shown = {name for entries in sections.values() for name in entries}
+    others = {"limits", "precision", "image_preprocessor", "video_preprocessor"}
+    assert {each.name for each in fields(Model)} - others <= shown
+    assert {each.name for each in fields(Preprocessor)} - {"tiling", "sampling"} <= shown
 
 
 def test_health_is_the_exit_code(running: Running, vitwire: Callable[..., Result]) -> None:
