@@ -134,8 +134,8 @@ SUPPLY := .tools/supply/bin
 lock: .tools/supply/.ready ## regenerate requirements.lock; FLAGS="--cpu-torch torch-2.13.0+cpu-….whl"
 	$(SUPPLY)/python tools/lock.py --uv $(abspath $(SUPPLY))/uv $(FLAGS)
 
-sbom: .tools/supply/.ready ## dist/sbom.cdx.json, CycloneDX; FLAGS="--variant cpu --extras server,cli"
-	$(SUPPLY)/python -m tools.supply sbom --bin $(SUPPLY) $(FLAGS)
+sbom: $(READY) .tools/supply/.ready ## dist/sbom.cdx.json, CycloneDX; FLAGS="--variant cpu --extras server,cli"
+	$(SUPPLY)/python -m tools.supply sbom --bin $(SUPPLY) --python $(BIN)/python $(FLAGS)
 
 audit: .tools/supply/.ready ## known vulnerabilities of what is locked; exits 3 where no advisories can be read
 	$(SUPPLY)/python -m tools.supply audit --bin $(SUPPLY) $(FLAGS)
@@ -143,7 +143,7 @@ audit: .tools/supply/.ready ## known vulnerabilities of what is locked; exits 3 
 licences: $(READY) .tools/supply/.ready ## dist/licences.md; fails on copyleft
 	$(SUPPLY)/python -m tools.supply licences --bin $(SUPPLY) --python $(BIN)/python --variant cpu $(FLAGS)
 
-release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing; FLAGS=--no-image
+release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing, exits 3 if not audited; FLAGS=--no-image
 	tools/release.sh $(FLAGS)
 
 acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test watch-test engine-test example-test ## every tier in full

@@ -243,11 +243,10 @@ class Bench:
                 in_flight=load.in_flight,
                 calls=10 * load.in_flight,
             )
+            self._report.note("timeline_ms", batch.medians)
+            draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {setup}")
         except ImportError as error:
             self._report.skip("timeline", f"{error.name} is not installed")
-            return
-        self._report.note("timeline_ms", batch.medians)
-        draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {setup}")
 
 
 def _device() -> str:
@@ -284,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--flags", default="", help="more flags of vitwire-server serve, in one argument")
     add("--kill", action="store_true", help="kill one process of each setup of several, under load")
     add("--out", type=Path, help="write the JSON document here too, after each row")
-    add("--plot", type=Path, help="write a timeline of one batch here (PNG); needs OpenTelemetry")
+    add("--plot", type=Path, help="write a timeline of one batch here (PNG); needs OpenTelemetry and matplotlib")
     return parser
 
 

@@ -44,7 +44,8 @@ class Batch:
 def traced(
     serve: Callable[[Sequence[str]], AbstractContextManager[ServerProcess]], work: Any, *, in_flight: int, calls: int
 ) -> Batch:
-    """Trace a load on a server that `serve` starts with the flags that it is given."""
+    """Trace a load on a server that `serve` starts with the flags that it is given. Raises ImportError."""
+    import vitwire_server.observe.otlp  # noqa: F401, PLC0415 - what the server needs: without it, it does not start
     from collectors import collecting  # noqa: PLC0415 - needs OpenTelemetry
 
     with collecting() as collector:

@@ -1,11 +1,14 @@
 """Files of deploy/monitoring that follow from others: the PrometheusRule from rules.yaml, the dashboard from panels.py.
 
-`python -m tools.monitoring` writes them, `--check` only reports which are out of date.
+`python -m tools.monitoring` writes them, `--check` only reports which are out of date. `--docs URL` first sets where
+the alerts of rules.yaml lead: to URL/operations.md.
 """
 
+import argparse
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +20,7 @@ Document: TypeAlias = dict[str, Any]
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "monitoring"
 _HEADER = "# Made by tools/monitoring.py from rules.yaml.\n"
+_RUNBOOK = re.compile(r"runbook_url: \S+/operations\.md#")
 _COLUMNS, _HEIGHT = 24, 8
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -136,16 +140,35 @@ def stale() -> list[str]:
     ]
 
 
-def main() -> int:
+def document_at(docs: str) -> None:
+    """Let the alerts lead to the runbooks in the folder of documents at this URL."""
+    rules = FOLDER / "rules.yaml"
+    text = rules.read_text(encoding="utf-8")
+    rules.write_text(_RUNBOOK.sub(lambda _: f"runbook_url: {docs.rstrip('/')}/operations.md#", text), encoding="utf-8")
+
+
+def _absolute(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+        raise argparse.ArgumentTypeError(f"{url!r} is not an absolute http or https URL")
+    return url
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files, or check them; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only report which files are out of date")
+    parser.add_argument("--docs", type=_absolute, metavar="URL", help="where the folder docs/ is published")
+    given = parser.parse_args(arguments)
+    if given.docs:
+        document_at(given.docs)
     names = stale()
     for name in names:
-        if "--check" in sys.argv[1:]:
+        if given.check:
             print(f"deploy/monitoring/{name} is out of date, run python -m tools.monitoring")
         else:
             (FOLDER / name).write_text(FILES[name](), encoding="utf-8")
             print(f"deploy/monitoring/{name} written")
-    return int(bool(names) and "--check" in sys.argv[1:])
+    return int(bool(names) and given.check)
 
 
 if __name__ == "__main__":

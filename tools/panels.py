@@ -85,6 +85,9 @@ ROWS = (
             Query(_gauge("vitwire_admitted_bytes", "instance"), "{{instance}} admitted"),
             Query(_gauge("vitwire_queue_bytes", "instance"), "{{instance}} queued"),
             Query(_gauge("vitwire_queue_limit_bytes", "instance"), "{{instance}} limit")]),
+        Panel("Tokens queued", "short", [Query(_gauge("vitwire_queue_tokens", "instance"), "{{instance}}")]),
+        Panel("Predicted time of what is queued", "s", [
+            Query(_gauge("vitwire_queue_seconds", "instance"), "{{instance}}")]),
         Panel("Requests in flight", "short", [
             Query(_gauge("vitwire_inflight_requests", "instance"), "{{instance}}")]),
         Panel("p99 by stage", "s", [
@@ -143,6 +146,12 @@ ROWS = (
         Panel("Test items and embeddings that failed per second", "short", [
             Query(_rate("vitwire_canaries_total", labels='result="failed"'), "test items"),
             Query(_rate("vitwire_nonfinite_total"), "not finite")]),
+        Panel("Device memory", "bytes", [
+            Query(_gauge("vitwire_device_memory_bytes", "instance, kind"), "{{instance}} {{kind}}")],
+            "None on a CPU."),
+        Panel("Time until the certificate expires", "s", [
+            Query(f"(vitwire_tls_certificate_expiry_timestamp_seconds{{{_OWN}}} > 0) - time()", "{{instance}}")],
+            "With TLS."),
         Panel("Weights", "short", [
             Query(f"count by (fingerprint) (vitwire_weights_info{{{_OWN}}})", "{{fingerprint}}")],
             "Servers by the fingerprint of their weights."),

@@ -2,6 +2,8 @@
 # Prepare a release in dist/: wheel and source archive (client and server), lock, bill of materials, licences, notes,
 # checksums, and the image where buildah or docker is present. It uploads nothing and prints the commands that do.
 #
+# Exits 3 if everything is prepared but the advisories could not be read; the notes have what the audit said.
+#
 #   tools/release.sh [--no-image]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,9 +32,14 @@ python3 tools/locked.py --variant cpu client,cli >.tools/release-check/requireme
 "$bin/python" -m pip --python .tools/release-check/bin/python install --quiet --no-deps dist/*.whl
 (cd / && "$OLDPWD/.tools/release-check/bin/vitwire" --help >/dev/null) || fail "the wheel's command does not start"
 cp requirements.lock dist/
-"$bin/python" -m tools.supply sbom --bin "$bin" --out dist/sbom.cdx.json
-"$bin/python" -m tools.supply licences --bin "$bin" --python "${LICENCES_PYTHON:-.venv/bin/python}" --out dist/licences.md
-"$bin/python" -m tools.supply audit --bin "$bin" || [[ $? == 3 ]] || fail "known vulnerabilities, see above"
+installed=${LICENCES_PYTHON:-.venv/bin/python}
+"$bin/python" -m tools.supply sbom --bin "$bin" --python "$installed" --out dist/sbom.cdx.json
+"$bin/python" -m tools.supply licences --bin "$bin" --python "$installed" --out dist/licences.md
+unaudited=0
+audit=$("$bin/python" -m tools.supply audit --bin "$bin" 2>&1) || unaudited=$?
+echo "$audit"
+[[ $unaudited == [03] ]] || fail "known vulnerabilities, see above"
+printf '\n## Audit of the packages in requirements.lock\n\n%s\n' "$audit" >>dist/RELEASE.md
 image="docker buildx build --push --tag REGISTRY/vitwire:$version ."
 if [[ ${1:-} != --no-image ]]; then
     if command -v docker >/dev/null && docker info >/dev/null 2>&1; then
@@ -49,3 +56,7 @@ dist/ is ready. To publish:
   twine upload dist/*.whl dist/*.tar.gz
   $image
 END
+if [[ $unaudited != 0 ]]; then
+    echo "NOT AUDITED: before you publish, run \`make audit\` where advisories can be read, and correct dist/RELEASE.md" >&2
+fi
+exit "$unaudited"

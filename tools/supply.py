@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from tools.locked import LOCK, select
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,8 +28,11 @@ def requirements(variant: str, extras: str, folder: str) -> Path:
     return path
 
 
-def sbom(tools: Path, selected: Path, out: Path) -> int:
-    """Write a bill of materials with the hash of every package; the same input gives the same bytes."""
+def sbom(tools: Path, selected: Path, python: Path, out: Path) -> int:
+    """Write a bill of materials: hashes, and the licences that packages installed for `python` declare.
+
+    The same input gives the same bytes.
+    """
     command: list[str | Path] = [
         tools / "cyclonedx-py",
         "requirements",
@@ -37,8 +42,22 @@ def sbom(tools: Path, selected: Path, out: Path) -> int:
     ]
     command += ["--mc-type", "application", "--spec-version", "1.6", "--output-reproducible", "--output-file", out]
     subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - a pinned tool
-    print(f"{len(json.loads(out.read_text(encoding='utf-8'))['components'])} packages in {out}")
+    document = json.loads(out.read_text(encoding="utf-8"))
+    packages, stated = document["components"], _stated(tools, python)
+    for package in packages:
+        if licence := stated.get(_normal(package["name"]), {}).get("License", "UNKNOWN").replace("UNKNOWN", ""):
+            package["licenses"] = [_licence(licence)]
+    out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(f"{len(packages)} packages in {out}, {sum('licenses' in each for each in packages)} with their licence")
     return 0
+
+
+def _licence(text: str) -> dict[str, Any]:
+    """As CycloneDX has it: an SPDX expression, or a name."""
+    try:
+        return {"expression": canonicalize_license_expression(text)}
+    except InvalidLicenseExpression:
+        return {"license": {"name": text}}
 
 
 def audit(tools: Path, selected: Path) -> int:
@@ -76,17 +95,7 @@ def _unreachable(reason: str) -> int:
 def licences(tools: Path, selected: Path, python: Path, out: Path) -> int:
     """Write a table of the licences that the packages of an environment declare; fails if one is copyleft."""
     names = re.findall(r"^([\w.-]+)==(\S+)", selected.read_text(encoding="utf-8"), re.MULTILINE)
-    command: list[str | Path] = [
-        tools / "pip-licenses",
-        "--python",
-        python,
-        "--format",
-        "json",
-        "--with-urls",
-        "--with-system",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - a pinned tool
-    stated = {_normal(each["Name"]): each for each in json.loads(done.stdout)}
+    stated = _stated(tools, python)
     rows = ["| package | version | licence | source |", "|---|---|---|---|"]
     refused = []
     for name, version in names:
@@ -99,6 +108,14 @@ def licences(tools: Path, selected: Path, python: Path, out: Path) -> int:
     if refused:
         sys.stderr.write(f"copyleft: {', '.join(refused)}\n")
     return int(bool(refused))
+
+
+def _stated(tools: Path, python: Path) -> dict[str, dict[str, str]]:
+    """What the packages of an environment declare, by name."""
+    command: list[str | Path] = [tools / "pip-licenses", "--python", python, "--format", "json"]
+    command += ["--with-urls", "--with-system"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - a pinned tool
+    return {_normal(each["Name"]): each for each in json.loads(done.stdout)}
 
 
 def _normal(name: str) -> str:
@@ -122,7 +139,7 @@ def main() -> int:
         out = given.out or Path("dist", "sbom.cdx.json" if given.command == "sbom" else "licences.md")
         out.parent.mkdir(parents=True, exist_ok=True)
         if given.command == "sbom":
-            return sbom(given.bin, selected, out.resolve())
+            return sbom(given.bin, selected, given.python, out.resolve())
         return licences(given.bin, selected, given.python, out)
 
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from queue import SimpleQueue
 
-from vitwire._items import Item, pixel_bytes
+from vitwire._items import Item, checked, pixel_bytes
 from vitwire._protocol import ONE_MESSAGE_BYTES, Result
 from vitwire._transport import Calls
 
@@ -36,9 +36,9 @@ class Window:
         self._is_read = False
 
     def add(self, item: Item) -> None:
-        """Take the next item."""
+        """Take the next item. Raises InvalidItem for anything else."""
         with self._lock:
-            self._unsent.append((self._count, item))
+            self._unsent.append((self._count, checked(item, self._count)))
             self._held[self._count] = pixel_bytes(item)
             self._held_bytes += self._held[self._count]
             self._count += 1

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, overload
+from typing import Literal, Self, overload
 
 from vitwire._aio_ahead import AsyncAhead, Items
 from vitwire._aio_transport import AsyncTransport
@@ -14,15 +14,13 @@ from vitwire._channel import Channels
 from vitwire._deadline import HEALTH_SECONDS
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._items import Item, Modality, without_pixels
+from vitwire._items import Item, Modality, numbered, without_pixels
 from vitwire._model import Model
-from vitwire._prepare import Upload, clip_items, image_items
+from vitwire._prepare import Clip, Upload, clip_items, image_items
 from vitwire._processors import batch_items, identified
 from vitwire._protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
+from vitwire._sources import ImageLike
 from vitwire._storing import Accepted, Stored, storable
-
-if TYPE_CHECKING:
-    from vitwire._prepare import Clip, ImageLike
 
 
 class AsyncClient(BaseClient[AsyncTransport]):
@@ -159,7 +157,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
 
     async def encode_images(
         self,
-        images: "Sequence[ImageLike]",
+        images: Sequence[ImageLike],
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority | None = None,
@@ -174,7 +172,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
 
     async def encode_clips(
         self,
-        clips: "Sequence[Clip]",
+        clips: Sequence[Clip],
         timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
         output_type: DType | None = None,
         priority: Priority | None = None,
@@ -212,15 +210,16 @@ class AsyncClient(BaseClient[AsyncTransport]):
         await self.close()
 
     async def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        return embeddings(await self._collected(dict(enumerate(items)), call))
+        return embeddings(await self._collected(numbered(items), call))
 
     async def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        if not items:
+        known = numbered(items)
+        if not known:
             return []
         model = await self._get_model(call)
-        call = replace(call, shares=self._shares(enumerate(items), model))  # pixels go where rows were looked up
-        results = await self._collected({index: without_pixels(item) for index, item in enumerate(items)}, call)
-        uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
+        call = replace(call, shares=self._shares(known, model))  # pixels go where rows were looked up
+        results = await self._collected({index: without_pixels(item) for index, item in known.items()}, call)
+        uploads = {index: item for index, item in known.items() if needs_upload(results[index], item)}
         return embeddings(results | await self._collected(uploads, call))
 
     async def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
@@ -234,7 +233,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
     def _results_of(self, items: Items, call: Call) -> AsyncGenerator[Result, None]:
         """As `_results`; an iterable that is not a sequence is read ahead."""
         if isinstance(items, Sequence):
-            return self._results(dict(enumerate(items)), call)
+            return self._results(numbered(items), call)
         return AsyncAhead(items, lambda group: self._results(group, call.for_request())).results()
 
     async def _results(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Result, None]:

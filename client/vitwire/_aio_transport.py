@@ -11,6 +11,7 @@ from vitwire import _channel
 from vitwire._connections import Connection, Connections
 from vitwire._context import Context, Metadata
 from vitwire._deadline import Deadline
+from vitwire._diagnosis import diagnosed
 from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
@@ -29,6 +30,7 @@ class AsyncTransport:
         """The event loop that first used the client; channels belong to it."""
         self.slots = AsyncSlots(max_in_flight)
         """Of requests; the caller of `encode` holds one."""
+        self._security = channels.security
         self._threaded = Transport(channels, connections)
         self._connections: Connections[grpc.aio.Channel] = Connections(channels.open_async, connections)
         self.replicas = self._threaded.replicas
@@ -70,7 +72,7 @@ class AsyncTransport:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
-            raise from_rpc(error) from None
+            raise await asyncio.to_thread(diagnosed, from_rpc(error), self._security) from None
         return _channel.health_name(status)
 
     async def close(self) -> None:
@@ -142,10 +144,12 @@ class AsyncTransport:
     async def _with_reason(
         self, error: grpc.RpcError, attempts: Attempts, metadata: Metadata, part: Part | None = None
     ) -> VitwireError:
-        """The error; if gRPC only reports that no server is ready, the reason that a server gives instead."""
+        """The error; if gRPC only reports that no server is ready, what that means, or the reason of a server."""
         failure = from_rpc(error, part.indices if part else ())
         if not isinstance(failure, Unavailable) or is_from_server(error):
             return failure
+        if (meaning := await asyncio.to_thread(diagnosed, failure, self._security)) is not failure:
+            return meaning
         if attempts.needs_reason():
             attempts.reason = await self._reason(attempts.reason, metadata)
         return attempts.reason or failure

@@ -3,7 +3,7 @@
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import grpc
 
 from vitwire._balancing import Balancing, Replicas, Share, Spread
-from vitwire._channel import Channels, Tls, credentials
+from vitwire._channel import Channels, Tls
 from vitwire._connections import CONNECTIONS
 from vitwire._context import Context, Metadata, Token, checked_metadata, checked_token, log
 from vitwire._deadline import MODEL_SECONDS, Deadline
@@ -82,7 +82,7 @@ class BaseClient(ABC, Generic[T]):
 
     def __init__(
         self,
-        target: str,
+        target: str | None = None,
         *,
         tls: Tls = None,
         token: Token = None,
@@ -101,6 +101,7 @@ class BaseClient(ABC, Generic[T]):
         device: str | None = None,
         delivery_bytes: int = POOL_BYTES,
     ) -> None:
+        target = checked_target(target)
         self._token = checked_token(token)
         self._defaults = Defaults(
             timeout,
@@ -111,9 +112,7 @@ class BaseClient(ABC, Generic[T]):
             checked_metadata(metadata, token),
         )
         self._shared = Shared(
-            self._connected(
-                Channels(checked_target(target), credentials(tls), channel_options), connections, max_in_flight
-            ),
+            self._connected(Channels.of(target, tls, channel_options), connections, max_in_flight),
             Nixl(delivery, device, delivery_bytes),
             {
                 "target": target,
@@ -234,16 +233,16 @@ class BaseClient(ABC, Generic[T]):
         """Of a new request."""
         return Context.of(self._token, self._defaults.metadata, self._defaults.policy)
 
-    def _shares(self, items: Iterable[tuple[int, Item]], model: Model) -> list[Share]:
+    def _shares(self, items: Mapping[int, Item], model: Model) -> list[Share]:
         """How a request is split into RPCs."""
-        return self._defaults.balancing.shares(dict(items), model, self._shared.transport.replicas.count())
+        return self._defaults.balancing.shares(items, model, self._shared.transport.replicas.count())
 
     def _parts(self, items: Mapping[int, Item], call: Call, model: Model) -> list[Part]:
         """The RPCs of a request."""
         options = call.options
         if not options.store_only:
             options = replace(options, leasing=self._shared.nixl.leasing(model, options.output_type))
-        shares = self._shares(items.items(), model) if call.shares is None else call.shares
+        shares = self._shares(items, model) if call.shares is None else call.shares
         return parts_of(items, shares, options, model)
 
     def _covering(self, items: Mapping[int, Item], call: Call) -> Deadline:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vitwire._host import Batch, Tensor, integers, invalid, rank, rows
+from vitwire._tile_layouts import layout_of_most
+from vitwire._tiles import Tiling
 
 _FORMS = {1: "numbers of tiles", 2: "pairs (height, width)", 3: "grids (t, h, w)"}
 _HINT = "pass one (t, h, w) per item, as in [(1, 8, 8)]"
@@ -152,6 +154,15 @@ def beside_overviews(key: str, value: object) -> Grids:
         raise invalid(key, f"expected pairs (columns, rows), got the shape {pairs.shape}")
     cuts = [(int(columns), int(rows)) for columns, rows in pairs.reshape(-1, 2) if columns and rows]
     return Grids(key, [(1 + columns * rows, rows, columns) for columns, rows in cuts])
+
+
+def fitted(key: str, value: object, tiling: Tiling) -> Grids:
+    """Grids of images of these sizes, cut in the layout that keeps most of each, after a tile of the whole image."""
+    sizes = integers(value, key)
+    if sizes.ndim != 2 or sizes.shape[1] != 2:
+        raise invalid(key, f"expected pairs (height, width), got the shape {sizes.shape}")
+    cuts = [layout_of_most((int(height), int(width)), tiling.tile, tiling.layouts) for height, width in sizes]
+    return Grids(key, [(1 + rows * columns, rows, columns) for rows, columns in cuts])
 
 
 def without_padding(batch: Batch) -> list[int]:

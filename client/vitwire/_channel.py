@@ -13,6 +13,7 @@ import grpc.aio
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from vitwire._balancing import CONTENT_HEADER
+from vitwire._diagnosis import Security
 from vitwire._protocol import Response
 from vitwire._retry import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire.v1 import encoder_pb2 as pb
@@ -88,8 +89,15 @@ class Channels:
 
     target: str
     credentials: grpc.ChannelCredentials | None = field(repr=False)
+    security: Security
     options: Mapping[str, int | str] | None = None
     """In place of those of the client."""
+
+    @classmethod
+    def of(cls, target: str, tls: Tls, options: Mapping[str, int | str] | None) -> "Channels":
+        """Raises OSError if the file of root certificates cannot be read."""
+        own = credentials(tls)
+        return cls(target, own, Security(own is not None, isinstance(tls, grpc.ChannelCredentials)), options)
 
     def open(self, options: ChannelOptions) -> grpc.Channel:
         """A channel for threads."""

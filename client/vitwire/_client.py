@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, overload
+from typing import Literal, Self, overload
 
 from vitwire._ahead import Ahead
 from vitwire._base import BaseClient, Call
@@ -11,22 +11,21 @@ from vitwire._channel import Channels
 from vitwire._deadline import HEALTH_SECONDS
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._items import Item, Modality, without_pixels
+from vitwire._items import Item, Modality, numbered, without_pixels
 from vitwire._model import Model
-from vitwire._prepare import Upload, clip_items, image_items
+from vitwire._prepare import Clip, Upload, clip_items, image_items
 from vitwire._processors import batch_items, identified
 from vitwire._protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
+from vitwire._sources import ImageLike
 from vitwire._storing import Accepted, Stored, storable
 from vitwire._transport import Calls, Transport
-
-if TYPE_CHECKING:
-    from vitwire._prepare import Clip, ImageLike
 
 
 class Client(BaseClient[Transport]):
     """A connection to an encoder service. Thread-safe: share one, and close it when done.
 
-    target: `host:port`, `dns:///name:port` (balanced over all addresses of the name) or `unix:path`.
+    target: `host:port`, `dns:///name:port` (balanced over all addresses of the name) or `unix:path`; by default, the
+        environment variable VITWIRE_TARGET.
     tls: True for TLS with the system's root certificates, a PEM file of root certificates, or gRPC channel credentials
         (from `grpc.ssl_channel_credentials`, for a client certificate); no TLS by default.
     token: bearer token, sent with every request, or a function that returns it, called for each request.
@@ -214,7 +213,7 @@ class Client(BaseClient[Transport]):
 
     def encode_images(
         self,
-        images: "Sequence[ImageLike]",
+        images: Sequence[ImageLike],
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority | None = None,
@@ -224,7 +223,8 @@ class Client(BaseClient[Transport]):
     ) -> list[Embedding]:
         """Encode images, prepared for the server's model; arguments and errors as for `encode`.
 
-        images: paths, bytes of files, Pillow images or uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`.
+        images: paths, bytes of files, file objects in binary mode, `data:` URIs, Pillow images or uint8 arrays
+            `(H, W)`, `(H, W, C)` or `(C, H, W)`. The client fetches no URLs.
         content_ids: as for `encode_batch`.
         upload: "pixels"; "encoded" sends files as they are, and the server decodes and prepares them; "auto" does so
             for files that the server accepts.
@@ -236,7 +236,7 @@ class Client(BaseClient[Transport]):
 
     def encode_clips(
         self,
-        clips: "Sequence[Clip]",
+        clips: Sequence[Clip],
         timeout: float | None = None,
         output_type: DType | None = None,
         priority: Priority | None = None,
@@ -287,15 +287,16 @@ class Client(BaseClient[Transport]):
         self.close()
 
     def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        return embeddings(dict(self._results(dict(enumerate(items)), call)))
+        return embeddings(dict(self._results(numbered(items), call)))
 
     def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        if not items:
+        known = numbered(items)
+        if not known:
             return []
-        call = replace(call, shares=self._shares(enumerate(items), self._get_model(call)))  # pixels go where rows were
-        lookups = {index: without_pixels(item) for index, item in enumerate(items)}
+        call = replace(call, shares=self._shares(known, self._get_model(call)))  # pixels go where rows were
+        lookups = {index: without_pixels(item) for index, item in known.items()}
         results = dict(self._results(lookups, call))
-        uploads = {index: item for index, item in enumerate(items) if needs_upload(results[index], item)}
+        uploads = {index: item for index, item in known.items() if needs_upload(results[index], item)}
         return embeddings(results | dict(self._results(uploads, call)))
 
     def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
@@ -305,7 +306,7 @@ class Client(BaseClient[Transport]):
     def _results_of(self, items: Iterable[Item], call: Call) -> Generator[Result, None, None]:
         """As `_results`; an iterable that is not a sequence is read ahead."""
         if isinstance(items, Sequence):
-            return self._results(dict(enumerate(items)), call)
+            return self._results(numbered(items), call)
         return Ahead(items, lambda group, calls: self._results(group, call.for_request(), calls)).results()
 
     def _results(

@@ -113,9 +113,14 @@ class DeadlineExceeded(VitwireError):
 
 
 class Unavailable(VitwireError):
-    """No server answers, or it is starting or draining; no retries are left by `max_retries` or the timeout."""
+    """No server answers, or it is starting or draining; no retries are left by `max_retries` or the timeout.
+
+    `is_permanent` is True if no attempt can succeed, so that there were no retries: the port is not of a gRPC server,
+    or client and server do not agree about TLS.
+    """
 
     default_code = "UNAVAILABLE"
+    is_permanent = False
 
 
 class EncodeFailed(VitwireError):
@@ -150,7 +155,10 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     with suppress(DecodeError):  # code and message are still valid
         details = Status.FromString(_bytes(metadata.get(_STATUS_KEY, b""))).details
     code = "UNAVAILABLE" if _is_reset(error) else error.code().name
-    translated = _error(code, error.details() or "", details, indices=indices)
+    message = error.details() or ""
+    if code == "UNIMPLEMENTED" and not is_from_server(error):
+        message = f"the target is no Vitwire server, or one of another version: {message}"
+    translated = _error(code, message, details, indices=indices)
     if isinstance(translated, Overloaded) and translated.retry_after is None:
         translated.retry_after = _milliseconds(metadata.get(_PUSHBACK_KEY, ""))
     if isinstance(request_id := metadata.get(REQUEST_ID_KEY), str):

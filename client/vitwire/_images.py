@@ -20,6 +20,7 @@ import numpy as np
 from vitwire._patches import MAX_DECODED_PIXELS, Grid, Pixels, Preprocessor, Size, patch_rows, smart_resize
 from vitwire._pictures import Picture, Tiles
 from vitwire._sizes import resized
+from vitwire._sources import ImageLike, loaded
 from vitwire._tiles import Tiling, cut
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ __all__ = [
     "smart_resize",
 ]
 
-ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | Image | Pixels"
 _Picture: TypeAlias = "Image | Pixels"
 
 _CHANNEL_COUNTS = (1, 3, 4)
@@ -52,8 +52,9 @@ _UNREADABLE = (
 def image_patches(image: ImageLike, settings: Preprocessor) -> tuple[Pixels, Grid]:
     """Patches `(h*w, C*p*p)` of one image, and its grid `(1, h, w)`.
 
-    `image` is a path, the bytes of a file, a Pillow image or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with
-    1, 3 or 4 channels. The frame axis, along which the processor only duplicates the image, is omitted.
+    `image` is a path, a `data:` URI, the bytes of a file, a file object, a Pillow image or a uint8 array `(H, W)`,
+    `(H, W, C)` or `(C, H, W)` with 1, 3 or 4 channels. The frame axis, along which the processor only duplicates the
+    image, is omitted.
     Raises ValueError for invalid or empty images, and OSError for a file that cannot be opened.
     """
     picture = _rgb(image, drop=settings.drops_transparency)
@@ -121,6 +122,7 @@ def _of_one_size(pictures: Iterable[_Picture], size: Size) -> Iterator[_Picture]
 
 def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
     """`image` in RGB, on a white background unless transparency is to `drop`; arrays stay views if possible."""
+    image = loaded(image)
     if isinstance(image, np.ndarray):
         return _rgb_array(image, drop=drop)
     if isinstance(image, bytes):
@@ -129,7 +131,9 @@ def _rgb(image: ImageLike, *, drop: bool) -> _Picture:
         with Path(image).open("rb") as file:
             return read_image(file, str(image), drop=drop)
     if not isinstance(image, _pillow().Image):
-        raise TypeError(f"expected a path, bytes, a Pillow image or a uint8 array, got {type(image).__name__}")
+        raise TypeError(
+            f"expected a path, bytes, a file object, a Pillow image or a uint8 array, got {type(image).__name__}"
+        )
     with _decoding("the image"):
         return _rgb_image(image, drop=drop)
 

@@ -1,11 +1,9 @@
 """Items: one image or clip each, as patches, tiles or a file."""
 
 import math
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -13,6 +11,7 @@ import numpy.typing as npt
 
 from vitwire._encodings import CLIPS, encoding_of
 from vitwire._errors import InvalidItem, Violation
+from vitwire._sources import FileLike, file_bytes
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
 
@@ -92,7 +91,7 @@ class Item:
     @classmethod
     def from_file(
         cls,
-        path: str | os.PathLike[str],
+        path: FileLike,
         *,
         modality: Modality | None = None,
         content_id: str | None = None,
@@ -100,10 +99,11 @@ class Item:
     ) -> Self:
         """An item with the bytes of a file, which the server decodes.
 
+        path: a path, a `data:` URI, the bytes of a file, or a file object.
         modality: by default "video" for MP4 and WebM files, else "image".
-        Raises OSError for a file that cannot be read.
+        Raises OSError for a file that cannot be read, ValueError for a URL, and TypeError for text.
         """
-        encoded = Path(path).read_bytes()
+        encoded = file_bytes(path)
         if modality is None:
             modality = "video" if encoding_of(encoded) in CLIPS else "image"
         return cls(modality=modality, content_id=content_id, keep_ratio=keep_ratio, encoded=encoded)
@@ -180,6 +180,21 @@ class Item:
             yield Violation("encoded", "an item has either encoded bytes or pixels and crops")
         if self.grid != _UNKNOWN_GRID:
             yield Violation("grid", "the server chooses the grid of an encoded item: leave it out")
+
+
+def checked(item: object, position: int) -> Item:
+    """The item. Raises InvalidItem for anything else."""
+    if isinstance(item, Item):
+        return item
+    advice = "use encode_images for files and pictures, encode_batch for what a processor returned"
+    raise InvalidItem(f"expected an Item, got {type(item).__name__}: {advice}", item=position)
+
+
+def numbered(items: Iterable[Item]) -> dict[int, Item]:
+    """The items by position. Raises TypeError if they are no collection, and InvalidItem if it has anything else."""
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        raise TypeError(f"expected a list of Items, got a single {type(items).__name__}")
+    return {position: checked(item, position) for position, item in enumerate(items)}
 
 
 def pixel_bytes(item: Item) -> int:

@@ -3,8 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +15,18 @@ from vitwire._images import Preprocessor
 from vitwire._items import Item, Modality
 from vitwire._model import Model
 from vitwire._pictures import Tiles
+from vitwire._sources import FileObject, ImageLike, Loaded, file_bytes, loaded
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    ImageLike = str | os.PathLike[str] | bytes | Image | npt.NDArray[np.uint8]
-    Clip = npt.NDArray[np.uint8] | Sequence[ImageLike]
-
+Clip: TypeAlias = npt.NDArray[np.uint8] | Sequence[ImageLike]
 S = TypeVar("S")
+T = TypeVar("T")
 
 Upload = Literal["pixels", "encoded", "auto"]
 UPLOADS: tuple[Upload, ...] = ("pixels", "encoded", "auto")
 _MAX_THREADS = 8
 
 
-def image_items(images: "Sequence[ImageLike]", model: Model, upload: Upload = "pixels") -> list[Item]:
+def image_items(images: Sequence[ImageLike], model: Model, upload: Upload = "pixels") -> list[Item]:
     """One item per image, its pixels uint8 patches, or its file. Raises InvalidItem for one that cannot be used.
 
     upload: "pixels", "encoded" for files that the server decodes, or "auto" for these where the server accepts them.
@@ -39,15 +35,17 @@ def image_items(images: "Sequence[ImageLike]", model: Model, upload: Upload = "p
         raise ValueError(f"upload must be one of {', '.join(UPLOADS)}, got {upload!r}")
     settings = _settings(model, model.image_preprocessor, "images")
     _check_list(images, "images", dimensions=3)
+    # File objects are read in this thread, one after the other, as two images may share one.
+    sources = [_indexed(loaded, index, image) for index, image in enumerate(images)]
 
-    def item(source: "ImageLike") -> Item:
+    def item(source: Loaded) -> Item:
         encoded = None if upload == "pixels" else _encoded(source, model, required=upload == "encoded")
         return encoded or _prepared(preparation.image(source, settings), "image")
 
-    return _items(images, item)
+    return _items(sources, item)
 
 
-def clip_items(clips: "Sequence[Clip]", model: Model) -> list[Item]:
+def clip_items(clips: Sequence[Clip], model: Model) -> list[Item]:
     """One item per clip, its pixels uint8 patches. Raises InvalidItem for one that cannot be used."""
     settings = _settings(model, model.video_preprocessor, "clips")
     _check_list(clips, "clips", dimensions=4)
@@ -58,16 +56,16 @@ def _prepared(parts: Tiles, modality: Modality) -> Item:
     return Item(parts.pixels, parts.grid, modality, crops=parts.crops)
 
 
-def _encoded(source: "ImageLike", model: Model, *, required: bool) -> Item | None:
+def _encoded(source: Loaded, model: Model, *, required: bool) -> Item | None:
     """An item with the bytes of a file; None for a source that the server does not decode.
 
     Raises ValueError for that if it is required, and OSError.
     """
     if not isinstance(source, str | bytes | os.PathLike) or not (model.encodings or required):
         if required:
-            raise ValueError(f"upload='encoded' needs paths or bytes, got {type(source).__name__}")
+            raise ValueError(f"upload='encoded' needs paths, bytes or file objects, got {type(source).__name__}")
         return None
-    data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    data = file_bytes(source)
     kind = encoding_of(data)
     if kind in model.encodings and len(data) <= model.limits.encoded_bytes:
         return Item(encoded=data)
@@ -83,7 +81,8 @@ def _encoded(source: "ImageLike", model: Model, *, required: bool) -> Item | Non
 def _check_list(sources: object, what: str, *, dimensions: int) -> None:
     """Raises TypeError for a single image or clip, which would be iterated over as if it were a list."""
     alone = isinstance(sources, np.ndarray) and sources.ndim <= dimensions
-    if alone or isinstance(sources, str | bytes | os.PathLike) or hasattr(sources, "getbands"):
+    single = isinstance(sources, str | bytes | bytearray | memoryview | os.PathLike)
+    if alone or single or hasattr(sources, "getbands") or isinstance(sources, FileObject):
         raise TypeError(f"expected a list of {what}, got a single {type(sources).__name__}")
 
 
@@ -98,14 +97,15 @@ def _settings(model: Model, settings: Preprocessor | None, what: str) -> Preproc
 
 
 def _items(sources: Sequence[S], make: Callable[[S], Item]) -> list[Item]:
-    def item(index: int, source: S) -> Item:
-        try:
-            return make(source)
-        except (ValueError, TypeError) as error:
-            raise InvalidItem(str(error), item=index) from error
-
-    positions = range(len(sources))
+    """Raises InvalidItem, with the position, for a source that cannot be used."""
     if len(sources) < 2:
-        return list(map(item, positions, sources))
+        return [_indexed(make, index, source) for index, source in enumerate(sources)]
     with ThreadPoolExecutor(min(_MAX_THREADS, len(sources), os.cpu_count() or 1)) as pool:
-        return list(pool.map(item, positions, sources))
+        return list(pool.map(lambda index, source: _indexed(make, index, source), range(len(sources)), sources))
+
+
+def _indexed(make: Callable[[S], T], index: int, source: S) -> T:
+    try:
+        return make(source)
+    except (ValueError, TypeError) as error:
+        raise InvalidItem(str(error), item=index) from error

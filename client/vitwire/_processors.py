@@ -15,6 +15,7 @@ from vitwire._batches import (
     cut,
     cut_slices,
     cut_with_crops,
+    fitted,
     patches_of_strip,
     with_overviews,
     without_padding,
@@ -32,6 +33,7 @@ from vitwire._canvases import (
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
+from vitwire._tiles import Tiling
 
 if TYPE_CHECKING:
     from vitwire._model import Model
@@ -51,7 +53,8 @@ _IMAGE_GRIDS = (
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
 _LAYOUTS = ("aspect_ratios", "grids")
 """Keys with the rows and columns of tiles that images were cut in."""
-
+_UNCUT = "batch_num_images"
+"""Key of a processor that cuts no image of a prompt with several."""
 _WHOLE_IMAGES = ("idefics2",)
 """Models whose processors emit whole images, padded to one size, that are cut into patches here."""
 _MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
@@ -204,6 +207,9 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
     if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
         return with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
+        tiling = _tiling(model)
+        if tiling and tiling.rule == "best_fit" and _has(outputs, "image_sizes") and not _has(outputs, _UNCUT):
+            return fitted("image_sizes", outputs["image_sizes"], tiling)
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):
         return Grids.of("image_sizes", outputs["image_sizes"])
@@ -260,14 +266,12 @@ def _positions(key: str, value: object) -> Grids:
 
 
 def _takes_one_tile(model: "Model | None") -> bool:
-    settings = model.image_preprocessor if model else None
-    return bool(
-        settings
-        and settings.tiling
-        and settings.tiling.max_tiles == 1
-        and not settings.tiling.layouts
-        and not settings.tiling.patch
-    )
+    tiling = _tiling(model)
+    return bool(tiling and tiling.max_tiles == 1 and not tiling.layouts and not tiling.patch)
+
+
+def _tiling(model: "Model | None") -> Tiling | None:
+    return model.image_preprocessor.tiling if model and model.image_preprocessor else None
 
 
 def _patch_size(model: "Model | None") -> int | None:

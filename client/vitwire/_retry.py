@@ -79,7 +79,7 @@ class Attempts:
 
     def delay(self, failure: VitwireError) -> float:
         """Seconds to wait before the next attempt. Raises the failure if no attempts are left."""
-        if isinstance(failure, Unavailable):
+        if isinstance(failure, Unavailable) and not failure.is_permanent:
             self._refusal = failure
             delay, self._delay = self._delay, min(self._delay * _BACKOFF_FACTOR, _MAX_BACKOFF)
             delay *= random.uniform(0.8, 1.2)  # noqa: S311  # jitter, not a secret
@@ -112,7 +112,7 @@ class Attempts:
                 item=failure.item,
                 request_id=failure.request_id,
             )
-        if not isinstance(failure, Unavailable):
+        if not isinstance(failure, Unavailable) or failure.is_permanent:
             return failure
         seconds = time.monotonic() - self._began
         tried = f"gave up after {self._count} attempt{'s' * (self._count > 1)} in {seconds:.1f} s"

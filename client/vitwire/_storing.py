@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vitwire._embedding import DTYPES, DType, Report
 from vitwire._errors import InvalidItem, Violation
 from vitwire._expected import Expected, grid_of, report_problem
-from vitwire._items import Item
+from vitwire._items import Item, numbered
 from vitwire.v1 import encoder_pb2 as pb
 
 
@@ -52,10 +52,11 @@ def stored_of(message: pb.EmbeddingStored, report: Report, expected: Expected) -
 
 
 def storable(items: Sequence[Item]) -> Mapping[int, Item]:
-    """The items by position. Raises InvalidItem for one without a content_id."""
-    for index, item in enumerate(items):
+    """The items by position. Raises InvalidItem for one without a content_id, or what is no item."""
+    known = numbered(items)
+    for index, item in known.items():
         if not item.content_id:
             text = "is missing: the rows of an item that is stored are cached under it"
             violation = Violation(f"items[{index}].content_id", text)
             raise InvalidItem(f"{violation.field}: {text}", violations=[violation], item=index)
-    return dict(enumerate(items))
+    return known

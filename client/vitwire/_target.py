@@ -1,13 +1,19 @@
 """Checks of a client's target. gRPC reports invalid targets late, and some never."""
 
+import os
 from ipaddress import IPv4Address, IPv6Address
 
+VARIABLE = "VITWIRE_TARGET"
 _MAX_PORT = 65535
 _FORMS = "expected host:port, dns:///name:port, ipv4:address:port,address:port or unix:path"
 
 
-def checked_target(target: str) -> str:
-    """The target. Raises ValueError if it is invalid."""
+def checked_target(target: str | None) -> str:
+    """The target, by default that of the environment. Raises ValueError if it is missing or invalid."""
+    if target is None:
+        target = os.environ.get(VARIABLE, "")
+        if not target:
+            raise ValueError(f"no target: pass one, such as 'localhost:50051', or set {VARIABLE}")
     scheme, _, rest = target.partition(":")
     if scheme in ("http", "https"):
         raise ValueError(f"target {target!r} is a URL; {_FORMS}")

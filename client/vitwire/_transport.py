@@ -13,6 +13,7 @@ from vitwire._channel import StreamCall
 from vitwire._connections import Connection, Connections
 from vitwire._context import Context, Metadata
 from vitwire._deadline import Deadline
+from vitwire._diagnosis import diagnosed
 from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
@@ -32,6 +33,7 @@ class Transport:
     def __init__(self, channels: _channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
         self.slots = Slots(max_in_flight)
         """Of requests; the caller of `encode` holds one."""
+        self._security = channels.security
         self._timers = Timers()
         self._connections: Connections[grpc.Channel] = Connections(channels.open, connections)
         self.replicas = Replicas()
@@ -76,7 +78,7 @@ class Transport:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
-            raise from_rpc(error) from None
+            raise diagnosed(from_rpc(error), self._security) from None
         return _channel.health_name(status)
 
     def close(self) -> None:
@@ -138,10 +140,12 @@ class Transport:
     def _with_reason(
         self, error: grpc.RpcError, attempts: Attempts, metadata: Metadata, part: Part | None = None
     ) -> VitwireError:
-        """The error; if gRPC only reports that no server is ready, the reason that a server gives instead."""
+        """The error; if gRPC only reports that no server is ready, what that means, or the reason of a server."""
         failure = from_rpc(error, part.indices if part else ())
         if not isinstance(failure, Unavailable) or is_from_server(error):
             return failure
+        if (meaning := diagnosed(failure, self._security)) is not failure:
+            return meaning
         if attempts.needs_reason():
             attempts.reason = self._reason(attempts.reason, metadata)
         return attempts.reason or failure

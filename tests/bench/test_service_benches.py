@@ -1,6 +1,7 @@
 """The benchmarks of the service run, and every row that docs/performance.md names is there. They judge no time."""
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from math import isfinite
@@ -13,7 +14,7 @@ from bench.echo import read_sizes, write_sizes
 from bench.fleet import Client, DriverFailed, bare_servers, cpu_seconds, loaded
 from bench.report import Report
 from bench.service import Bench
-from bench.setups import Setup
+from bench.setups import Load, Setup
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -82,6 +83,26 @@ def test_service_bench_lists_what_there_was_no_time_for(tmp_path: Path) -> None:
     options = Namespace(flags="", delivery=["stream"], minutes=0)
     Bench(report, options, tmp_path).run(Setup("qwen3_vl:8b-like", "cpu", 1))
     assert report.document()["skipped"] == ["qwen3_vl:8b-like on cpu, RPC processes: 1: no time"]
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry.proto.trace.v1.trace_pb2", "matplotlib"],
+)
+def test_service_bench_without_a_package_only_skips_its_timeline(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("collectors", "vitwire_server.observe.otlp"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    report = Report("service", None, {})
+    flags = "--graphs simulated --budgets 16,64 --compile off"
+    options = Namespace(
+        flags=flags, delivery=["stream"], minutes=5, tiny=True, pixels="uint8", plot=tmp_path / "plot.png"
+    )
+    options.loads = [Load(112, 2)]
+    Bench(report, options, tmp_path).plot(Setup("qwen3_vl:8b-like", "cpu", 1))
+    assert report.document()["skipped"] == [f"timeline: {missing} is not installed"]
 
 
 def test_timeline(tmp_path: Path) -> None:

@@ -1,10 +1,25 @@
 """The pods of every overlay: security, volumes, memory, shutdown and devices."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from manifests import RELEASE, TARGETS, UID, Document, containers, documents_of, only, pod, quantity, server, variables
+from manifests import (
+    RELEASE,
+    ROOT,
+    TARGETS,
+    UID,
+    Document,
+    containers,
+    documents_of,
+    found_under,
+    only,
+    pod,
+    quantity,
+    server,
+    variables,
+)
 
 SECRETS = ("VITWIRE_TLS_CERT", "VITWIRE_TLS_KEY", "VITWIRE_TLS_CLIENT_CA", "VITWIRE_AUTH_TOKENS_FILE")
 
@@ -71,6 +86,16 @@ def test_volumes_are_declared_and_writable_where_needed(documents: list[Document
     assert claims - made <= {"vitwire-models"}, "which model-download makes"
 
 
+def test_the_readme_names_what_makes_the_claims_of_its_overlays() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    applied = [documents_of(target) for target in re.findall(r"kubectl apply -k deploy/([\w/-]+)", text)]
+    claims = {name for documents in applied for name in found_under(documents, "claimName")}
+    made = {each["metadata"]["name"] for documents in applied for each in documents if "Claim" in each["kind"]}
+    assert claims
+    assert claims <= made
+    assert all(f"`{claim}`" in text for claim in claims)
+
+
 def test_kernels_are_kept_on_a_volume(documents: list[Document]) -> None:
     environment = {each["name"]: each["value"] for each in server(documents)["env"]}
     folders = {name: value for name, value in environment.items() if name.endswith("_CACHE_DIR")}
@@ -108,6 +133,7 @@ def test_only_these_overlays_have_tls() -> None:
     assert [name for name in TARGETS if "VITWIRE_TLS_CERT" in variables(documents_of(name))] == [
         "overlays/gpu-mtls",
         "overlays/gpu-tls",
+        "multi-gpu with TLS",
     ]
 
 

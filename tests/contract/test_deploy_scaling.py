@@ -96,7 +96,7 @@ def test_the_autoscaled_metric_exists() -> None:
     assert query == f'sum({name}{{job="vitwire"}})'
 
 
-@pytest.mark.parametrize("target", ["overlays/autoscale", "multi-gpu with monitoring"])
+@pytest.mark.parametrize("target", ["overlays/autoscale", "multi-gpu with TLS"])
 def test_the_pod_monitor_scrapes_the_metrics_ports(target: str) -> None:
     documents = documents_of(target)
     monitor = only(documents, "PodMonitor")["spec"]
@@ -108,16 +108,18 @@ def test_the_pod_monitor_scrapes_the_metrics_ports(target: str) -> None:
     assert all(name.startswith("metrics") for name in scraped)
 
 
-def test_the_route_ends_at_the_service() -> None:
-    documents = documents_of(GATEWAY)
+@pytest.mark.parametrize(("target", "ports"), [(GATEWAY, 1), ("multi-gpu with a gateway", 4)])
+def test_the_route_ends_at_every_port_of_the_service(target: str, ports: int) -> None:
+    documents = documents_of(target)
     route, gateway = only(documents, "GRPCRoute")["spec"], only(documents, "Gateway")
     (listener,) = gateway["spec"]["listeners"]
     assert route["parentRefs"] == [{"name": gateway["metadata"]["name"], "sectionName": listener["name"]}]
     assert route["hostnames"] == [listener["hostname"]]
     service = only(documents, "Service")
     (backend,) = found_under(route, "backendRefs")
-    assert backend == [{"name": service["metadata"]["name"], "port": 50051}]
-    assert 50051 in {port["port"] for port in service["spec"]["ports"]}
+    served = [port["port"] for port in service["spec"]["ports"] if port["name"].startswith("grpc")]
+    assert backend == [{"name": service["metadata"]["name"], "port": port} for port in served]
+    assert len(backend) == ports
     assert {*found_under(route, "service")} == {"vitwire.v1.EncoderService", "grpc.health.v1.Health"}
 
 

@@ -157,9 +157,46 @@ def widen(folder: Path) -> None:
     save_file({**weights, name: torch.cat([weights[name]] * 2)}, folder / WEIGHTS)
 
 
+def reshape(rank: int | None, kind: torch.dtype = torch.float32, scale: float = 1.0) -> Callable[[Path], None]:
+    """Cut factors to a rank, or make them flat, or of another type."""
+
+    def change(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        for name, factor in weights.items():
+            cut = factor[:rank] if "lora_A" in name else factor[:, :rank]
+            weights[name] = ((factor.flatten() if rank is None else cut) * scale).to(kind).contiguous()
+        save_file(weights, folder / WEIGHTS)
+
+    return change
+
+
+def twice(folder: Path) -> None:
+    """Another change of a weight by its name in another layout of the model."""
+    weights = load_file(folder / WEIGHTS)
+    stem = "base_model.model."
+    others = {key.replace(f"{stem}model.", stem): own.clone() for key, own in weights.items() if "visual" in key}
+    save_file({**weights, **others}, folder / WEIGHTS)
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
+        (reshape(0), r"adapter_model.safetensors: .*lora_[AB].weight is .* of shape .*\b0\b.*, but factors must be"),
+        (reshape(None), r"adapter_model.safetensors: .*lora_[AB].weight is .* of shape \(\d+,\), but factors must be"),
+        (reshape(4, torch.int32), "is torch.int32 of shape"),
+        (reshape(4, scale=1e38), "copy: the factors of .* give values that are not finite"),
+        (twice, "adapter_model.safetensors changes .* of the tower twice"),
+        (set_config(lora_alpha=None), "adapter_config.json: lora_alpha is None, but must be a finite number"),
+        (set_config(lora_alpha=float("nan")), "adapter_config.json: lora_alpha is nan, but must be"),
+        (set_config(lora_alpha=10**400), "adapter_config.json: lora_alpha is 10+, but must be"),
+        (set_config(alpha_pattern={"qkv": "4"}), "adapter_config.json: alpha_pattern.qkv is '4', but must be"),
+        (set_config(alpha_pattern=[1]), "adapter_config.json: alpha_pattern is no object"),
+        (set_config(alpha_pattern={"(": 4}), "adapter_config.json: alpha_pattern cannot be used: .*unterminated"),
+        (
+            set_config(alpha_pattern={r"([a-z0-9.]+)+x$": 4}),
+            "adapter_config.json: alpha_pattern cannot be used: it does not match within",
+        ),
+        (set_config(alpha_pattern={"(" * 50_000 + ")" * 50_000: 4}), "adapter_config.json: alpha_pattern cannot be"),
         (set_config(use_dora=True), "use_dora"),
         (set_config(peft_type="LOHA"), "type 'LOHA'"),
         (set_config(bias="all"), "trained biases"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import generate_latest
+from tools import monitoring
 from tools.monitoring import stale
 
 from vitwire.router.metrics import Metrics as RouterMetrics
@@ -90,10 +91,22 @@ def test_alerts_are_complete() -> None:
     for name, rule in ALERTS.items():
         assert name.startswith("Vitwire")
         assert rule["labels"]["severity"] in {"critical", "warning"}
-        assert rule["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
+        assert rule["annotations"]["runbook_url"] == f"https://vitwire.example.com/docs/operations.md#{name.lower()}"
         assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= {
             "instance", "job", "method", "code", "reason", "state", "process", "upstream",
         }  # fmt: skip
+
+
+def test_runbooks_lead_to_where_the_documents_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rules.yaml").write_text((MONITORING / "rules.yaml").read_text())
+    monkeypatch.setattr(monitoring, "FOLDER", tmp_path)
+    assert monitoring.main(["--docs", "https://wiki.local/vitwire/"]) == 0
+    for file in ("rules.yaml", "prometheusrule.yaml"):
+        runbooks = re.findall(r"runbook_url:\s+(\S+)#", (tmp_path / file).read_text())
+        assert runbooks == ["https://wiki.local/vitwire/operations.md"] * len(ALERTS)
+    for relative in ("docs", "/docs", "https:///docs"):
+        with pytest.raises(SystemExit):
+            monitoring.main(["--docs", relative])
 
 
 def test_every_alert_has_a_section_that_says_what_to_do() -> None:

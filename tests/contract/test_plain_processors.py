@@ -118,6 +118,7 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
             "image_size is 56, but preprocessor_config.json makes tiles of .42, 42.",
         ),
         ("clip", edit(PROCESSOR, do_center_crop=False), "crop_size None does not make one tile"),
+        ("clip", edit(PROCESSOR, do_center_crop=None), "crop_size None does not make one tile"),
         ("deit", edit(PROCESSOR, size={"height": 64, "width": 60}), "size .* does not make one tile"),
         ("deit", edit(PROCESSOR, size={"height": 48, "width": 48}), "crop_size .56, 56. is larger than size"),
         ("clip", edit(PROCESSOR, do_resize=False), "do_resize false is not served"),
@@ -153,13 +154,34 @@ def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: P
     folder = Path(shutil.copytree(checkpoints("clip"), tmp_path / "copy"))
     wanted = client_model(folder).image_preprocessor
     old = {"feature_extractor_type": "CLIPFeatureExtractor", "image_processor_type": None, "size": 64, "crop_size": 56}
-    edit(PROCESSOR, **old, do_convert_rgb=None, do_center_crop=None)(folder)
+    edit(PROCESSOR, **old, do_convert_rgb=None, resample=None)(folder)
     assert client_model(folder).image_preprocessor == wanted
     (folder / PROCESSOR).unlink()
     with pytest.raises(
-        CheckpointError, match=r"image_size is 56, but preprocessor_config.json makes tiles of \(224, 224\)"
-    ):
+        CheckpointError, match=r"copy: image_size is 56, but preprocessor_config.json is missing"
+    ) as own:
         load(folder)
+    assert "/config.json" not in str(own.value)
+
+
+@pytest.mark.parametrize("model_type", ["clip", "siglip", "vit"])
+def test_a_step_that_is_null_is_not_done(model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """As by the processor, which takes null as false."""
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    edit(PROCESSOR, do_normalize=None)(folder)
+    image, model = photograph(480, 640), client_model(folder)
+    stock = STOCK[model_type].from_pretrained(folder)([image], return_tensors="np")["pixel_values"]
+    settings = model.image_preprocessor
+    assert settings is not None
+    (item,) = image_items([image], model)
+    assert isinstance(item.pixels, np.ndarray)
+    ours = (item.pixels * settings.rescale_factor - np.reshape(settings.mean, (3, 1, 1))) / settings.std[0]
+    np.testing.assert_allclose(ours, stock, atol=1e-6)
+    for step in ("do_rescale", "do_resize"):
+        edit(PROCESSOR, **{step: None})(folder)
+        with pytest.raises(CheckpointError, match=f"preprocessor_config.json: .*{step} null is not served"):
+            load(folder)
+        edit(PROCESSOR, **{step: True})(folder)
 
 
 @pytest.mark.parametrize(("height", "width"), [(84, 70), (80, 75)])

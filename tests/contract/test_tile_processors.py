@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -39,6 +39,7 @@ from broken import edit
 from checkpoints import Checkpoints, sampled
 from client_models import client_model
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
+from vitwire import InvalidItem, Item
 from vitwire._images import Preprocessor
 from vitwire._prepare import image_items
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
@@ -268,3 +269,16 @@ def normalised(own: Any, settings: Preprocessor, mean: tuple[float, ...], std: t
     shaped = own.reshape(len(own), *((-1, 3) if settings.channels_last else (3, -1))) * settings.rescale_factor
     floats: Array = (shaped - np.reshape(mean, form)) / np.reshape(std, form)
     return floats.reshape(own.shape)
+
+
+@pytest.mark.parametrize("model_type", ["llava_next", "llava_next_video"])
+def test_sizes_of_images_say_the_layouts_of_their_tiles(model_type: str, checkpoints: Checkpoints) -> None:
+    """On LLaVA-NeXT-Video they must: tiles without a layout are frames of a clip."""
+    folder, images = checkpoints(model_type), [photograph(*size) for size in ((480, 640), (60, 250), (300, 70))]
+    model = client_model(folder)
+    outputs = LlavaNextImageProcessorPil.from_pretrained(folder)(images, return_tensors="np")
+    found = Item.from_processor(dict(outputs), model)
+    assert [item.grid for item in found] == [item.grid for item in image_items(images, model)]
+    assert [len(cast("Array", item.pixels)) for item in found] == [item.grid[0] for item in found]
+    with pytest.raises(InvalidItem, match=r"image_sizes: expected pairs \(height, width\)"):
+        Item.from_processor({**outputs, "image_sizes": [1, 2, 3]}, model)

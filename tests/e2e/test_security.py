@@ -1,10 +1,13 @@
 """Who gets in and who does not: certificates, tokens, and their replacement under traffic."""
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from certificates import YESTERDAY, Authority
 from checkpoints import Checkpoints
 from processes import listening
 from servers import ServerProcess, serving
-from vitwire import AsyncClient, Client, InvalidItem, Item, Unauthenticated, Unavailable
+from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, Unauthenticated, Unavailable
 from vitwire.cli._app import app
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -64,6 +67,13 @@ def mutual(checkpoints: Checkpoints, authority: Authority) -> Iterator[tuple[Ser
         yield process, clients
 
 
+@pytest.fixture(scope="module")
+def plain(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    """A server without TLS."""
+    with serving(checkpoints("qwen2_vl")) as process:
+        yield process
+
+
 def health(target: str, credentials: grpc.ChannelCredentials) -> int:
     """What the health service answers on a connection of its own. Raises RpcError."""
     with grpc.secure_channel(target, credentials, OWN_CONNECTION) as channel:
@@ -77,6 +87,21 @@ def is_refused(call: Callable[[], object]) -> bool:
     except (grpc.RpcError, Unauthenticated):
         return True
     return False
+
+
+def fails_at_once(target: str, tls: Path | None, message: str) -> None:
+    """Both clients, without a retry although they wait for servers that start."""
+
+    async def of_asyncio() -> None:
+        async with AsyncClient(target, tls=tls, timeout=60, wait_for_ready=True) as client:
+            await client.encode([item()])
+
+    with Client(target, tls=tls, timeout=60, wait_for_ready=True) as client:
+        for call in (client.health, client.model, lambda: asyncio.run(of_asyncio())):
+            with pytest.raises(Unavailable, match=message) as failed:
+                call()
+            assert failed.value.is_permanent
+            assert "gave up" not in str(failed.value)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -112,14 +137,60 @@ class TestTls:
         refused = CliRunner().invoke(app, words)
         assert (refused.exit_code, refused.stderr) == (1, "vitwire: a bearer token is required\n")
 
+
+class TestWrongConnections:
+    """What cannot succeed is not tried again, and the error says what to change."""
+
     def test_in_the_clear_nobody_is_served(self, server: ServerProcess) -> None:
-        with Client(server.target, token=ALICE, timeout=20) as client, pytest.raises(Unavailable):
-            client.health()
+        fails_at_once(server.target, None, "the server speaks TLS: set tls=True")
 
     def test_a_client_that_trusts_another_authority(self, server: ServerProcess, tmp_path: Path) -> None:
         foreign = Authority(tmp_path / "foreign")
-        with Client(server.target, tls=foreign.root, token=ALICE, timeout=20) as client, pytest.raises(Unavailable):
-            client.health()
+        fails_at_once(server.target, foreign.root, "certificate is not trusted .unable to get local issuer certificate")
+
+    def test_a_certificate_for_another_name(self, authority: Authority, checkpoints: Checkpoints) -> None:
+        elsewhere = Authority(authority.folder.parent / "elsewhere", authority.ca).issue("elsewhere.example")
+        flags = ("--tls-cert", str(elsewhere.cert), "--tls-key", str(elsewhere.key))
+        with serving(checkpoints("qwen2_vl"), *flags) as server:
+            fails_at_once(server.target, authority.root, "is for other names than the target's")
+
+    def test_tls_with_a_server_that_has_none(self, plain: ServerProcess, authority: Authority) -> None:
+        fails_at_once(plain.target, authority.root, "the server does not speak TLS: leave out tls=")
+
+    def test_the_port_of_metrics(self, plain: ServerProcess) -> None:
+        speaks = "does not speak gRPC: check the port, which may be that of metrics"
+        fails_at_once(f"127.0.0.1:{plain.metrics_port}", None, speaks)
+
+    def test_a_client_without_the_certificate_that_is_required(
+        self, mutual: tuple[ServerProcess, Authority], authority: Authority
+    ) -> None:
+        server, _ = mutual
+        advice = r"the server accepts only clients with a certificate .*ssl_channel_credentials"
+        fails_at_once(server.target, authority.root, advice)
+        words = ["info", "--target", server.target, "--ca", str(authority.root)]
+        refused = CliRunner().invoke(app, words)
+        assert refused.exit_code == 1
+        assert "--cert and --key" in refused.stderr
+        assert "gave up" not in refused.stderr
+
+    def test_a_client_whose_certificate_is_refused_tries_again(
+        self, mutual: tuple[ServerProcess, Authority], authority: Authority
+    ) -> None:
+        """A probe has no certificate to show, so it does not know whether the client's is the reason."""
+        with Client(mutual[0].target, tls=authority.credentials(authority), timeout=60, max_retries=1) as client:
+            with pytest.raises(Unavailable, match=r"accepts only clients with a certificate .*2 attempts") as refused:
+                client.model()
+            assert not refused.value.is_permanent
+
+    async def test_another_grpc_server(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            other = grpc.server(pool)
+            port = other.add_insecure_port("127.0.0.1:0")
+            other.start()
+            async with AsyncClient(f"127.0.0.1:{port}", timeout=60) as client:
+                with pytest.raises(EncodeFailed, match="the target is no Vitwire server"):
+                    await client.model()
+            other.stop(None).wait()
 
 
 class TestMutualTls:
@@ -269,6 +340,29 @@ class TestReplacement:
             answered = traffic.answered
             until(lambda: traffic.answered > answered)
         assert not traffic.errors
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_metric_has_the_expiry_of_the_certificate_that_is_served(
+    checkpoints: Checkpoints, tmp_path: Path, processes: str
+) -> None:
+    soon, later = (datetime.now(UTC).replace(microsecond=0) + timedelta(days=days) for days in (3, 30))
+    authority = Authority(tmp_path / "pki").issue(not_after=soon)
+    flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--rpc-processes", processes)
+    with serving(checkpoints("qwen2_vl"), *map(str, flags)) as server:
+
+        def is_shown(expiry: datetime) -> bool:
+            return server.metric("vitwire_tls_certificate_expiry_timestamp_seconds") == expiry.timestamp()
+
+        def connects() -> bool:
+            return not is_refused(lambda: health(server.target, authority.credentials()))
+
+        assert is_shown(soon)
+        authority.issue(not_after=later)
+        until(lambda: every(connects) and is_shown(later))
+        authority.replace(b"no certificate", authority.key.read_bytes())
+        until(lambda: every(connects) and "keeping the previous certificate" in server.log())
+        assert is_shown(later)
 
 
 class TestDefaults:

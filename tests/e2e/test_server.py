@@ -216,7 +216,7 @@ class TestExit:
         (tmp_path / "config.json").write_text('{"model_type": "bert"}')
         code, error = run("serve", "--model", str(tmp_path), "--port", "0", "--metrics-port", "0")
         assert code == 1
-        assert "model_type 'bert' is not supported; supported are qwen2_vl" in error
+        assert "model_type 'bert' is not supported; docs/models.md lists the " in error
         assert "Traceback" not in error
 
     def test_port_taken(self, server: ServerProcess) -> None:

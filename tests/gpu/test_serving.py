@@ -16,6 +16,16 @@ from vitwire_server.core.items import Modality
 
 FLAGS = ("--dtype", "bfloat16", "--max-budget-tokens", "1280", "--rpc-processes", "2")
 
+KINDS = ("total", "free", "reserved", "used", "graphs")
+
+
+def check_memory(nbytes: dict[str, float]) -> None:
+    """What docs/metrics.md says of the kinds."""
+    assert nbytes["total"] == torch.cuda.get_device_properties(0).total_memory
+    assert 0 < nbytes["graphs"] < nbytes["reserved"]
+    assert 0 < nbytes["used"] < nbytes["reserved"]
+    assert nbytes["reserved"] + nbytes["free"] < nbytes["total"]
+
 
 @pytest.mark.parametrize("model_type", EVERYDAY)
 def test_rows_are_those_of_transformers(
@@ -35,6 +45,7 @@ def test_rows_are_those_of_transformers(
     with serving(folder, "--device", str(device), *FLAGS) as server, Client(server.target) as client:
         together, alone = client.encode(items), [client.encode([item])[0] for item in items]
         assert server.metric("vitwire_graphs_dropped") == 0, server.log()
+        check_memory({kind: server.metric("vitwire_device_memory_bytes", kind=kind) for kind in KINDS})
     reference = reference_of(model_type, folder)
     for number, (grid, (pixels, crops)) in enumerate(zip(grids, drawn, strict=True)):
         exact = reference.item(grid, pixels, crops)

@@ -15,7 +15,7 @@ Call = Callable[..., Any]
 class InThread:
     """`Client` with awaitable calls."""
 
-    def __init__(self, target: str, **kwargs: Any) -> None:
+    def __init__(self, target: str | None = None, **kwargs: Any) -> None:
         self.client = Client(target, **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:

@@ -25,7 +25,8 @@ ROUTER = "router with monitoring"
 COMBINATIONS = {
     ROUTER: ("router", "router-monitoring"),
     "gpu with KEDA": ("overlays/gpu", "monitoring", "keda"),
-    "multi-gpu with monitoring": ("overlays/multi-gpu", "monitoring"),
+    "multi-gpu with TLS": ("overlays/multi-gpu", "tls", "tokens", "monitoring"),
+    "multi-gpu with a gateway": ("overlays/multi-gpu", "gateway"),
     "gpu with claims and a gateway": ("overlays/gpu", "model-image", "cache-claim", "tracing", "gateway"),
 }
 """Components that no overlay has: the folder to add them to, and their names."""

@@ -1,5 +1,6 @@
 """`vitwire bench` against a fake service: what it sends, counts and prints."""
 
+import io
 import json
 import signal
 import subprocess
@@ -15,11 +16,16 @@ import numpy as np
 import pytest
 from click.testing import Result
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
 from vitwire.cli._app import app
 from vitwire.cli._bench import load
+from vitwire.cli._bench.capacity import Verdict
+from vitwire.cli._bench.finding import Finding, Goal
+from vitwire.cli._bench.report import rows, trials_table
+from vitwire.cli._bench.runs import Run
 from vitwire.cli._bench.samples import Sample, Summary
 
 __all__ = ["running"]  # the fixture
@@ -53,6 +59,40 @@ def test_the_last_line_is_one_document(running: Running, tmp_path: Path) -> None
     assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["max"]
     with Image.open(plot) as drawn:
         assert drawn.size == (1400, 560)
+
+
+def test_sizes_that_the_model_resizes_are_named(running: Running) -> None:
+    done = bench(running.target, "--requests", 1, "--size", "1600x800", "--size", "8x8", "--size", "66x34")
+    shapes = document(done)["shapes"]
+    assert isinstance(shapes, list)
+    assert [(each["size"], each["resized_to"], each["grid"], each["tokens"]) for each in shapes] == [
+        ("32x40", None, [1, 10, 8], 20),
+        ("1600x800", "88x40", [1, 10, 22], 55),
+        ("8x8", "16x16", [1, 4, 4], 4),
+        ("66x34", None, [1, 8, 16], 32),
+    ]
+    assert done.stderr.splitlines() == [
+        "vitwire: --size 1600x800: the model takes it at 88x40, 55 tokens",
+        "vitwire: --size 8x8: the model takes it at 16x16, 4 tokens",
+    ]
+    assert any("1600x800" in line and "1x10x22" in line and "55" in line for line in done.stdout.splitlines()[:-1])
+
+
+def test_tables_have_no_gaps_and_no_dicts() -> None:
+    summary = Summary(2.0, [Sample(0.1 * at, 0.1 * at + 0.05, 10, 4, ("graph",), (0.01,)) for at in range(20)])
+    last = Run(summary, None, 8, interrupted=False)
+    verdicts = [Verdict(8.0, 1.0, 8, 8, None, None, False, "latency"), Verdict(4.0, 1.0, 4, 0, 5.0, 9.0, True, None)]
+    finding = Finding(Goal(500.0, 1.0), 4.0, "latency", verdicts, last).document()
+    for document in (finding, last.document()):
+        shown = dict(rows(document | {"rate": None, "trace": None}))
+        assert not {"rate", "trace", "trials", "server", "for rate", "replicas"} & shown.keys()
+        assert not [text for text in shown.values() if "{" in text or "None" in text or text in ("", "-")]
+    shown = dict(rows(finding))
+    assert shown["confirmation: latency ms"].startswith("mean 50.0, p50 50.0")
+    assert shown["confirmation: generator"].startswith("kept pace yes, cpu cores 0.0")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(trials_table(verdicts))
+    assert not {"-", "None", "True", "False"} & set(console.export_text().split())
 
 
 @pytest.mark.parametrize(("count", "turns"), [(1, [[80], [16], [24]]), (2, [[80, 16], [24, 80], [16, 24]])])

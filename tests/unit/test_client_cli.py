@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
+from vitwire import Client, Model, Precision, Preprocessor
 from vitwire.cli._app import app
+from vitwire.cli._info import _sections
 from vitwire.cli._output import unique_names
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -57,8 +60,8 @@ def test_encode_writes_safetensors(vitwire: Callable[..., Result], photos: list[
     assert done.exit_code == 0, done.output
     tensors = load_file(out)
     assert {name: rows.shape for name, rows in tensors.items()} == {
-        "cat.png": (20, 12),
-        "cat-2.png": (6, 12),
+        "a/cat.png": (20, 12),
+        "b/cat.png": (6, 12),
         "dog.png": (20, 12),
     }
     assert all(rows.dtype == np.float32 for rows in tensors.values())
@@ -66,7 +69,7 @@ def test_encode_writes_safetensors(vitwire: Callable[..., Result], photos: list[
     assert [each["file"] for each in document["items"]] == [str(file) for file in photos]
     assert document["items"][1] == {
         "file": str(photos[1]),
-        "name": "cat-2.png",
+        "name": "b/cat.png",
         "grid": [1, 4, 6],
         "tokens": 6,
         "shape": [6, 12],
@@ -83,8 +86,44 @@ def test_encode_writes_npy(vitwire: Callable[..., Result], photos: list[Path], t
     assert vitwire("encode", photos[0], "--out", tmp_path / "one.npy").exit_code == 0
     assert np.load(tmp_path / "one.npy").shape == (20, 12)
     assert vitwire("encode", *photos, "--out", tmp_path / "new" / "folder").exit_code == 0
-    names = sorted(file.name for file in (tmp_path / "new" / "folder").iterdir())
-    assert names == ["cat-2.png.npy", "cat.png.npy", "dog.png.npy"]
+    assert written(tmp_path / "new" / "folder") == ["a/cat.png.npy", "b/cat.png.npy", "dog.png.npy"]
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def test_encode_takes_folders(
+    vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for other in ("README.txt", ".hidden.png", "a/.git/x.png"):
+        photo(tmp_path / "x.png").rename(tmp_path / "made.png")
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / "made.png").rename(tmp_path / other)
+    out = tmp_path.parent / f"{tmp_path.name}-rows"
+    cases = {
+        (tmp_path,): ["a/cat.png.npy", "b/cat.png.npy", "dog.png.npy"],
+        ("a",): ["cat.png.npy"],
+        ("a/../b", "dog.png"): ["b/cat.png.npy", "dog.png.npy"],
+        ("a", "b/cat.png"): ["a/cat.png.npy", "b/cat.png.npy"],
+        ("b/cat.png",): ["cat.png.npy"],
+        ("dog.png", "dog.png"): ["dog-2.png.npy", "dog.png.npy"],
+    }
+    for number, (words, names) in enumerate(cases.items()):
+        done = vitwire("encode", *words, "--out", out / str(number))
+        assert done.exit_code == 0, done.output
+        assert written(out / str(number)) == names
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = vitwire("encode", "dog.png", "empty", "--out", "x")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("vitwire: empty has no files with the suffixes .bmp, .gif, .jpeg, .jpg, .png, ")
+
+
+def test_encode_says_that_nothing_was_written(vitwire: Callable[..., Result], photos: list[Path]) -> None:
+    done = vitwire("encode", photos[0])
+    assert (done.exit_code, done.stderr) == (0, "vitwire: nothing was written: set --out to keep the embeddings\n")
 
 
 def test_type_and_priority_are_those_of_the_options(
@@ -141,7 +180,8 @@ def test_a_broken_file_does_not_lose_the_others(
     text.write_text("not an image")
     done = vitwire("encode", photos[0], text, photos[1], missing, "--out", out, "--json")
     assert done.exit_code == 1
-    assert {name: rows.shape for name, rows in load_file(out).items()} == {"cat.png": (20, 12), "cat-2.png": (6, 12)}
+    shapes = {name: rows.shape for name, rows in load_file(out).items()}
+    assert shapes == {"a/cat.png": (20, 12), "b/cat.png": (6, 12)}
     first, second = done.stderr.splitlines()
     assert str(text) in first
     assert str(missing) in second
@@ -163,7 +203,7 @@ def test_an_item_that_the_service_fails_does_not_lose_the_others(photos: list[Pa
         done = CliRunner().invoke(app, words)
     assert done.exit_code == 1
     assert done.stderr == f"vitwire: {photos[1]}: too large\n"
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["cat.png.npy", "dog.png.npy"]
+    assert written(tmp_path / "out") == ["a/cat.png.npy", "dog.png.npy"]
 
 
 def test_the_case_of_a_suffix_does_not_count(
@@ -188,15 +228,34 @@ def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:
     assert fake.metadata["authorization"] == "Bearer wrong"
 
 
-def test_info_shows_the_model(vitwire: Callable[..., Result]) -> None:
+def test_info_shows_the_model(running: Running, vitwire: Callable[..., Result]) -> None:
+    running.fake.fingerprint = "0123456789abcdef" * 4
     done = vitwire("info", "--json")
     assert done.exit_code == 0, done.output
     assert "sdpa" in done.stdout
+    lines = done.stdout.splitlines()[:-1]
+    assert [line for line in lines if line[0] != " "] == [
+        "model", "embeddings", "pixels", "server", "limits", "images and clips",
+    ]  # fmt: skip
+    assert f"  weights fingerprint  {running.fake.fingerprint}" in lines, "in one piece, for copying"
+    assert "  budgets            64" in lines
+    assert not [line for line in lines if line.endswith(("None", "-", "{}", "()"))]
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["model_type"] == "qwen3_vl"
     assert document["image_preprocessor"]["patch_size"] == 4
     (budget,) = document["budgets"]
     assert budget == {"tokens": 64, "items": 4, "segments": 4, "segment_patches": 256, "crops": 0}
+
+
+def test_info_shows_every_field_of_the_model(running: Running) -> None:
+    with Client(running.target, timeout=20) as client:
+        model = replace(client.model(), precision=Precision("float8_e4m3fn", 4, 0.99, 0.999), video_preprocessor=None)
+    sections = _sections(model)
+    assert {"precision", "limits", "images"} < sections.keys()
+    shown = {name for entries in sections.values() for name in entries}
+    others = {"limits", "precision", "image_preprocessor", "video_preprocessor"}
+    assert {each.name for each in fields(Model)} - others <= shown
+    assert {each.name for each in fields(Preprocessor)} - {"tiling", "sampling"} <= shown
 
 
 def test_health_is_the_exit_code(running: Running, vitwire: Callable[..., Result]) -> None:
@@ -219,6 +278,7 @@ def test_version() -> None:
 
 def test_names_are_made_unique() -> None:
     assert unique_names(["a.b", "a.b", "a-2.b", "a.b"]) == ["a.b", "a-3.b", "a-2.b", "a-4.b"]
+    assert unique_names(["x/a.b", "a.b", "x/a.b"]) == ["x/a.b", "a.b", "x/a-2.b"]
 
 
 def process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -251,6 +311,13 @@ def test_as_a_process(running: Running) -> None:
         assert done.returncode == 1
         assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("words", "completed"), [("vitwire enc", ["encode"]), ("vitwire info --tar", ["--target"])])
+def test_shells_complete_commands_and_flags(words: str, completed: list[str]) -> None:
+    place = str(len(words.split()) - 1)
+    done = process(MAIN, _VITWIRE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=place)
+    assert (done.returncode, done.stdout.split()) == (0, completed)
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -40,6 +40,7 @@ for line in sys.stdin:
         metrics.sent(0.02)
         metrics.send_cancelled()
         metrics.delivered(100)
+    metrics.certificate_loaded(100.0 - int(line))
     print("done", flush=True)
 """
 
@@ -105,8 +106,9 @@ def test_counts_add_up_and_outlive_their_process(
     metrics.rpc.requests.labels("Encode", "OK").inc(10)
     metrics.admission.changed(5, 500)
 
-    def check(requests: int, inflight: int) -> None:
+    def check(requests: int, inflight: int, expiry: float) -> None:
         readings = Readings(merged.registry)
+        assert readings.total("vitwire_tls_certificate_expiry_timestamp_seconds") == expiry, "the earliest"
         assert readings.by("vitwire_requests_total", "code", method="Encode") == {"OK": requests}
         assert readings.total("vitwire_inflight_requests") == inflight
         assert readings.total("vitwire_cancelled_total", stage="send") == requests - 10
@@ -118,15 +120,15 @@ def test_counts_add_up_and_outlive_their_process(
         assert readings.latencies[0.003] == readings.latencies[float("inf")] == requests - 10
         assert readings.total("vitwire_admitted_items") == 5, "the engine's own"
 
-    check(17, 7)
+    check(17, 7, 96)
     merged.edge_ended(one.kill())
-    check(17, 4)
+    check(17, 4, 96)
     again = start()
     again.request(1)
-    check(18, 5)
+    check(18, 5, 96)
     merged.edge_ended(two.kill())
     merged.edge_ended(again.kill())
-    check(18, 0)
+    check(18, 0, 0)
     assert [each.name for each in folder(merged).iterdir()] == ["lock"], "restarts leave no files"
 
 
@@ -274,7 +276,7 @@ def test_files_have_their_pages_before_they_are_written(merged: EdgeMetrics, sta
     """A write to a page of a full file system would end the edge with SIGBUS."""
     start().request(1)
     files = list(folder(merged).glob("*.db"))
-    assert len(files) == 3
+    assert len(files) == 4
     assert all(each.stat().st_blocks * 512 >= each.stat().st_size > 0 for each in files)
 
 

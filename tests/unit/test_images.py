@@ -455,7 +455,9 @@ def test_bad_clips(frames: Any, message: str) -> None:
 
 
 def test_other_types() -> None:
-    with pytest.raises(TypeError, match="expected a path, bytes, a Pillow image or a uint8 array, got list"):
+    with pytest.raises(
+        TypeError, match="expected a path, bytes, a file object, a Pillow image or a uint8 array, got list"
+    ):
         image_patches([[0]], preprocessor())  # type: ignore[arg-type]
     for frames in ("clip.mp4", Path("clip.mp4"), Image.new("RGB", (8, 8))):
         with pytest.raises(TypeError, match="expected an array or a sequence of frames"):

@@ -23,7 +23,8 @@ NAMES = """
     cancelled_total cache_hits_total cache_misses_total cache_evictions_total cache_bytes graphs_captured
     received_bytes_total delivered_bytes_total items_failed_total queue_limit_items queue_limit_bytes
     graph_capture_seconds graph_pool_bytes nonfinite_total engine_heartbeat_timestamp_seconds model_info
-    delivery_seconds weights_info server_state
+    delivery_seconds weights_info server_state queue_tokens queue_seconds device_memory_bytes
+    tls_certificate_expiry_timestamp_seconds
 """.split()  # noqa: SIM905 - a list of the contract's names reads best as words
 
 
@@ -126,6 +127,27 @@ def test_the_state_is_the_one_that_health_has_at_the_scrape() -> None:
         health.change(state, "as a test")
         assert value(metrics, "vitwire_server_state", state=state.value) == 1
         assert value(metrics, "vitwire_server_state") == 1
+
+
+def test_memory_of_the_device_is_shown_by_kind_and_kept_when_the_device_is_lost() -> None:
+    metrics, answers = Metrics(), [{"total": 80, "free": 30}, RuntimeError("lost"), {"total": 80, "free": 20}]
+    metrics.engine.heartbeat()
+    assert "vitwire_device_memory_bytes{" not in generate_latest(metrics.registry).decode(), "a CPU has none"
+
+    def read() -> dict[str, int]:
+        answer = answers.pop(0)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    metrics.memory.reads(read)
+    for free in (30, 30, 20):
+        metrics.memory._due = 0.0
+        metrics.engine.heartbeat()
+        metrics.engine.heartbeat()
+        assert value(metrics, "vitwire_device_memory_bytes", kind="free") == free
+        assert value(metrics, "vitwire_device_memory_bytes") == 80 + free
+    assert not answers, "it is read every few seconds, not in each beat"
 
 
 def test_deliveries_are_shown_before_the_first_one_so_that_a_share_of_fallbacks_can_be_taken(metrics: Metrics) -> None:

@@ -71,6 +71,8 @@ class Notes:
     batches: list[BatchReport] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     queued: tuple[int, int] = (0, 0)
+    ahead: tuple[int, float] = (0, 0.0)
+    """Tokens that wait, and their predicted seconds."""
     canaries: list[bool] = field(default_factory=list)
 
     def batch_ran(self, report: BatchReport) -> None:
@@ -82,8 +84,8 @@ class Notes:
     def item_dropped(self, stage: str, reason: str) -> None:
         self.dropped.append((stage, reason))
 
-    def queue_changed(self, items: int, nbytes: int) -> None:
-        self.queued = (items, nbytes)
+    def queue_changed(self, items: int, nbytes: int, tokens: int, seconds: float) -> None:
+        self.queued, self.ahead = (items, nbytes), (tokens, seconds)
 
     def heartbeat(self) -> None:
         pass
@@ -257,6 +259,28 @@ def test_an_idle_scheduler_takes_work_at_once() -> None:
     rig.scheduler.intake.close()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_what_waits_is_shown_in_tokens_and_in_seconds_at_the_measured_pace() -> None:
+    rig = Rig(Recorder())
+    estimate = rig.scheduler.intake.planner.estimate
+
+    def slow(_: Sequence[Item]) -> None:
+        rig.now += 10 * 0.00486
+
+    rig.runner.on_launch = slow
+    leaving = rig.ticket()
+    rig.submit(leaving, 70)
+    rig.submit(rig.ticket(), 100, 100, 60)
+    assert rig.notes.ahead == (330, estimate(330))
+    rig.scheduler.intake.cancel(leaving)
+    assert rig.notes.ahead == (260, estimate(260))
+    rig.scheduler._step()
+    assert rig.notes.ahead == (160, estimate(160)), "nothing was measured when its batch left"
+    rig.scheduler._step()
+    assert rig.notes.ahead == (60, pytest.approx(10 * estimate(60), rel=0.01))
+    rig.finish()
+    assert rig.notes.ahead == (0, 0.0)
 
 
 class TestDeadlines:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from certificates import Authority
 from encoded_files import saved
 from proxies import free_ports
 from routers import CHAT, RouterProcess, engine, router
@@ -33,6 +36,9 @@ COLUMNS = 3 * 2 * 14 * 14
 FLAGS = ("--graphs", "simulated", "--budgets", "16,64", "--cache-bytes", "10000000", "--dtype", "float32")
 DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text())
 QUERIES = [(panel["title"], each["expr"]) for panel in DASHBOARD["panels"] for each in panel.get("targets", [])]
+ON_CUDA = ["Device memory"]
+"""Panels that are empty on a CPU."""
+EXPIRES_IN = timedelta(days=2)
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("prometheus-alertmanager")),
@@ -68,10 +74,10 @@ def ask(proxy: RouterProcess, stopping: threading.Event) -> None:
             urlopen(Request(f"{proxy.url}{CHAT}", body, headers), timeout=30).close()
 
 
-def load(target: str, stopping: threading.Event) -> None:
+def load(target: str, root: Path | None, stopping: threading.Event) -> None:
     """Keep one server busy with items of every path, files and failures until `stopping`."""
     generator = np.random.default_rng()
-    with Client(target) as client:
+    with Client(target, tls=root) as client:
         while not stopping.wait(0.1):
             sizes = (16, 1024, 16)
             items = [Item(generator.random((rows, COLUMNS), np.float32), (1, rows // 2, 2)) for rows in sizes]
@@ -89,11 +95,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     stopping = threading.Event()
     with ExitStack() as stack:
         edges = stack.enter_context(serving(folder / "model", *FLAGS, "--rpc-processes", "2"))
-        alone = stack.enter_context(serving(folder / "model", *FLAGS))
+        authority = Authority(folder / "pki").issue(not_after=datetime.now(UTC) + EXPIRES_IN)
+        certificate = ("--tls-cert", str(authority.cert), "--tls-key", str(authority.key))
+        alone = stack.enter_context(serving(folder / "model", *FLAGS, *certificate))
         nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
         engines = stack.enter_context(engine()).url, nobody
         whole, broken = (stack.enter_context(router(edges.target, each)) for each in engines)
-        threads = [threading.Thread(target=load, args=(each.target, stopping)) for each in (edges, alone)]
+        loads = ((edges.target, None), (alone.target, authority.root))
+        threads = [threading.Thread(target=load, args=(*each, stopping)) for each in loads]
         threads += [threading.Thread(target=ask, args=(each, stopping)) for each in (whole, broken)]
         jobs = {
             "vitwire": [instance(each) for each in (edges, alone)],
@@ -127,7 +136,10 @@ def test_every_query_of_the_dashboard_has_values(watched: Watched, title: str, e
         series = watched.prometheus.query(concrete(expression))
         return any(math.isfinite(float(each["value"][1])) for each in series)
 
-    waited(numbers, f"{title}: {expression}", 30)
+    if title in ON_CUDA:
+        assert watched.prometheus.query(concrete(expression)) == []
+    else:
+        waited(numbers, f"{title}: {expression}", 30)
 
 
 def test_the_dashboard_lists_jobs_and_instances(watched: Watched) -> None:
@@ -162,6 +174,15 @@ def test_counts_agree_with_the_servers(watched: Watched) -> None:
     series = watched.prometheus.query(f"sum by (instance) (vitwire_items_total) - ({parts} + {hits})")
     assert len(series) == 2
     assert all(abs(float(each["value"][1])) <= 10 for each in series), "items of a scrape's moment"
+
+
+def test_a_certificate_that_expires_soon_fires_the_alerts(watched: Watched) -> None:
+    left = "vitwire_tls_certificate_expiry_timestamp_seconds - time()"
+    seconds = {each["metric"]["instance"]: float(each["value"][1]) for each in watched.prometheus.query(left)}
+    assert 0 < EXPIRES_IN.total_seconds() - seconds[watched.instance(1)] < 3600
+    expected = {(f"VitwireCertificate{how}", watched.instance(1)) for how in ("Expiring", "NearlyExpired")}
+    waited(lambda: expected <= watched.prometheus.firing(), "the alerts fire")
+    assert not {each for each in watched.prometheus.firing() if "Certificate" in each[0]} - expected, "one has TLS"
 
 
 def test_a_router_without_its_engine_fires_the_alert(watched: Watched) -> None:

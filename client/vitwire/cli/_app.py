@@ -19,7 +19,7 @@ from vitwire.cli._info import health, info
 from vitwire.cli._router import router
 from vitwire.cli._sglang import sglang_encoder
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(encode)
 app.command()(info)
 app.command()(health)

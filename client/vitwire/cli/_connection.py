@@ -58,11 +58,11 @@ class Connection:
     @contextmanager
     def client(self) -> Iterator[Client]:
         """A client; errors in the block are reported as by `reported`."""
-        with reported():
-            tls = self._credentials()
-            with Client(
+        with (
+            reported(),
+            Client(
                 self.target,
-                tls=tls,
+                tls=self._tls(),
                 token=self.token,
                 timeout=self.timeout,
                 wait_for_ready=self.wait,
@@ -70,14 +70,15 @@ class Connection:
                 connections=self.connections,
                 output_type=self.output_type,
                 priority=self.priority,
-            ) as client:
-                yield client
+            ) as client,
+        ):
+            yield client
 
     def async_client(self) -> AsyncClient:
         """A client for asyncio, to be made in the event loop that uses it. Raises ValueError or OSError."""
         return AsyncClient(
             self.target,
-            tls=self._credentials(),
+            tls=self._tls(),
             token=self.token,
             timeout=self.timeout,
             wait_for_ready=self.wait,
@@ -98,11 +99,11 @@ class Connection:
         finally:
             notice.cancel()
 
-    def _credentials(self) -> grpc.ChannelCredentials | None:
+    def _tls(self) -> bool | Path | grpc.ChannelCredentials:
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key must be set together")
-        if not (self.tls or self.ca or self.cert):
-            return None
+        if self.cert is None:
+            return self.ca or self.tls
         ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
 

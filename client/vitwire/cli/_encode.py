@@ -32,7 +32,7 @@ from vitwire.cli._connection import (
     Wait,
     warn,
 )
-from vitwire.cli._files import Prepared, prepare
+from vitwire.cli._files import Prepared, found, prepare
 from vitwire.cli._output import Encoded, Failed, check_out, printable, unique_names, write
 
 _WINDOW = 16
@@ -40,11 +40,14 @@ _WINDOW = 16
 
 
 def encode(
-    files: Annotated[list[Path], typer.Argument(help="Image files.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Image files, and folders, whose images are taken with those of their folders.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write embeddings (float32): NAME.safetensors, NAME.npy for a single image, or a directory."
+            help="Where to write embeddings (float32): NAME.safetensors, NAME.npy for a single image, or a folder; "
+            "files in different folders keep these in their names. Without it, nothing is written."
         ),
     ] = None,
     *,
@@ -75,10 +78,12 @@ def encode(
         target, token, tls, ca, cert, key, timeout, wait, output_type=output_type, priority=priority
     )
     with connection.client() as client:
+        images, names = found(files, upload)
         if out is not None:
-            check_out(out, len(files))
+            check_out(out, len(images))
         model = connection.model(client)
-        outcomes, interrupted = _outcomes(_Encoding(client, model, files, timeout, upload))
+        unique = unique_names(list(map(printable, names)))
+        outcomes, interrupted = _outcomes(_Encoding(client, model, images, unique, timeout, upload))
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
         for broken in failed:
@@ -90,6 +95,8 @@ def encode(
             failed = sorted(failed + unwritten, key=lambda each: each.position)
     if encoded:
         Console().print(_table(encoded, model))
+        if out is None:
+            warn("nothing was written: set --out to keep the embeddings")
     if as_json:
         written = printable(out) if out is not None and encoded else None
         document = {"out": written, "pooling": model.pooling, "items": [each.summary() for each in encoded]}
@@ -105,6 +112,7 @@ class _Encoding:
     client: Client
     model: Model
     files: Sequence[Path]
+    names: Sequence[str]
     timeout: float
     upload: Upload
 
@@ -113,7 +121,6 @@ class _Encoding:
 
     def outcomes(self) -> Iterator[Encoded | Failed]:
         """The outcome of each file as it completes. Raises VitwireError when a request fails as a whole."""
-        names = unique_names([printable(file.name) for file in self.files])
         step = min(_WINDOW, self.model.limits.items_per_request or _WINDOW)
         for start in range(0, len(self.files), step):
             items: dict[int, Item] = {}
@@ -128,7 +135,7 @@ class _Encoding:
                 if isinstance(result, VitwireError):
                     yield Failed.of(at, self.files[at], result)
                 else:
-                    yield Encoded(at, self.files[at], names[at], result.grid, result)
+                    yield Encoded(at, self.files[at], self.names[at], result.grid, result)
 
 
 def _outcomes(encoding: _Encoding) -> tuple[list[Encoded | Failed], bool]:

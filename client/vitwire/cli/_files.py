@@ -1,9 +1,9 @@
-"""Image files read into items; reading a named pipe has a timeout, as it may never be written to."""
+"""Image files found and read into items; reading a named pipe has a timeout, as it may never be written to."""
 
 import os
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,14 +17,49 @@ from vitwire._prepare import Upload, image_items
 _THREADS = 8
 _CHUNK = 1 << 20
 
+_IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
+_CLIPS = frozenset((".mp4", ".webm"))
+
 Prepared: TypeAlias = Item | InvalidItem | OSError
+
+
+def found(paths: Sequence[Path], upload: Upload) -> tuple[list[Path], list[str]]:
+    """The files among the paths and in folders among them, and a name for each.
+
+    In folders and the folders within, files with the suffix of an image are taken, and of a clip if clips are sent as
+    files. A name is the file's path from the deepest folder that has them all. Raises ValueError for a folder without
+    such files.
+    """
+    suffixes = _IMAGES if upload == "pixels" else _IMAGES | _CLIPS
+    files: list[Path] = []
+    parents: list[str] = []
+    for path in paths:
+        whole = os.path.normpath(path.absolute())
+        within = _within(path, suffixes) if _is(path.is_dir) else [path]
+        if not within:
+            raise ValueError(f"{path} has no files with the suffixes {', '.join(sorted(suffixes))}")
+        files += within
+        parents.append(whole if within != [path] else os.path.dirname(whole))  # noqa: PTH120  # of a normal path
+    root = os.path.commonpath(parents)
+    return files, [os.path.relpath(file, root) for file in files]
+
+
+def _within(folder: Path, suffixes: Collection[str]) -> list[Path]:
+    """Files in a folder and its folders, in the order of their names; hidden ones are left out."""
+    files: list[Path] = []
+    for name, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        files += [
+            Path(name, each) for each in sorted(names) if Path(each).suffix.lower() in suffixes and each[0] != "."
+        ]
+    return files
 
 
 def prepare(files: Sequence[Path], model: Model, timeout: float, upload: Upload) -> Iterator[Prepared]:
     """The item of each file, in order, or its error. Pipes must be closed by their writers within `timeout`."""
     with ThreadPoolExecutor(_THREADS) as pool:
         # Pipes are read in this thread, so that Ctrl-C can interrupt the read.
-        tasks = [None if _is_pipe(file) else pool.submit(_item, file, model, upload) for file in files]
+        tasks = [None if _is(file.is_fifo) else pool.submit(_item, file, model, upload) for file in files]
         for file, task in zip(files, tasks, strict=True):
             yield task.result() if task else _piped(file, model, timeout, upload)
 
@@ -71,7 +106,8 @@ def _copy(file: Path, copy: IO[bytes], timeout: float) -> None:
     raise TimeoutError(f"{file}: the pipe was not closed by its writers within {timeout:g} s")
 
 
-def _is_pipe(file: Path) -> bool:
+def _is(kind: Callable[[], bool]) -> bool:
+    """Whether a path is of a kind; a path that cannot be looked up is not."""
     with suppress(OSError):
-        return file.is_fifo()
+        return kind()
     return False

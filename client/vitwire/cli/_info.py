@@ -1,14 +1,13 @@
 """`vitwire info` and `vitwire health`."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from vitwire import Model
+from vitwire import Budget, Model
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
     Ca,
@@ -24,6 +23,12 @@ from vitwire.cli._connection import (
 )
 
 _SERVING = "SERVING"
+_SECTIONS = {
+    "model": ("model_id", "model_type", "weights_fingerprint", "dtype", "pooling", "available_poolings"),
+    "embeddings": ("embedding_width", "deepstack_levels", "deliveries"),
+    "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels", "encodings"),
+    "server": ("server_version", "device", "attention_backend", "graphs", "budgets"),
+}
 
 
 def info(
@@ -42,7 +47,7 @@ def info(
     connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
     with connection.client() as client:
         model = connection.model(client)
-    Console().print(_table(model))
+    typer.echo("\n".join(_lines(model)))
     if as_json:
         typer.echo(json.dumps(asdict(model)))
 
@@ -65,17 +70,40 @@ def health(
     raise typer.Exit(0 if status == _SERVING else 1)
 
 
-def _table(model: Model) -> Table:
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in asdict(model).items():
-        match value:
-            case dict():
-                text = "\n".join(f"{key} = {each}" for key, each in value.items())
-            case tuple():
-                text = ", ".join(str(each["tokens"] if isinstance(each, dict) else each) for each in value) or "none"
-            case _:
-                text = str(value)
-        table.add_row(name, text)
-    return table
+def _lines(model: Model) -> Iterator[str]:
+    """Sections of names and values. Values are never cut or wrapped, so that they can be copied."""
+    for title, entries in _sections(model).items():
+        shown = {name.replace("_", " "): text for name, value in entries.items() if (text := _text(value))}
+        if shown:
+            width = max(map(len, shown))
+            yield title
+            yield from (f"  {name:{width}}  {text}" for name, text in shown.items())
+
+
+def _sections(model: Model) -> dict[str, dict[str, object]]:
+    limits = {name: value or None for name, value in asdict(model.limits).items()}
+    precision = asdict(model.precision) if model.precision else {}
+    named = {title: {name: getattr(model, name) for name in names} for title, names in _SECTIONS.items()}
+    return named | {"precision": precision, "limits": limits} | _settings(model)
+
+
+def _settings(model: Model) -> dict[str, dict[str, object]]:
+    """Of images and clips, once if they are the same."""
+    images, clips = model.image_preprocessor, model.video_preprocessor
+    parts = {"images and clips": images} if images == clips else {"images": images, "clips": clips}
+    shown: dict[str, dict[str, Any]] = {}
+    for title, part in parts.items():
+        shown[title] = {} if part is None else asdict(part)
+        for inner in ("tiling", "sampling"):
+            shown[f"{inner} of {title}"] = shown[title].pop(inner, None) or {}
+    return shown
+
+
+def _text(value: object) -> str:
+    match value:
+        case None | () | "":
+            return ""
+        case tuple():
+            return ", ".join(str(each.tokens) if isinstance(each, Budget) else str(each) for each in value)
+        case _:
+            return str(value)

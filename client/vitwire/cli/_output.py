@@ -12,7 +12,7 @@ from vitwire import Embedding, Model, VitwireError
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One encoded file; `name` is unique among the files of the command."""
+    """One encoded file; `name`, a path, is unique among the files of the command."""
 
     position: int
     file: Path
@@ -74,7 +74,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
         path, candidate, number = Path(name), name, 1
         while candidate in unique or (number > 1 and candidate in given):
             number += 1
-            candidate = f"{path.stem}-{number}{path.suffix}"
+            candidate = str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
         unique[candidate] = None
     return list(unique)
 
@@ -122,12 +122,13 @@ def _write_safetensors(out: Path, encoded: Sequence[Encoded], model: Model) -> N
 
 
 def _write_folder(out: Path, encoded: Sequence[Encoded]) -> tuple[list[Encoded], list[Failed]]:
-    out.mkdir(parents=True, exist_ok=True)
     written: list[Encoded] = []
     failed: list[Failed] = []
     for each in encoded:
+        file = out / f"{each.name}.npy"
         try:
-            np.save(out / f"{each.name}.npy", each.embedding.numpy())
+            file.parent.mkdir(parents=True, exist_ok=True)
+            np.save(file, each.embedding.numpy())
         except OSError as error:
             failed.append(Failed.of(each.position, each.file, f"its embedding cannot be written: {error}"))
         else:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.calibration import measure_costs, worthwhile
-from vitwire_server.runtime.devices import kernel_fault
+from vitwire_server.runtime.devices import kernel_fault, memory
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
 from vitwire_server.runtime.streams import CudaStreams, Streams
@@ -98,9 +99,12 @@ def capture_ladder(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Me
     if len(ladder):
         _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
     start = time.perf_counter()
-    before = torch.cuda.memory_reserved(tower.device) if tower.device.type == "cuda" else 0
+    on_cuda = tower.device.type == "cuda"
+    before = torch.cuda.memory_reserved(tower.device) if on_cuda else 0
     graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
-    reserved = torch.cuda.memory_reserved(tower.device) - before if tower.device.type == "cuda" else graphs.nbytes
+    reserved = torch.cuda.memory_reserved(tower.device) - before if on_cuda else graphs.nbytes
+    if on_cuda:
+        metrics.memory.reads(partial(memory, tower.device, reserved))
     metrics.model.captured(len(graphs.dropped), time.perf_counter() - start, reserved)
     return graphs, reserved
 

@@ -79,7 +79,7 @@ class LocalFront:
         self._tracer = _tracer(settings)
         self._rpc = RpcServer(
             self._service,
-            _listen(settings, port),
+            _listen(settings, port, metrics),
             max_message_bytes=settings.message_bytes,
             extras=Extras(reflection=settings.reflection, channelz=settings.channelz),
             tracer=self._tracer,
@@ -122,11 +122,12 @@ class LocalFront:
             self._tracer = None
 
 
-def _listen(settings: ServeSettings, shared_port: int | None) -> Listen:
+def _listen(settings: ServeSettings, shared_port: int | None, metrics: RpcMetrics) -> Listen:
     """Where and how to listen. Raises UsageError for unusable certificate or token files."""
     cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
     try:
-        certificates = Certificates(cert, key, settings.tls_client_ca) if cert and key else None
+        renewed = metrics.certificate_loaded
+        certificates = Certificates(cert, key, settings.tls_client_ca, renewed) if cert and key else None
     except (OSError, ValueError) as error:
         raise UsageError(f"--tls-cert, --tls-key, --tls-client-ca: {error}") from error
     try:

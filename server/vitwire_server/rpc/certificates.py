@@ -2,6 +2,7 @@
 
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -18,11 +19,21 @@ class Certificates:
     leaves the previous certificate in place until the files change again.
     """
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
-        """With `client_ca`, clients must have a certificate that it signed. Raises OSError or ValueError."""
+    def __init__(
+        self,
+        cert: Path,
+        key: Path,
+        client_ca: Path | None = None,
+        on_load: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """With `client_ca`, clients must have a certificate that it signed. Raises OSError or ValueError.
+
+        `on_load` gets the Unix time at which the server's certificate expires, at each reading of the files.
+        """
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
+        self._on_load = on_load
         self._watch = FileWatch(cert, key, *([client_ca] if client_ca else []))
         self._first = self._load()
 
@@ -66,4 +77,11 @@ class Certificates:
                 context.load_verify_locations(self._client_ca)
             except ssl.SSLError as error:
                 raise ValueError(f"{self._client_ca} contains no certificate: {error}") from None
+        self._on_load(_expiry(self._cert))
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
+
+
+def _expiry(cert: Path) -> float:
+    """The Unix time at which the first certificate of a PEM file expires."""
+    fields = ssl._ssl._test_decode_cert(str(cert))  # type: ignore[attr-defined]  # noqa: SLF001 - ssl has no other way
+    return ssl.cert_time_to_seconds(fields["notAfter"])

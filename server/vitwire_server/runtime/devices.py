@@ -65,6 +65,13 @@ def kernel_fault(device: torch.device) -> str:
     return f"kernels and captured attention need compute capability 8.0, the device has {found.name}"
 
 
+def memory(device: torch.device, graphs: int) -> dict[str, int]:
+    """Bytes of a CUDA device by kind; `graphs` took so many when they were captured. Raises RuntimeError."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return {"total": total, "free": free, "reserved": reserved, "used": used, "graphs": graphs}
+
+
 def unavailable(device: torch.device, backends: Mapping[str, str], *, graphs: bool) -> dict[str, str]:
     """What a CUDA device or the installation lacks of attention `backends`, graphs and fused blocks, and why."""
     if device.type != "cuda":

@@ -140,4 +140,6 @@ class Intake:
         return [*self._unanswered.values(), *waiting]
 
     def _queue_changed(self) -> None:
-        self._monitor.queue_changed(len(self._queue), self._queue.nbytes)
+        queue = self._queue
+        seconds = self.planner.estimate(queue.tokens) * self._forecast.pace
+        self._monitor.queue_changed(len(queue), queue.nbytes, queue.tokens, seconds)

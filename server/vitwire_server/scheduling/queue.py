@@ -23,6 +23,7 @@ class Queue:
         self._levels: dict[Priority, Shares[Ticket, Entry]] = {level: Shares(_QUANTUM) for level in Priority}
         self._items = 0
         self._nbytes = 0
+        self._tokens = 0
         self._passed_by = 0
 
     def __len__(self) -> int:
@@ -32,6 +33,11 @@ class Queue:
     def nbytes(self) -> int:
         """Bytes of the pixels that wait."""
         return self._nbytes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the items that wait."""
+        return self._tokens
 
     def push(self, entry: Entry) -> None:
         """Append to the share of the entry's ticket."""
@@ -96,3 +102,4 @@ class Queue:
     def _count(self, entry: Entry, sign: int) -> None:
         self._items += sign
         self._nbytes += sign * entry.item.nbytes
+        self._tokens += sign * entry.item.footprint.tokens

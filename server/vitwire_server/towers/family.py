@@ -144,6 +144,8 @@ class Family(ABC):
     """`model_type` of the checkpoint's config.json."""
     tower_type: str = ""
     """`vision_config.model_type` of its checkpoints, if another row of this `model_type` serves all other towers."""
+    original: str = ""
+    """Class of the makers' code, by which `architectures` names checkpoints that have no `model_type`."""
     title: str
     """The models' published name."""
     tower: Module

@@ -1,6 +1,7 @@
 """The table of models: one row per `model_type`, or per kind of tower where a `model_type` has several."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -108,9 +109,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({row.name: row for maker in _M
 """By name; that of a row without a `tower_type` is its `model_type`."""
 
 
+def unsupported(model_type: object) -> str:
+    """What is wrong about a `model_type` that is not in the table, with those that are spelt like it."""
+    known = {row.model_type for row in FAMILIES.values()}
+    near = get_close_matches(str(model_type).lower(), sorted(known), n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    what = f"model_type {model_type!r} is not supported" if model_type else "config.json has no model_type"
+    return f"{what}; {hint}docs/models.md lists the {len(known)} that are supported"
+
+
 def family_of(settings: Mapping[str, Any]) -> Family | None:
     """The row of a checkpoint by its config.json; None if its `model_type` is not in the table."""
     model_type, vision = settings.get("model_type"), settings.get("vision_config")
+    if not model_type:
+        named = (row for row in FAMILIES.values() if row.original and [row.original] == settings.get("architectures"))
+        return next(named, None)
     tower_type = vision.get("model_type") if isinstance(vision, dict) else None
     rows = (row for row in FAMILIES.values() if (row.model_type, row.tower_type) == (model_type, tower_type))
     return next(rows, None) or FAMILIES.get(str(model_type))

@@ -1,7 +1,8 @@
 """`vitwire bench`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -24,9 +25,9 @@ from vitwire.cli._bench.options import (
     TraceFile,
     sizes_of,
 )
-from vitwire.cli._bench.report import check_plot, plot, plot_trials, table, trials_table
+from vitwire.cli._bench.report import check_plot, plot, plot_trials, shapes_table, table, trials_table
 from vitwire.cli._bench.runs import Run, Runner, closed_pace
-from vitwire.cli._bench.workload import of_sizes, of_trace
+from vitwire.cli._bench.workload import Shape, of_sizes, of_trace
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
     INTERRUPTED,
@@ -116,13 +117,15 @@ def bench(
         def run_at(pace: Pace) -> Run:
             return runner.run(Load(client, work, pace, fresh=not repeat))
 
-        Load(client, work, pace).warm_up()
+        shapes = Load(client, work, pace).warm_up(model)
+        _warn_of_resized(shapes)
         goal = Goal(p99_ms, seconds, for_rate, headroom)
         result = _found(goal, options, run_at) if search else run_at(pace)
     parameters = {
         "target": target,
         "model": model.model_id,
         "sizes": [] if recorded else list(map(str, options.sizes)),
+        "shapes": list(map(asdict, shapes)),
         "trace": None if trace is None else str(trace),
         "items_per_request": None if recorded else items,
         "frames": frames,
@@ -131,7 +134,7 @@ def bench(
         "arrivals": options.chosen_arrivals,
         "rate": rate,
     }
-    _show(result, parameters | result.document(), plot_file)
+    _show(result, shapes, parameters | result.document(), plot_file)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
     _check(result)
@@ -154,12 +157,20 @@ def _found(goal: Goal, options: Options, run_at: Callable[[Pace], Run]) -> Findi
 
 def _progress(trial: Verdict) -> None:
     verdict = "holds" if trial.holds else f"fails: {trial.limited_by}"
-    latency = "-" if trial.p99_ms is None else f"{trial.p99_ms:.0f} ms"
+    latency = "unknown" if trial.p99_ms is None else f"{trial.p99_ms:.0f} ms"
     warn(f"{trial.rate:g} requests/s for {trial.seconds:g} s: p99 {latency}, {trial.missed} missed; {verdict}")
 
 
-def _show(result: Run | Finding, document: dict[str, object], plot_file: Path | None) -> None:
+def _warn_of_resized(shapes: Sequence[Shape]) -> None:
+    for shape in shapes:
+        if shape.resized_to:
+            warn(f"--size {shape.size}: the model takes it at {shape.resized_to}, {shape.tokens} tokens")
+
+
+def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, object], plot_file: Path | None) -> None:
     console = Console()
+    if shapes:
+        console.print(shapes_table(shapes))
     if isinstance(result, Finding) and result.trials:
         console.print(trials_table(result.trials))
     console.print(table(document))

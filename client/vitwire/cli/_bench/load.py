@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vitwire import Client, Item, VitwireError
+from vitwire import Client, Item, Model, VitwireError
 from vitwire._items import pixel_bytes
 from vitwire.cli._bench.samples import NOT_SENT, Sample
-from vitwire.cli._bench.workload import Workload
+from vitwire.cli._bench.workload import Shape, Workload
 
 _STAMP_BYTES = 8
 _GRACE_SECONDS = 1.0
@@ -62,10 +62,13 @@ class Load:
     _ended: float = float("inf")
     """When the last request was due, once that is known."""
 
-    def warm_up(self) -> None:
-        """Open connections, and let the server do work that comes once."""
+    def warm_up(self, model: Model) -> list[Shape]:
+        """Open connections, and let the server do work that comes once; returns what the model makes of each size."""
+        tokens: dict[int, int] = {}
         for items in self.workload.warmup:
-            self.client.encode(items)
+            tokens |= zip(map(id, items), (rows.shape[0] for rows in self.client.encode(items)), strict=True)
+        sizes = self.workload.sizes.items()
+        return [Shape.of(size, item, tokens[id(item)], model) for size, item in sizes if id(item) in tokens]
 
     def run(self) -> float:
         """Run the load; returns its duration in seconds. An exception in a thread is raised once all have ended.

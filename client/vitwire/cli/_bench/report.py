@@ -1,7 +1,7 @@
 """How the benchmark shows its results: a table, and plots."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from vitwire.cli._bench.capacity import Verdict
 from vitwire.cli._bench.samples import Summary
+from vitwire.cli._bench.workload import Shape
 
 _BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 
@@ -20,25 +21,46 @@ def table(document: Mapping[str, object]) -> Table:
     shown = Table(show_header=False)
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")
-    for name, value in document.items():
-        if isinstance(value, dict):
-            text = ", ".join(f"{key} {each}" for key, each in value.items()) or "none"
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            continue
-        elif isinstance(value, list):
-            text = ", ".join(map(str, value))
-        else:
-            text = "-" if value is None else str(value)
-        shown.add_row(name.replace("_", " "), escape(text))
+    for name, text in rows(document):
+        shown.add_row(escape(name), escape(text))
     return shown
+
+
+def rows(document: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values, without those that are None or empty; a dict of dicts has a row for each entry."""
+    for key, value in document.items():
+        name = prefix + key.replace("_", " ")
+        if value in (None, "", [], {}) or (isinstance(value, list) and isinstance(value[0], dict)):
+            continue
+        if not isinstance(value, dict):
+            yield name, _text(value)
+        elif any(isinstance(each, dict) for each in value.values()):
+            yield from rows(value, f"{name}: ")
+        else:
+            known = {inner: each for inner, each in value.items() if each is not None}
+            yield name, ", ".join(f"{inner.replace('_', ' ')} {_text(each)}" for inner, each in known.items())
 
 
 def trials_table(trials: Sequence[Verdict]) -> Table:
     """The trials of a search for capacity, one a row."""
     shown = Table(*(each.name.replace("_", " ") for each in fields(Verdict)))
     for trial in trials:
-        shown.add_row(*("-" if value is None else str(value) for value in astuple(trial)))
+        shown.add_row(*("" if value is None else _text(value) for value in astuple(trial)))
     return shown
+
+
+def shapes_table(shapes: Sequence[Shape]) -> Table:
+    """What the model makes of each size, one a row."""
+    shown = Table("size", "resized to", "grid", "tokens")
+    for shape in shapes:
+        shown.add_row(shape.size, shape.resized_to or "", "x".join(map(str, shape.grid)), str(shape.tokens))
+    return shown
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def check_plot(path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 import numpy as np
@@ -43,6 +43,8 @@ class Workload:
     """Requests, to be sent in turn and again from the first. Items that are equal are shared."""
 
     requests: Sequence[Sequence[Item]]
+    sizes: Mapping[ImageSize, Item] = field(default_factory=dict)
+    """The item of each size of `--size`."""
 
     @property
     def warmup(self) -> Sequence[Sequence[Item]]:
@@ -57,16 +59,38 @@ class Workload:
         return self.requests[number % len(self.requests)]
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the model makes of a size."""
+
+    size: str
+    resized_to: str | None
+    """The size at which it is encoded, if that differs by a token or more."""
+    grid: tuple[int, int, int]
+    tokens: int
+
+    @classmethod
+    def of(cls, size: ImageSize, item: Item, tokens: int, model: Model) -> "Shape":
+        assert item.pixels is not None
+        tiles = len(item.pixels.shape) == 4
+        unit = tuple(item.pixels.shape[2:]) if tiles else (model.patch_size, model.patch_size)
+        slack = 1 if tiles else model.patch_size * model.merge_size
+        height, width = (count * side for count, side in zip(item.grid[1:], unit, strict=True))
+        same = abs(height - size.height) < slack and abs(width - size.width) < slack
+        return cls(str(size), None if same else f"{width}x{height}", item.grid, tokens)
+
+
 def of_sizes(sizes: Sequence[ImageSize], items: int, frames: int, model: Model) -> Workload:
     """Requests of `items` images, or clips of `frames` frames.
 
     Sizes take turns; if any has a weight, each item's size is drawn by weight instead (1 for those without).
     """
     prepared = _random_items(sizes, frames, model)
+    named = dict(zip(sizes, prepared, strict=True))
     if all(size.weight is None for size in sizes):
         turns, distinct = cycle(prepared), len(sizes) // math.gcd(len(sizes), items)
-        return Workload([list(islice(turns, items)) for _ in range(distinct)])
-    return Workload([[prepared[index] for index in row] for row in draws(sizes, items, _MIX_REQUESTS)])
+        return Workload([list(islice(turns, items)) for _ in range(distinct)], named)
+    return Workload([[prepared[index] for index in row] for row in draws(sizes, items, _MIX_REQUESTS)], named)
 
 
 def draws(sizes: Sequence[ImageSize], items: int, requests: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from vitwire_server.observe.metrics.cache import CacheMetrics
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.engine import EngineMetrics
 from vitwire_server.observe.metrics.ladder import LadderMetrics
+from vitwire_server.observe.metrics.memory import MemoryMetrics
 from vitwire_server.observe.metrics.model import ModelMetrics, StateMetrics
 from vitwire_server.observe.metrics.processes import ENGINE, ProcessMetrics
 from vitwire_server.observe.metrics.rpc import RpcMetrics
@@ -35,7 +36,8 @@ class Metrics:
         self.rpc = RpcMetrics(series, shared)
         self.admission = AdmissionMetrics(series)
         self.cache = CacheMetrics(series, shared)
-        self.engine = EngineMetrics(series, shared)
+        self.memory = MemoryMetrics(series)
+        self.engine = EngineMetrics(series, shared, self.memory)
         self.delivery = DeliveryMetrics(series, shared)
         self.model = ModelMetrics(series)
         self.ladder = LadderMetrics(series)

@@ -28,7 +28,7 @@ _IN_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it is private
 """Writes to mapped files on a disk may wait for the disk."""
 _ROOM = 4 << 20
 """Free bytes that the files of all edges, and of their successors, fit into."""
-_FILES = ("counter", "gauge_livesum", "histogram")
+_FILES = ("counter", "gauge_livesum", "gauge_livemin", "histogram")
 _FILE_BYTES = 1 << 16
 """The size that prometheus_client gives a new file; the edges' labels are few and need a third of it."""
 _LOCK = "lock"

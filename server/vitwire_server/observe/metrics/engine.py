@@ -5,6 +5,7 @@ from vitwire_server.core.errors import NonFinite
 from vitwire_server.core.items import Modality
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Path
+from vitwire_server.observe.metrics.memory import MemoryMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
 
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -14,10 +15,13 @@ _RATIOS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
 class EngineMetrics:
     """The queue, batches, budgets and the engine's health; implements core's `Monitor`."""
 
-    def __init__(self, series: Series, shared: Shared) -> None:
+    def __init__(self, series: Series, shared: Shared, memory: MemoryMetrics) -> None:
+        self._memory = memory
         counter, gauge, histogram = series.counter, series.gauge, series.histogram
         self._queue_items = gauge("queue_items", "Items waiting in the queue")
         self._queue_bytes = gauge("queue_bytes", "Bytes of pixels waiting in the queue")
+        self._queue_tokens = gauge("queue_tokens", "Tokens of the items waiting in the queue")
+        self._queue_seconds = gauge("queue_seconds", "Predicted time to encode what waits in the queue")
         self._expired = counter("expired", "Items whose deadline passed, or could not be met, by stage", "stage")
         self._hits = counter("graph_hits", "Items encoded by a graph replay", "modality", "budget")
         self._replays = counter("graph_replays", "Graph replays", "budget")
@@ -66,14 +70,17 @@ class EngineMetrics:
         else:
             self._cancelled.labels(stage).inc()
 
-    def queue_changed(self, items: int, nbytes: int) -> None:
-        """Set what the queue holds now."""
+    def queue_changed(self, items: int, nbytes: int, tokens: int, seconds: float) -> None:
+        """Set what the queue holds now, and the seconds that it is predicted to take."""
         self._queue_items.set(items)
         self._queue_bytes.set(nbytes)
+        self._queue_tokens.set(tokens)
+        self._queue_seconds.set(seconds)
 
     def heartbeat(self) -> None:
         """The engine thread made progress."""
         self._heartbeat.set_to_current_time()
+        self._memory.refresh()
 
     def canary_ran(self, *, passed: bool) -> None:
         """A test item went through the engine."""

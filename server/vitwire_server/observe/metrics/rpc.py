@@ -39,10 +39,18 @@ class RpcMetrics:
         )  # fmt: skip
         self._decode_failures = series.counter("decode_failures", "Encoded items that were not decoded", "reason")
         self._decoders = series.gauge("decode_processes", "Decoder processes that run")
+        self._expiry = series.least(
+            "tls_certificate_expiry_timestamp_seconds",
+            "Time at which the certificate that new connections get expires; 0 without TLS",
+        )
         for modality in Modality:
             self._decode_seconds.labels(modality)
         for reason in Fault:
             self._decode_failures.labels(reason)
+
+    def certificate_loaded(self, expiry: float) -> None:
+        """New connections get a certificate that expires at this Unix time."""
+        self._expiry.set(expiry)
 
     def received(self, nbytes: int) -> None:
         """A request message with items arrived."""

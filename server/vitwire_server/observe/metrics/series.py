@@ -26,6 +26,10 @@ class Series:
         """A gauge; those of several processes are added, see `edges.py`."""
         return Gauge(f"vitwire_{name}", text, labels, registry=self._registry, multiprocess_mode="livesum")
 
+    def least(self, name: str, text: str) -> Gauge:
+        """A gauge whose least value counts where several edges record it; the engine's process then leaves it at 0."""
+        return Gauge(f"vitwire_{name}", text, registry=self._registry, multiprocess_mode="livemin")
+
     def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
         """A histogram with these bucket bounds."""
         return Histogram(f"vitwire_{name}", text, labels, registry=self._registry, buckets=tuple(buckets))

@@ -26,7 +26,7 @@ def build_module(
     """A module with its weights, on the host; `config` is the whole checkpoint's. Raises CheckpointError."""
     try:
         source, own = module.resolve(), module.configuration(config)
-        if other := _other_shape(source, own, weights):
+        if other := _other_form(source, own, weights):
             raise CheckpointError(f"{folder}: the weights do not fit the vision {name}: {other}")
         make = _pretrained if issubclass(source, PreTrainedModel) else _plain
         built, info = make(source, own, weights, dtype)
@@ -40,14 +40,16 @@ def build_module(
     return built.eval().requires_grad_(requires_grad=False)
 
 
-def _other_shape(source: type[nn.Module], config: Config, weights: Weights) -> str | None:
-    """The first weight of another shape than the configuration asks for, found before memory is allocated."""
+def _other_form(source: type[nn.Module], config: Config, weights: Weights) -> str | None:
+    """The first weight of another shape or kind than the module holds, found before memory is allocated."""
     with torch.device("meta"):
         held = {name: tuple(tensor.shape) for name, tensor in source(config).named_parameters()}
     for name in sorted(held.keys() & weights.keys()):
-        given = tuple(weights[name].shape)
-        if given != held[name]:
-            return f"{name} is of shape {given}, and config.json asks for {held[name]}"
+        given = weights[name]
+        if tuple(given.shape) != held[name]:
+            return f"{name} is of shape {tuple(given.shape)}, and config.json asks for {held[name]}"
+        if not given.is_floating_point():
+            return f"{name} is of type {given.dtype}, but must be floating point"
     return None
 
 

@@ -21,7 +21,7 @@ from vitwire_server.towers.family import Family
 from vitwire_server.towers.files import CheckpointError, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
-from vitwire_server.towers.registry import FAMILIES, family_of
+from vitwire_server.towers.registry import family_of, unsupported
 from vitwire_server.towers.served import absurd_layers
 from vitwire_server.towers.tower import Tower
 
@@ -87,10 +87,7 @@ def open_checkpoint(model: str) -> Checkpoint:
     settings = read_json(folder / "config.json")
     family = family_of(settings)
     if family is None:
-        known = ", ".join(dict.fromkeys(row.model_type for row in FAMILIES.values()))
-        raise CheckpointError(
-            f"{model}: model_type {settings.get('model_type')!r} is not supported; supported are {known}"
-        )
+        raise CheckpointError(f"{model}: {unsupported(settings.get('model_type'))}")
     if Version(transformers.__version__) < Version(family.transformers):
         raise CheckpointError(
             f"{model}: {family.title} needs transformers {family.transformers} or newer, "

@@ -11,8 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vitwire_server.towers.checkpoints.building import BROKEN
+from vitwire_server.towers.checkpoints.patterns import first_matches
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Weights
+from vitwire_server.towers.family import Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
 
 _CONFIG = "adapter_config.json"
@@ -32,6 +34,8 @@ _VARIANTS = (
     "layer_replication",
 )
 """Settings with which an adapter is more than a product of two factors that is added to a weight."""
+_LARGEST_ALPHA = 1e38
+"""Of float32, which changes are computed in."""
 _PLAIN_STARTS = ("gaussian", "eva")
 """Initialisations that leave the base's weights as they were."""
 
@@ -73,8 +77,7 @@ class Adapter:
         changes = self._changes(tensors)
         found = False
         for part, module in family.modules.items():
-            own = {name: change for key, change in changes.items() if (name := module.name(key)) is not None}
-            for name, change in module.convert(own, module.configuration(config)).items():
+            for name, change in self._own(part, module, config, changes).items():
                 weight = weights[part].get(name)
                 if weight is None or weight.shape != change.shape:
                     shape = tuple(change.shape)
@@ -88,15 +91,36 @@ class Adapter:
                 f"{self.folder} holds no weights of the vision tower: it adapts the language model only"
             )
 
+    def _own(self, part: str, module: Module, config: Config, changes: Weights) -> Weights:
+        """What is added to the weights of a module, by their names in it. Raises CheckpointError."""
+        own: Weights = {}
+        for key, change in changes.items():
+            name = module.name(key)
+            if name in own:
+                raise CheckpointError(f"{self.folder / _WEIGHTS} changes {name} of the {part} twice")
+            if name is not None:
+                own[name] = change
+        try:
+            return module.convert(own, module.configuration(config))
+        except BROKEN as error:
+            path = self.folder / _WEIGHTS
+            raise CheckpointError(f"{path}: the factors do not fit the vision {part}: {error}") from error
+
     def _changes(self, tensors: Weights) -> Weights:
         """What is added to each weight, float32, by the weight's name in the model that was adapted."""
         factors: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             match = _FACTOR.fullmatch(_adapted(key))
-            if match:
-                kind = match["kind"] or ""
-                factors.setdefault(match["module"], {})[kind + match["side"]] = tensor.float()
-        return {f"{module}.weight": self._change(module, own) for module, own in factors.items()}
+            if not match:
+                continue
+            if tensor.ndim < 2 or not tensor.numel() or not tensor.is_floating_point():
+                form = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                reason = "factors must be matrices of floating point numbers, of rank 1 or more"
+                raise CheckpointError(f"{self.folder / _WEIGHTS}: {key} is {form}, but {reason}")
+            kind = match["kind"] or ""
+            factors.setdefault(match["module"], {})[kind + match["side"]] = tensor.float()
+        alphas = self._alphas(list(factors))
+        return {f"{module}.weight": self._change(module, own, alphas[module]) for module, own in factors.items()}
 
     def _tensors(self) -> Weights:
         path = self.folder / _WEIGHTS
@@ -107,22 +131,40 @@ class Adapter:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
 
-    def _change(self, module: str, own: Mapping[str, Tensor]) -> Tensor:
+    def _change(self, module: str, own: Mapping[str, Tensor], alpha: float) -> Tensor:
         if own.keys() not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
             raise CheckpointError(f"{self.folder} holds only a part of the factors of {module}")
         down, up = (own[side] for side in sorted(own))
-        if up.flatten(1).shape[1] != len(down):
+        rank = len(down)
+        if up.flatten(1).shape[1] != rank:
             raise CheckpointError(f"{self.folder}: the factors of {module} are of different ranks")
-        product = up.flatten(1) @ down.flatten(1) * self._scale(module, len(down))
+        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        product = up.flatten(1) @ down.flatten(1) * scale
+        if not product.isfinite().all():
+            raise CheckpointError(f"{self.folder}: the factors of {module} give values that are not finite")
         if "embedding_A" in own:
             return product.t()
         return product.view(len(up), *down.shape[1:])
 
-    def _scale(self, module: str, rank: int) -> float:
-        patterns: Mapping[str, float] = self.config.get("alpha_pattern") or {}
-        matching = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-        alpha = float(next(matching, self.config.get("lora_alpha", 8)))
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+    def _alphas(self, modules: list[str]) -> dict[str, float]:
+        """What the factors of each module are scaled by before their rank divides it. Raises CheckpointError."""
+        patterns = self.config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern is no object of names and numbers")
+        found: list[int | None] = [None] * len(modules)
+        if patterns:
+            try:
+                found = first_matches(list(patterns), modules)
+            except ValueError as error:
+                raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern cannot be used: {error}") from error
+        alphas = [self._number(f"alpha_pattern.{key}", value) for key, value in patterns.items()]
+        default = self._number("lora_alpha", self.config.get("lora_alpha", 8))
+        return {module: default if at is None else alphas[at] for module, at in zip(modules, found, strict=True)}
+
+    def _number(self, field: str, value: object) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_ALPHA:
+            return float(value)
+        raise CheckpointError(f"{self.folder / _CONFIG}: {field} is {value!r}, but must be a finite number")
 
 
 def _adapted(key: str) -> str:

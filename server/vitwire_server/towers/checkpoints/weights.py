@@ -1,4 +1,4 @@
-"""The weights of a vision tower, from safetensors shards in hub layout.
+"""The weights of a vision tower, from shards in hub layout: safetensors, or else what torch.save wrote.
 
 Only the shards that hold the tower's weights, by the index, are opened; those of the language model
 may be absent from disk.
@@ -10,18 +10,21 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.building import BROKEN
+from vitwire_server.towers.checkpoints.shards import names_in, tensors_in
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
 from vitwire_server.towers.served import surplus_layers
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+_LAYOUTS = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+"""Names of the index of shards and of the only file; the first that is there is read."""
 
 Track = Callable[[Iterable[str], str, int], Iterable[str]]
 """Wraps an iterable in a progress bar: items, description, how many."""
@@ -44,30 +47,20 @@ def read_weights(
 
     With `hub_id`, `folder` is the hub's cache, where shards are fetched as they are needed.
     """
-    if hub_id and not (folder / _INDEX).exists():
-        download(hub_id, [_SINGLE])
-    shards = _vision_shards(folder, modules, config)
+    shards = _vision_shards(folder, _weight_map(_whole(folder, hub_id)), modules, config)
     if hub_id:
         download(hub_id, list(shards))
     weights: dict[str, Weights] = {module: {} for module in modules}
     for shard in track(list(shards), "loading", len(shards)):
         path = folder / shard
-        if not path.exists():
+        if not path.is_file():
             raise CheckpointError(f"{folder}: {shard} is missing, and it holds weights of the vision tower")
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                for module, name, key in shards[shard]:
-                    weights[module][name] = _floating(tensors.get_tensor(key), key, path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a safetensors file of this checkpoint: {error}") from error
+        tensors = tensors_in(path, {key for _, _, key in shards[shard]})
+        for module, name, key in shards[shard]:
+            before = weights[module].setdefault(name, tensors[key])
+            if before is not tensors[key] and not torch.equal(before, tensors[key]):
+                raise CheckpointError(f"{path}: {key} differs from another weight that stands for {name} too")
     return {name: _converted(folder, name, module, config, weights[name]) for name, module in modules.items()}
-
-
-def _floating(tensor: torch.Tensor, key: str, path: Path) -> torch.Tensor:
-    """The tensor, unless its values are codes of a quantisation. Raises CheckpointError."""
-    if tensor.element_size() == 1:
-        raise CheckpointError(f"{path}: {key} is quantised ({tensor.dtype}); towers are served in 16 or 32 bits only")
-    return tensor
 
 
 def _converted(folder: Path, name: str, module: Module, config: Config, weights: Weights) -> Weights:
@@ -79,10 +72,9 @@ def _converted(folder: Path, name: str, module: Module, config: Config, weights:
 
 
 def _vision_shards(
-    folder: Path, modules: Mapping[str, Module], config: Config
+    folder: Path, keys: Mapping[str, str], modules: Mapping[str, Module], config: Config
 ) -> dict[str, list[tuple[str, str, str]]]:
-    """For each shard with vision weights: module, name within the module, and name in the shard."""
-    keys = _weight_map(folder)
+    """For each shard with vision weights, of weights to shards: module, name within it, and name in the shard."""
     shards: dict[str, list[tuple[str, str, str]]] = {}
     for name, module in modules.items():
         named = {key: found for key in keys if (found := module.name(key)) is not None}
@@ -98,20 +90,29 @@ def _vision_shards(
     return shards
 
 
-def _weight_map(folder: Path) -> Mapping[str, str]:
-    """Weight name to shard, from the index or from the only file."""
-    if (folder / _INDEX).exists():
-        weight_map = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise CheckpointError(f"{folder / _INDEX} holds no weight_map from names to files")
-        return weight_map
-    if not (folder / _SINGLE).exists():
-        raise CheckpointError(f"{folder} holds neither {_INDEX} nor {_SINGLE}")
-    try:
-        with safe_open(folder / _SINGLE, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), _SINGLE)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / _SINGLE} is not a safetensors file: {error}") from error
+def _whole(folder: Path, hub_id: str | None) -> Path:
+    """The index of a checkpoint's shards, or its only file, which is fetched from the hub. Raises CheckpointError."""
+    for index, single in _LAYOUTS:
+        if (folder / index).is_file():
+            return folder / index
+        if hub_id:
+            download(hub_id, [single])
+        if (folder / single).is_file():
+            return folder / single
+    raise CheckpointError(f"{folder} holds no weights: none of {', '.join(name for pair in _LAYOUTS for name in pair)}")
+
+
+def _weight_map(path: Path) -> Mapping[str, str]:
+    """Weight name to shard, from an index or from the only file. Raises CheckpointError."""
+    if path.suffix != ".json":
+        return dict.fromkeys(names_in(path), path.name)
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{path} holds no weight_map from names to files")
+    for key, shard in weight_map.items():
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise CheckpointError(f"{path}: {key} is in {shard}, which must be a file of this directory")
+    return weight_map
 
 
 def fingerprint(weights: Mapping[str, Weights], pooling: Pooling) -> str:

@@ -11,6 +11,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Family, Parts
+from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower, heads_of, side
 from vitwire_server.towers.processors.settings import ProcessorFiles, read_settings, usable
 from vitwire_server.towers.processors.single import class_of, one_tile
@@ -70,7 +71,10 @@ class PlainFamily(Family):
         assert tiling is not None, "a processor of one tile has a tiling"
         size = side(vision.image_size)
         if not self.resizes and tiling.tile != (size, size):
-            raise ValueError(f"image_size is {size}, but {files.image_path.name} makes tiles of {tiling.tile}")
+            name, found = files.image_path.name, f"makes tiles of {tiling.tile}"
+            if not files.image:
+                found = f"is missing, without which {self.processor}'s processor {found}: add that of the model"
+            raise CheckpointError(f"{folder}: image_size is {size}, but {name} {found}")
         if min(tiling.tile) < side(vision.patch_size):
             raise ValueError(f"{files.image_path.name} makes tiles of {tiling.tile}, which hold no patch of patch_size")
         fields: dict[str, object] = {"tile": tiling.tile, "has_head": False}

@@ -1,5 +1,6 @@
 """Processors that make one tile of an image: resized to it, or its middle cut out."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +69,10 @@ def class_of(files: ProcessorFiles, default: str) -> ProcessorClass:
 def one_tile(files: ProcessorFiles, default: str) -> Preprocessing:
     """Settings of images, and of frames of clips. Raises ValueError over steps that do not end in one tile."""
     own = class_of(files, default)
-    image = {key: value for key, value in files.image.items() if value is not None}
+    image = {key: value for key, value in files.image.items() if value is not None or key.startswith("do_")}
     for step in ("do_resize", "do_rescale"):
-        if not image.get(step, True):
-            raise ValueError(f"{step} false is not served")
+        if not image.get(step, True):  # processors take null as false
+            raise ValueError(f"{step} {json.dumps(image[step])} is not served")
     normalisation = own.normalisation
     if not image.get("do_normalize", True):
         image, normalisation = {**image, "image_mean": None, "image_std": None}, IDENTITY

@@ -1,5 +1,6 @@
 """The settings of a processor that cuts tiles."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,8 @@ def tiled(
 
     Raises ValueError if the file says not to resize images, which the rule does.
     """
-    if config.get("do_resize") is False and tiling.rule in _RESIZING:
-        raise ValueError("do_resize false is not served")
+    if not config.get("do_resize", True) and tiling.rule in _RESIZING:  # processors take null as false
+        raise ValueError(f"do_resize {json.dumps(config['do_resize'])} is not served")
     area = tiling.tile[0] * tiling.tile[1]
     settings = bounded(config, (area, area * max(1, tiling.max_tiles)), normalisation, resample)
     return replace(settings, tiling=tiling)
