@@ -39,6 +39,7 @@ class RpcMetrics:
         )  # fmt: skip
         self._decode_failures = series.counter("decode_failures", "Encoded items that were not decoded", "reason")
         self._decoders = series.gauge("decode_processes", "Decoder processes that run")
+        self._decode_waiting = series.gauge("decode_waiting", "Encoded items that wait for a decoder")
         for modality in Modality:
             self._decode_seconds.labels(modality)
         for reason in Fault:
@@ -63,6 +64,10 @@ class RpcMetrics:
     def decoders(self, count: int) -> None:
         """So many decoders run in this process."""
         self._decoders.set(count)
+
+    def waiting(self, count: int) -> None:
+        """So many encoded items wait for a decoder of this process."""
+        self._decode_waiting.set(count)
 
     def sent(self, seconds: float) -> None:
         """The rows of an item were written to the stream, in so many seconds."""
