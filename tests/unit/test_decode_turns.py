@@ -182,6 +182,38 @@ async def test_a_cancelled_head_does_not_keep_its_flow_waiting() -> None:
     await line.finish_all()
 
 
+async def test_a_flood_is_searched_when_a_job_is_done_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = 0
+    search = Turns._next
+
+    def counted(turns: Turns) -> Turn | None:
+        nonlocal searches
+        searches += 1
+        return search(turns)
+
+    monkeypatch.setattr(Turns, "_next", counted)
+    line = Line(2)
+    for number in range(50):
+        await line.add(f"long {number}", LONG, Flow("one", request=number))
+    for number in range(1, 50):
+        line.tasks[f"long {number}"].cancel()
+    await settled()
+    assert line.granted == ["long 0"]
+    assert searches <= 2
+    await line.finish_all()
+
+
+async def test_a_cancelled_job_lets_a_shorter_one_behind_it_run() -> None:
+    line = Line(2)
+    for name, cost in (("first", LONG), ("second", LONG), ("short", SHORT)):
+        await line.add(name, cost, Flow("one"))
+    assert line.granted == ["first"]
+    line.tasks["second"].cancel()
+    await settled()
+    assert line.granted == ["first", "short"]
+    await line.finish_all()
+
+
 async def test_nothing_is_left_of_any_traffic() -> None:
     chance = random.Random(7)
     for _ in range(20):

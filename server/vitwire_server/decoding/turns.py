@@ -83,7 +83,7 @@ class Turns:
         self._callers.setdefault(flow.caller, _Caller()).jobs += 1
         self._levels[flow.priority].push(flow.path, turn, cost)
         self._count(1)
-        self._grant()
+        self._grant_if_possible(turn)
         try:
             await turn.granted
         except asyncio.CancelledError:
@@ -91,7 +91,7 @@ class Turns:
                 self._levels[flow.priority].drop(flow.path, turn)
                 self._count(-1)
                 self._leave(flow.caller)
-                self._grant()
+                self._grant_if_possible(self._levels[flow.priority].first(flow.path))
             else:
                 self.release(turn)
             raise
@@ -108,6 +108,11 @@ class Turns:
             self._levels[turn.flow.priority].charge(turn.flow.path, max(0, took - turn.cost))
         self._leave(turn.flow.caller)
         self._grant()
+
+    def _grant_if_possible(self, turn: Turn | None) -> None:
+        """Of all that waits, only this job can be new to the choice: floods are not searched for each of their jobs."""
+        if turn and self._may_run(turn):
+            self._grant()
 
     def _grant(self) -> None:
         while self._running < self.places and (turn := self._next()):

@@ -36,6 +36,11 @@ class NestedShares(Generic[E]):
             else:
                 yield first
 
+    def first(self, path: Path) -> E | None:
+        """The first element of an innermost flow."""
+        shares = self._levels.get(path[:-1])
+        return shares.first(path[-1]) if shares else None
+
     def take(self, path: Path, element: E) -> None:
         """Remove an element that runs now; its flows pay for it."""
         for above, flow in _steps(path):

@@ -68,6 +68,11 @@ class Shares(Generic[F, E]):
         firsts = ((flow, next(self._visits(share))) for flow, share in self._shares.items())
         return [(flow, visit[2]) for flow, visit in sorted(firsts, key=lambda each: _line(each[1]))]
 
+    def first(self, flow: F) -> E | None:
+        """The first element of a flow."""
+        share = self._shares.get(flow)
+        return next(iter(share.costs)) if share else None
+
     def charge(self, flow: F, cost: int) -> None:
         """What the flow took cost more than it paid; without effect if nothing of it waits."""
         if share := self._shares.get(flow):
