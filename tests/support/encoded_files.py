@@ -3,7 +3,7 @@
 import io
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -138,18 +138,36 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str, str]] = {
 """Invalid images: how to make each, and the fault and a part of the reason, where these are certain."""
 
 
-def clip(frames: Sequence[Frame], fps: float = 10.0, kind: str = "mp4", codec: str = "libx264") -> bytes:
-    """The frames as a file."""
+def clip(
+    frames: Sequence[Frame],
+    fps: float = 10.0,
+    kind: str = "mp4",
+    codec: str = "libx264",
+    options: Mapping[str, str] | None = None,
+) -> bytes:
+    """The frames as a file; `options` are the codec's."""
     with io.BytesIO() as file:
         with av.open(file, "w", format=kind) as container:
             stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
             stream.height, stream.width = frames[0].shape[:2]
             stream.pix_fmt = "yuv420p"
-            stream.options = {"crf": "10"}
+            stream.options = {"crf": "10", **(options or {})}
             for frame in frames:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             container.mux(stream.encode())
         return file.getvalue()
+
+
+def cut(file: bytes, packets: int) -> bytes:
+    """An MP4 file without its first packets, as recorders and careless tools make them."""
+    with io.BytesIO() as copy:
+        with av.open(io.BytesIO(file)) as source, av.open(copy, "w", format="mp4") as container:
+            stream = container.add_stream_from_template(source.streams.video[0])
+            for number, packet in enumerate(source.demux(video=0)):
+                if number >= packets and packet.dts is not None:
+                    packet.stream = stream
+                    container.mux(packet)
+        return copy.getvalue()
 
 
 def sound() -> bytes:

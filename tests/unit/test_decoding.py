@@ -11,8 +11,22 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
-from encoded_files import HOSTILE, ODD, clip, frames_of, many_scans, moving, photograph, saved, sound
+from encoded_files import (
+    HOSTILE,
+    ODD,
+    bomb,
+    chunk,
+    clip,
+    cut,
+    frames_of,
+    many_scans,
+    moving,
+    photograph,
+    saved,
+    sound,
+)
 from vitwire import preparation
 from vitwire._model import Model
 from vitwire.sampling import sampled
@@ -21,6 +35,7 @@ from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.decoding.messages import Measured
 from vitwire_server.decoding.pool import DecodePool, NotDecoded, Sizes
+from vitwire_server.decoding.turns import Flow
 
 SAMPLING = pb.FrameSampling(rule=pb.SAMPLING_RULE_RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=16)
 IMAGE = {"mean": [0.5] * 3, "std": [0.5] * 3, "rescale_factor": 1 / 255, "resample": 3}
@@ -75,6 +90,15 @@ MODELS = {
     "windows": tiling(rule=pb.TILING_RULE_WINDOWS, min_tiles=1, max_tiles=20, max_side=300, crop=CROP),
     "crops": tiling(rule=pb.TILING_RULE_CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
 }  # fmt: skip
+FLOW = Flow("a caller")
+_END = chunk(b"IEND", b"")
+CUT = {
+    "closed": ("libx264", {"g": "20", "bf": "2"}),
+    "open": ("libx264", {"g": "20", "bf": "2", "x264-params": "open-gop=1"}),
+    "intra refresh": ("libx264", {"x264-params": "intra-refresh=1:keyint=20"}),
+    "mpeg4": ("mpeg4", {"g": "20"}),
+}
+"""Codecs and options of clips that lose their first keyframe."""
 SIZES = [(300, 400), (57, 55), (20, 90), (8, 500), (400, 21), (5, 5)]
 
 
@@ -86,6 +110,9 @@ class Counts:
 
     def decoders(self, count: int) -> None:
         self.running.append(count)
+
+    def waiting(self, count: int) -> None:
+        pass
 
 
 @asynccontextmanager
@@ -106,11 +133,18 @@ def decoders() -> list[psutil.Process]:
 
 
 async def prepared(pool: DecodePool, file: bytes, modality: Modality = Modality.IMAGE) -> tuple[Measured, np.ndarray]:
-    found = await pool.measure(file, modality)
+    found = await pool.measure(FLOW, file, modality)
     count = int(np.prod(found.pixels)) + (int(np.prod(found.crops)) if found.crops else 0)
-    pixels = np.zeros(count, np.uint8)
-    await pool.decode(file, modality, pixels.data)
-    return found, pixels
+    return found, np.asarray(await decoded(pool, file, count, found.cost, modality))
+
+
+async def decoded(
+    pool: DecodePool, file: bytes, nbytes: int, cost: int = 1 << 26, modality: Modality = Modality.IMAGE
+) -> memoryview:
+    async def reserve() -> memoryview:
+        return np.zeros(nbytes, np.uint8).data
+
+    return await pool.decode(FLOW, file, modality, cost, reserve)
 
 
 def expected(file: bytes, model: pb.GetModelResponse) -> preparation.Tiles:
@@ -177,11 +211,48 @@ async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
 async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
     file, good = many_scans(), saved(photograph())
     async with pool_of(seconds=0.5, pixels=1 << 25) as pool:
-        found = await pool.measure(file, Modality.IMAGE)
+        found = await pool.measure(FLOW, file, Modality.IMAGE)
         with pytest.raises(NotDecoded, match=r"takes more than 0\.5 s") as error:
-            await pool.decode(file, Modality.IMAGE, np.zeros(int(np.prod(found.pixels)), np.uint8).data)
+            await decoded(pool, file, int(np.prod(found.pixels)))
         assert error.value.fault is Fault.TOO_SLOW
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+
+
+async def test_a_small_file_may_take_less_than_a_large_one() -> None:
+    file, good = many_scans(500, 20_000), saved(photograph())
+    async with pool_of(seconds=60.0) as pool:
+        with pytest.raises(NotDecoded, match=r"takes more than 1\.1\d s") as error:
+            await prepared(pool, file)
+        assert error.value.fault is Fault.TOO_SLOW
+        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+
+
+async def test_headers_are_read_while_all_decoders_are_busy() -> None:
+    file, slow = saved(photograph()), many_scans()
+    async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
+        job = asyncio.create_task(decoded(pool, slow, 1))
+        while not any(child.is_busy for child in pool._all):  # until one has the job
+            assert not job.done(), job
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            await pool.measure(FLOW, file, Modality.IMAGE)
+        assert not job.done()
+        for child in decoders():
+            child.kill()
+        with pytest.raises(NotDecoded):
+            await job
+
+
+async def test_pixels_are_not_decoded_for_metadata_behind_them() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = bomb(4000, 2000)
+    late = whole[: -len(_END)] + chunk(b"eXIf", exif.tobytes()[6:]) + _END
+    async with pool_of() as pool:
+        found, turned = [await pool.measure(FLOW, file, Modality.IMAGE) for file in (whole, late)]
+        assert turned.grid == (found.grid[0], found.grid[2], found.grid[1])
+        with pytest.raises(NotDecoded, match="truncated"):
+            await decoded(pool, late, 1)
 
 
 async def test_memory_is_limited() -> None:
@@ -199,7 +270,7 @@ async def test_a_killed_decoder_costs_at_most_its_file() -> None:
     async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
         await prepared(pool, file)
         (child,) = decoders()
-        job = asyncio.create_task(pool.decode(slow, Modality.IMAGE, np.zeros(1, np.uint8).data))
+        job = asyncio.create_task(decoded(pool, slow, 1))
         while child.cpu_times().user < 1.0:  # noqa: ASYNC110 - until it works on the job
             await asyncio.sleep(0.02)
         child.kill()
@@ -218,9 +289,8 @@ async def test_a_cancelled_job_keeps_its_decoder() -> None:
     async with pool_of(seconds=60.0) as pool:
         await prepared(pool, file)
         before = {child.pid for child in decoders()}
-        found = await pool.measure(slow, Modality.IMAGE)
-        target = np.zeros(int(np.prod(found.pixels)), np.uint8).data
-        job = asyncio.create_task(pool.decode(slow, Modality.IMAGE, target))
+        found = await pool.measure(FLOW, slow, Modality.IMAGE)
+        job = asyncio.create_task(decoded(pool, slow, int(np.prod(found.pixels))))
         while not any(child.is_busy for child in pool._all):  # until one has the job
             assert not job.done(), job
             await asyncio.sleep(0)
@@ -228,7 +298,7 @@ async def test_a_cancelled_job_keeps_its_decoder() -> None:
         with pytest.raises(asyncio.CancelledError):
             await job
         assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
-        assert {child.pid for child in decoders()} == before
+        assert before <= {child.pid for child in decoders()}, "another may have read the header meanwhile"
 
 
 async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> None:
@@ -237,7 +307,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
         await prepared(pool, file)
         (child,) = pool._all
         for steps in range(8):
-            job = asyncio.create_task(pool.measure(file, Modality.IMAGE))
+            job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
             while not child.is_busy:  # noqa: ASYNC110 - until it has the job
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -254,7 +324,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
 async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
     file = saved(photograph())
     async with pool_of() as pool:
-        job = asyncio.create_task(pool.measure(file, Modality.IMAGE))
+        job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
         while not decoders():  # noqa: ASYNC110 - until the decoder starts
             await asyncio.sleep(0.01)
         (child,) = decoders()
@@ -265,7 +335,7 @@ async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
 
 async def test_closing_ends_a_decoder_that_starts() -> None:
     async with pool_of() as pool:
-        job = asyncio.create_task(pool.measure(b"", Modality.IMAGE))
+        job = asyncio.create_task(pool.measure(FLOW, b"", Modality.IMAGE))
         while not decoders():  # noqa: ASYNC110 - until the decoder starts
             await asyncio.sleep(0.01)
         job.cancel()
@@ -279,7 +349,22 @@ async def test_decoders_start_as_they_are_needed() -> None:
         assert not decoders()
         for file, result in zip(files, await asyncio.gather(*(prepared(pool, file) for file in files)), strict=True):
             assert_equal(*result, expected(file, MODELS["patches"]))
-        assert len(decoders()) == 2
+        assert 2 <= len(decoders()) <= 3, "one more may read headers"
+
+
+@pytest.mark.parametrize(("codec", "options"), CUT.values(), ids=CUT)
+async def test_clips_that_start_between_keyframes(codec: str, options: dict[str, str]) -> None:
+    file = cut(clip(moving(60), codec=codec, options=options), 7)
+    shown = len(frames_of(file, range(60)))
+    assert shown < 60
+    settings = Model.from_message(MODELS["patches"]).video_preprocessor
+    assert settings
+    assert settings.sampling
+    indices = sampled(shown, 10.0, settings.sampling, settings.temporal_patch_size)
+    async with pool_of() as pool:
+        found, pixels = await prepared(pool, file, Modality.VIDEO)
+    assert found.frame_seconds == tuple(index / 10.0 for index in indices)
+    assert_equal(found, pixels, preparation.clip(frames_of(file, indices), settings))
 
 
 @pytest.mark.parametrize(("name", "kind", "codec"), [("patches", "mp4", "libx264"), ("ratio", "webm", "libvpx-vp9")])

@@ -154,6 +154,16 @@ class TestAdmission:
             permit.release()
         assert (admission.held, admission._promised) == ((0, 0), {})
 
+    def test_what_waits_of_one_caller_leaves_room_for_others(self) -> None:
+        admission = Admission(max_items=8, max_bytes=1000)
+        permits = admission.admit([1] * 5, "one")
+        with pytest.raises(Overloaded, match="this caller has 5"):
+            admission.admit([1, 1], "one")
+        permits += admission.admit([1], "one") + admission.admit([1, 1], "other")
+        for permit in permits:
+            permit.release()
+        assert (admission.held, admission._promised) == ((0, 0), {})
+
     def test_the_only_promise_of_a_caller_may_be_as_large_as_the_bound(self) -> None:
         admission = Admission(max_items=1, max_bytes=100)
         admission.promise(200, "one").release()

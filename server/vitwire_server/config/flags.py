@@ -133,7 +133,7 @@ class Flags(SourcedSettings):
     decode_processes: str = Field(
         default="auto",
         description="number of processes per device that decode items sent as JPEG, PNG, WebP, MP4 or WebM files; "
-        "0: items must be pixels; auto: half of the cores, 1 to 8; needs Linux and Pillow",
+        "one more reads headers; 0: items must be pixels; auto: half of the cores, 1 to 8; needs Linux and Pillow",
     )
     max_encoded_bytes: int = Field(
         default=32 * _MIB, ge=1, le=1 << 30, description="maximum bytes of an item that is sent as a file"
@@ -149,7 +149,7 @@ class Flags(SourcedSettings):
         gt=0,
         le=3600,
         allow_inf_nan=False,
-        description="maximum processor time for decoding one file",
+        description="maximum processor time for decoding one file; small files have less",
     )
     cache_bytes: int = Field(default=0, ge=0, description="size of the embedding cache in bytes; 0 disables it")
     idle_seconds: float = Field(

@@ -54,6 +54,8 @@ class Child:
     _link: socket.socket
     _memory: mmap.mmap
     _setup: Setup
+    _asked: ToDecoder
+    """The last message."""
     _answer: asyncio.Task[FromDecoder] | None = None
     """Of the last message. A task of its own, as a caller that is cancelled must not lose the answer."""
 
@@ -75,7 +77,7 @@ class Child:
         finally:
             other.close()
             os.close(descriptor)
-        child = cls(process, own, memory, setup)
+        child = cls(process, own, memory, setup, setup)
         try:
             answer = await child.ask(setup, _START_SECONDS)
             assert isinstance(answer, Ready)
@@ -101,17 +103,18 @@ class Child:
             await asyncio.sleep(0)
 
     async def ask(self, message: ToDecoder, seconds: float) -> FromDecoder:
-        """The answer to a message. Raises DecoderGone if there is none within `seconds`.
+        """The answer to a message. Raises DecoderGone if there is none within `seconds` of wall-clock time.
 
         A caller that is cancelled leaves the decoder at work: `idle` waits for it.
         """
+        self._asked = message
         self._answer = asyncio.create_task(self._exchange(message, seconds))
         self._answer.add_done_callback(_seen)
         return await asyncio.shield(self._answer)
 
     async def idle(self) -> None:
         """Wait until the last message was answered, or the decoder has ended."""
-        if self._answer:
+        if self._answer and not self._answer.done():  # else another job would start a decoder meanwhile
             await asyncio.wait([self._answer])
 
     @property
@@ -173,8 +176,8 @@ class Child:
     async def _gone(self) -> DecoderGone:
         await self.close()
         number = -(self.process.returncode or 0)
-        if number == signal.SIGPROF:
-            return DecoderGone(Fault.TOO_SLOW, f"takes more than {self._setup.seconds:g} s to decode")
+        if number == signal.SIGPROF and not isinstance(self._asked, Setup):
+            return DecoderGone(Fault.TOO_SLOW, f"takes more than {self._asked.seconds:.3g} s to decode")
         if number in _FILE_FAULTS:
             return DecoderGone(Fault.CRASHED, "made the decoder crash")
         return DecoderGone(Fault.LOST, f"the decoder ended unexpectedly (exit {self.process.returncode})")

@@ -23,6 +23,8 @@ _MARKS = ((4, b"ftyp", "mp4"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
 _CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
 """Of the many decoders of FFmpeg, those that clips are made for today."""
 _MAX_FRAMES = 1 << 20
+_FRAMES_OF_COST = 10
+"""Frames that a decoder passes in the time that an image of their size takes."""
 av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 
@@ -34,10 +36,12 @@ class Measured(NamedTuple):
     """Of the frames that are used."""
     seconds: tuple[float, ...]
     """When each is shown, from the start of the clip."""
+    cost: int
+    """What decoding costs, in pixels of an image."""
 
 
 def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Measured:
-    """Choose the frames; no frame is decoded. Raises Unusable, ValueError, or what PyAV raises."""
+    """Choose the frames; at most one is decoded. Raises Unusable, ValueError, or what PyAV raises."""
     if settings.sampling is None:
         raise Unusable(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
     with _opened(data) as (container, stream):
@@ -45,10 +49,11 @@ def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Measured:
         if width * height > max_pixels:
             raise Unusable(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
         rate = float(stream.average_rate or 0)
-        total = _count(container, stream)
+        total = _count(data, container, stream)
     indices = sampled(total, rate, settings.sampling, settings.temporal_patch_size)
     seconds = tuple(index / rate for index in indices) if rate else ()
-    return Measured(preparation.clip_form((height, width), len(indices), settings), indices, seconds)
+    cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
+    return Measured(preparation.clip_form((height, width), len(indices), settings), indices, seconds, cost)
 
 
 def decode(data: bytes, settings: Preprocessor, max_pixels: int) -> Tiles:
@@ -109,11 +114,29 @@ def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
         yield container, stream
 
 
-def _count(container: InputContainer, stream: VideoStream) -> int:
-    """Frames that will be shown, by the packets: the header may lack their number, or be wrong about it."""
-    total = 0
+def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
+    """Frames that will be shown, by the packets: the header may lack their number, or be wrong about it.
+
+    Of a clip that starts between two keyframes, decoders show nothing before the first frame that they can make.
+    """
+    times: list[int | None] = []
+    starts_whole = True
     for packet in container.demux(stream):
-        total += packet.size > 0 and not packet.is_discard
-        if total > _MAX_FRAMES:
+        if packet.size > 0 and not packet.is_discard:
+            starts_whole = starts_whole and (bool(times) or packet.is_keyframe)
+            times.append(packet.pts)
+        if len(times) > _MAX_FRAMES:
             raise Unusable(Fault.TOO_LARGE, f"has more than {_MAX_FRAMES} frames")
-    return total
+    if starts_whole:
+        return len(times)
+    first = _first_shown(data)
+    return sum(time is not None and time >= first for time in times)
+
+
+def _first_shown(data: bytes) -> int:
+    """When the first frame is shown. Raises Unusable, or what PyAV raises."""
+    with _opened(data) as (container, stream):
+        frame = next(container.decode(stream), None)
+    if frame is None or frame.pts is None:
+        raise Unusable(Fault.MALFORMED, "has no frame that can be decoded")
+    return frame.pts

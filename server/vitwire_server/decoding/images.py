@@ -1,7 +1,8 @@
 """Encoded images: their size from the header, and their pixels. Runs in decoders only."""
 
 from io import BytesIO
-from struct import unpack_from
+from struct import pack, unpack_from
+from zlib import crc32
 
 from PIL import Image
 from PIL.ExifTags import Base
@@ -13,8 +14,8 @@ from vitwire_server.core.decoding import Fault
 _FORMATS = ("JPEG", "PNG", "WEBP")
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF with width and height exchanged."""
-_PNG_DATA, _PNG_METADATA = b"IDAT", (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
-_PNG_START, _PNG_OVERHEAD = 8, 12
+_PNG_HEADER, _PNG_DATA, _PNG_METADATA = b"IHDR", b"IDAT", (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+_PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
 
 class Unusable(Exception):
@@ -25,8 +26,8 @@ class Unusable(Exception):
         self.fault = fault
 
 
-def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Form:
-    """What the prepared image will be; its pixels are not decoded. Raises Unusable, or what Pillow raises."""
+def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> tuple[Form, int]:
+    """What the prepared image will be, and how many pixels must be decoded. Raises Unusable, or what Pillow raises."""
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
@@ -35,7 +36,7 @@ def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Form:
             raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         if _orientation(image, data) in _TURNED:
             width, height = height, width
-    return preparation.image_form((height, width), settings)
+    return preparation.image_form((height, width), settings), width * height
 
 
 def decode(data: bytes, settings: Preprocessor) -> Tiles:
@@ -46,21 +47,26 @@ def decode(data: bytes, settings: Preprocessor) -> Tiles:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """The orientation in the image's metadata; that of a PNG may come after the pixels, which are then decoded."""
-    has_late = image.format == "PNG" and _has_late_metadata(data)
-    exif = image.getexif() if has_late else Image.Image.getexif(image)
-    found = exif.get(Base.Orientation)
+    """The orientation in the image's metadata; that of a PNG may come after the pixels."""
+    if image.format == "PNG":
+        with BytesIO(_without_pixels(data)) as file, Image.open(file, formats=("PNG",)) as headers:
+            found = Image.Image.getexif(headers).get(Base.Orientation)
+    else:
+        found = image.getexif().get(Base.Orientation)
     return found if isinstance(found, int) else 1
 
 
-def _has_late_metadata(data: bytes) -> bool:
-    """Whether a PNG has metadata after its pixels."""
-    at, after_pixels = _PNG_START, False
+def _without_pixels(data: bytes) -> bytes:
+    """A PNG's header and metadata, wherever they are, and pixels that end before they begin."""
+    parts, at = [data[:_PNG_START]], _PNG_START
     while at + _PNG_OVERHEAD <= len(data):
         length, kind = unpack_from(">I4s", data, at)
-        if kind == _PNG_DATA:
-            after_pixels = True
-        elif after_pixels and kind in _PNG_METADATA:
-            return True
+        content = data[at + _PNG_CONTENT : at + _PNG_CONTENT + length]
+        if kind == _PNG_HEADER or kind in _PNG_METADATA:
+            parts.append(_chunk(kind, content))
         at += length + _PNG_OVERHEAD
-    return False
+    return b"".join([*parts, _chunk(_PNG_DATA, b"")])
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return pack(">I4s", len(content), kind) + content + pack(">I", crc32(kind + content))

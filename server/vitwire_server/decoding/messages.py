@@ -21,8 +21,6 @@ class Setup(Struct, array_like=True, frozen=True, tag=0):
     max_pixels: int
     memory: int
     """Bytes of memory that the process may use beyond what it has after its imports."""
-    seconds: float
-    """Seconds of processor time for a file."""
     clips: bool
 
 
@@ -31,6 +29,8 @@ class Measure(Struct, array_like=True, frozen=True, tag=1):
 
     nbytes: int
     modality: Modality
+    seconds: float
+    """Of processor time."""
 
 
 class Decode(Struct, array_like=True, frozen=True, tag=2):
@@ -38,6 +38,8 @@ class Decode(Struct, array_like=True, frozen=True, tag=2):
 
     nbytes: int
     modality: Modality
+    seconds: float
+    """Of processor time."""
     output_bytes: int
 
 
@@ -54,6 +56,8 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
     grid: tuple[int, int, int]
     pixels: tuple[int, ...]
     crops: tuple[int, ...] | None
+    cost: int
+    """Pixels to decode and to write, which predict the time that it takes."""
     frame_seconds: tuple[float, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,16 +13,23 @@ from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidReques
 from vitwire_server.core.items import Modality
 from vitwire_server.decoding.child import Child, DecoderGone
 from vitwire_server.decoding.messages import Decode, Decoded, FromDecoder, Measure, Measured, Refused, Setup
+from vitwire_server.decoding.turns import Flow, Turn, Turns
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0
 """The wall-clock time of a job is limited to its processor time, so many times, and as many seconds more."""
+_LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
+"""Of processor time that a file may take: several times what the slowest format needs."""
+_LEAST_MICROSECONDS, _PIXELS_PER_MICROSECOND = 20_000, 20
+"""What a job is predicted to take."""
 
 
 class DecodeMonitor(Protocol):
-    """Counts decoders; implemented by the metrics."""
+    """Counts decoders and the files that wait for one; implemented by the metrics."""
 
     def decoders(self, count: int) -> None: ...
+
+    def waiting(self, count: int) -> None: ...
 
 
 class NotDecoded(Exception):
@@ -44,12 +51,13 @@ class Sizes:
     """Bounds of a pool."""
 
     processes: int
+    """That decode at a time; one more reads headers."""
     file_bytes: int
     output_bytes: int
     """Bytes of the largest prepared item."""
     pixels: int
     seconds: float
-    """Of processor time for a file."""
+    """Of processor time for the largest file."""
     memory: int
     """Bytes of each decoder, beside what it has after its start."""
 
@@ -59,31 +67,38 @@ class DecodePool:
 
     def __init__(self, sizes: Sizes, model: bytes, monitor: DecodeMonitor, *, clips: bool) -> None:
         """`model` is a serialised GetModelResponse."""
-        self.size = sizes.processes
         self._sizes = sizes
-        self._setup = Setup(model, sizes.file_bytes, sizes.pixels, sizes.memory, sizes.seconds, clips)
+        self._setup = Setup(model, sizes.file_bytes, sizes.pixels, sizes.memory, clips)
         self._monitor = monitor
-        self._turns = asyncio.Semaphore(sizes.processes)
+        self._measuring = Turns(1, self._count_waiting)
+        self._decoding = Turns(sizes.processes, self._count_waiting)
         self._idle: list[Child] = []
         self._all: set[Child] = set()
         self._returning: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def measure(self, data: Buffer, modality: Modality) -> Measured:
+    async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
         """What the prepared item will be, from the header of its file. Raises NotDecoded."""
-        async with self._child() as child:
+        async with self._child(self._measuring, flow, len(data)) as child:
             await child.write(data)
-            answer = await self._ask(child, Measure(len(data), modality))
+            answer = await self._ask(child, Measure(len(data), modality, self._seconds(len(data))))
         assert isinstance(answer, Measured)
         return answer
 
-    async def decode(self, data: Buffer, modality: Modality, target: memoryview) -> None:
-        """Decode and prepare a file; its pixels fill `target`. Raises NotDecoded."""
-        async with self._child() as child:
+    async def decode(
+        self, flow: Flow, data: Buffer, modality: Modality, cost: int, reserve: Callable[[], Awaitable[memoryview]]
+    ) -> memoryview:
+        """Decode and prepare a file of a measured cost; returns its pixels. Raises NotDecoded.
+
+        `reserve` gets the memory for the pixels once it is the file's turn.
+        """
+        async with self._child(self._decoding, flow, cost) as child:
+            target = await reserve()
             await child.write(data)
-            answer = await self._ask(child, Decode(len(data), modality, len(target)))
+            answer = await self._ask(child, Decode(len(data), modality, self._seconds(cost), len(target)))
             assert isinstance(answer, Decoded)
             await child.read(target)
+        return target
 
     async def close(self) -> None:
         """End all decoders."""
@@ -95,20 +110,22 @@ class DecodePool:
         self._all.clear()
 
     @asynccontextmanager
-    async def _child(self) -> AsyncIterator[Child]:
+    async def _child(self, turns: Turns, flow: Flow, cost: int) -> AsyncIterator[Child]:
         """A decoder for one job, in turn. Raises NotDecoded."""
-        await self._turns.acquire()
+        turn = await turns.acquire(flow, _LEAST_MICROSECONDS + cost // _PIXELS_PER_MICROSECOND)
         getting = asyncio.create_task(self._next())
         try:
-            yield await asyncio.shield(getting)
+            child = await asyncio.shield(getting)
+            turn.begin()
+            yield child
         except DecoderGone as error:
             raise NotDecoded(error.fault, str(error)) from error
         finally:
-            task = asyncio.create_task(self._take_back(getting))
+            task = asyncio.create_task(self._take_back(getting, turns, turn))
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
 
-    async def _take_back(self, getting: asyncio.Task[Child]) -> None:
+    async def _take_back(self, getting: asyncio.Task[Child], turns: Turns, turn: Turn) -> None:
         """End a turn. A decoder that still starts or works, as the RPC was cancelled, is waited for, not replaced."""
         try:
             child = await getting
@@ -118,7 +135,7 @@ class DecodePool:
         else:
             await self._keep(child)
         finally:
-            self._turns.release()
+            turns.release(turn)
 
     async def _next(self) -> Child:
         return await self._next_idle() or await self._start()
@@ -156,11 +173,14 @@ class DecodePool:
         _log.warning("decoder %d ended (exit %s)", child.process.pid, child.process.returncode)
 
     async def _ask(self, child: Child, job: Measure | Decode) -> FromDecoder:
-        answer = await child.ask(job, self._wall_seconds)
+        answer = await child.ask(job, _PATIENCE * (1 + job.seconds))
         if isinstance(answer, Refused):
             raise NotDecoded(answer.fault, answer.reason)
         return answer
 
-    @property
-    def _wall_seconds(self) -> float:
-        return _PATIENCE * (1 + self._sizes.seconds)
+    def _seconds(self, cost: int) -> float:
+        """Processor time for a job."""
+        return min(self._sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
+
+    def _count_waiting(self) -> None:
+        self._monitor.waiting(self._measuring.waiting + self._decoding.waiting)

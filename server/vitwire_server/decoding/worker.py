@@ -5,6 +5,7 @@ and the libraries that read them are in C.
 """
 
 import ctypes
+import math
 import mmap
 import os
 import resource
@@ -39,6 +40,7 @@ from vitwire_server.decoding.messages import (
     Setup,
 )
 
+_CHANNELS = 3
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON = 200
 _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
@@ -83,7 +85,7 @@ class _Worker:
 
     def answer(self, job: Measure | Decode) -> FromDecoder:
         """The answer to a job. The kernel ends the process if it takes too long."""
-        signal.setitimer(signal.ITIMER_PROF, self._setup.seconds)
+        signal.setitimer(signal.ITIMER_PROF, job.seconds)
         try:
             return self._measured(job) if isinstance(job, Measure) else self._decoded(job)
         except Unusable as error:
@@ -102,9 +104,9 @@ class _Worker:
     def _measured(self, job: Measure) -> Measured:
         data, settings = self._file(job.nbytes), self._settings(job.modality)
         if job.modality is Modality.IMAGE:
-            return _message(images.measure(data, settings, self._setup.max_pixels))
+            return _message(*images.measure(data, settings, self._setup.max_pixels))
         measured = self._clip_reader.measure(data, settings, self._setup.max_pixels)
-        return _message(measured.form, measured.seconds)
+        return _message(measured.form, measured.cost, measured.seconds)
 
     def _decoded(self, job: Decode) -> Decoded:
         data, settings = self._file(job.nbytes), self._settings(job.modality)
@@ -141,8 +143,10 @@ class _Worker:
             at += len(part)
 
 
-def _message(form: Form, seconds: tuple[float, ...] = ()) -> Measured:
-    return Measured(form.grid, form.pixels, form.crops, seconds)
+def _message(form: Form, decoded: int, seconds: tuple[float, ...] = ()) -> Measured:
+    """`decoded` is what decoding costs, in pixels."""
+    written = sum(math.prod(shape) for shape in (form.pixels, form.crops) if shape) // _CHANNELS
+    return Measured(form.grid, form.pixels, form.crops, decoded + written, seconds)
 
 
 def _limit(memory: int) -> None:

@@ -17,6 +17,7 @@ from vitwire_server.core.reports import Accepted, Encoded, Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.rpc.codec import Codec, EncodedItem
 from vitwire_server.rpc.decodes import Decodes, Decoding, Prepared
+from vitwire_server.rpc.principals import Caller
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.session import Opening, Session, Sessions
 
@@ -60,7 +61,7 @@ class Call:
     Owns the session; `close` gives back what it holds, whatever happened before.
     """
 
-    def __init__(self, serving: Serving, principal: str, caller: str, remaining: float | None) -> None:
+    def __init__(self, serving: Serving, principal: str, caller: Caller, remaining: float | None) -> None:
         """`caller` is charged for uploads that are reserved; `remaining` seconds are left until the deadline."""
         self.priority = Priority.INTERACTIVE
         self.consumer: Consumer | None = None
@@ -228,7 +229,9 @@ class Call:
 
     @cached_property
     def _session(self) -> Session:
-        opening = Opening(self.principal, self.caller, self._deadline, self.priority, REQUEST_ID.get(), self.consumer)
+        opening = Opening(
+            self.principal, self.caller.name, self._deadline, self.priority, REQUEST_ID.get(), self.consumer
+        )
         return self._sessions.open(opening, self._completed, fail=self.end)
 
     async def _accept(self, items: Mapping[int, Item]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.errors import EncodeFailed, EncoderError
 from vitwire_server.decoding.pool import DecodePool, NotDecoded
+from vitwire_server.decoding.turns import Flow
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import SPAN
 from vitwire_server.scheduling.admission import Admission, Permit
@@ -42,7 +43,7 @@ class Decoding:
 
 @dataclass(slots=True)
 class Decodes:
-    """The encoded items of one RPC. A few are decoded at a time, so that one RPC does not hold up the others."""
+    """The encoded items of one RPC."""
 
     decoding: Decoding
     codec: "Codec"
@@ -52,18 +53,14 @@ class Decodes:
     _unfinished: set[Permit] = field(default_factory=set)
     """Of files whose bytes are still to come."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _turns: asyncio.Semaphore = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._turns = asyncio.Semaphore(self.decoding.pool.size)
 
     def admit(self, nbytes: Sequence[int]) -> list[Permit]:
         """A permit for each file, all or none. Raises Overloaded."""
-        return self.decoding.waiting.admit(nbytes)
+        return self.decoding.waiting.admit(nbytes, self.call.caller.name)
 
-    def promise(self, nbytes: int, caller: str) -> Permit:
+    def promise(self, nbytes: int) -> Permit:
         """A permit for a file whose bytes are still to come. Raises Overloaded."""
-        permit = self.decoding.waiting.promise(nbytes, caller)
+        (permit,) = self.admit([nbytes])
         self._unfinished.add(permit)
         return permit
 
@@ -76,7 +73,6 @@ class Decodes:
         """Decode items whose bytes have arrived; each is answered by the call. Takes over the permits."""
         for (index, item), permit in zip(items.items(), permits, strict=True):
             self._unfinished.discard(permit)
-            permit.arrived()
             self.call.expect(index)
             task = asyncio.create_task(self._run(index, item))
             self._tasks.add(task)
@@ -92,8 +88,7 @@ class Decodes:
 
     async def _run(self, index: int, item: "EncodedItem") -> None:
         try:
-            async with self._turns:
-                await self._decode(index, item)
+            await self._decode(index, item)
         except NotDecoded as error:
             self.decoding.metrics.decode_failed(error.fault)
             self.call.settle(index, error.of_item(f"items[{index}].encoded"))
@@ -107,14 +102,15 @@ class Decodes:
     async def _decode(self, index: int, encoded: "EncodedItem") -> None:
         pool, call = self.decoding.pool, self.call
         start = time.monotonic()
-        measured = await pool.measure(encoded.data, encoded.modality)
+        flow = Flow(*call.caller, id(call), call.priority)
+        measured = await pool.measure(flow, encoded.data, encoded.modality)
         item = self.codec.measured(f"items[{index}]", encoded, measured, call.consumer)
         self.prepared[index] = Prepared(measured.grid, measured.frame_seconds)
         digest = await call.digest_of_file(encoded.data)
         if digest and await call.answer(index, item, digest):
             return
-        memory = await call.reserve(index, item)
-        await pool.decode(encoded.data, encoded.modality, memory)
+        reserve = partial(call.reserve, index, item)
+        memory = await pool.decode(flow, encoded.data, encoded.modality, measured.cost, reserve)
         seconds = time.monotonic() - start
         self.decoding.metrics.decoded(encoded.modality, seconds)
         if span := SPAN.get():

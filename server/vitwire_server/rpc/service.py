@@ -116,7 +116,7 @@ class EncoderService:
     def _call(self, serving: Serving, context: Context) -> Iterator[Call]:
         """A call that is always closed; the client learns which replica served it."""
         context.set_trailing_metadata((*(context.trailing_metadata() or ()), (_REPLICA, serving.card.replica)))
-        call = Call(serving, principal(context), caller_of(context).name, context.time_remaining())
+        call = Call(serving, principal(context), caller_of(context), context.time_remaining())
         try:
             yield call
         finally:

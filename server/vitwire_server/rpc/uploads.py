@@ -140,7 +140,7 @@ class Uploads:
         header = self.codec.encoded_header(f"items[{number}]", item, nbytes, self.output)
         decodes = self.call.decodes
         assert decodes, "else the header was refused"
-        permit = decodes.promise(nbytes, self.call.caller)
+        permit = decodes.promise(nbytes)
         data = np.empty(nbytes, np.uint8).data
         self.call.expect(number, submitted=False)
         return _Upload(header, data, None, self.waited + self.stall_seconds, permit)

@@ -6,21 +6,21 @@ from threading import Lock
 from vitwire_server.core.errors import Overloaded
 
 SHARE = 0.75
-"""Share of a bound that one caller may hold for what it has not sent yet: a single caller, as behind a proxy, loses
-little, and other callers find a quarter free."""
+"""Share of a bound that one caller may hold for what it has not sent yet, or what must be decoded: a single caller, as
+behind a proxy, loses little, and other callers find a quarter free."""
 
 
 class Permit:
     """The right to have one item of some bytes in the server; released once, by its holder."""
 
     def __init__(self, admission: "Admission", nbytes: int, promised_by: str | None = None) -> None:
-        """`promised_by` is the caller that will send the bytes; None if they have arrived."""
+        """`promised_by` is the caller whose share it counts against; None if it counts against nobody's."""
         self._admission = admission
         self._held = (1, nbytes)
         self._promised_by = promised_by
 
     def arrived(self) -> None:
-        """The bytes have arrived and no longer count against the caller's share; a second call does nothing."""
+        """The item no longer counts against the caller's share; a second call does nothing."""
         if self._promised_by is not None:
             self._admission._keep_promise(self._promised_by, *self._held)  # noqa: SLF001 - the two are one
             self._promised_by = None
@@ -48,27 +48,28 @@ class Admission:
         self._items = 0
         self._nbytes = 0
         self._promised: dict[str, tuple[int, int]] = {}
-        """Items and bytes that each caller holds permits for but has not sent yet."""
+        """Items and bytes that count against each caller's share."""
 
-    def admit(self, nbytes: Sequence[int]) -> list[Permit]:
-        """A permit for each item of so many bytes, all or none. Raises Overloaded when full."""
-        with self._lock:
-            self._take(len(nbytes), sum(nbytes))
-        return [Permit(self, each) for each in nbytes]
+    def admit(self, nbytes: Sequence[int], caller: str | None = None) -> list[Permit]:
+        """A permit for each item of so many bytes, all or none. Raises Overloaded when full.
 
-    def promise(self, nbytes: int, caller: str) -> Permit:
-        """A permit for an item whose bytes are still to come. Raises Overloaded when full.
-
-        A caller's promises take no more than a share of each bound, unless it has only one.
+        Permits of a `caller` take no more than a share of each bound until they have arrived, unless it has no others.
         """
         with self._lock:
-            items, held = self._promised.get(caller, (0, 0))
-            if items and (items + 1 > self._max_items * SHARE or held + nbytes > self._max_bytes * SHARE):
-                message = f"this caller has {items} unfinished uploads of {held} bytes: finish them first"
+            added, size = len(nbytes), sum(nbytes)
+            items, held = self._promised.get(caller, (0, 0)) if caller is not None else (0, 0)
+            if items and (items + added > self._max_items * SHARE or held + size > self._max_bytes * SHARE):
+                message = f"this caller has {items} unfinished uploads of {held} bytes: wait until they are done"
                 raise Overloaded(message, reason="uploads", retry_seconds=1.0)
-            self._take(1, nbytes)
-            self._promised[caller] = items + 1, held + nbytes
-        return Permit(self, nbytes, caller)
+            self._take(added, size)
+            if caller is not None and added:
+                self._promised[caller] = items + added, held + size
+        return [Permit(self, each, caller) for each in nbytes]
+
+    def promise(self, nbytes: int, caller: str) -> Permit:
+        """A permit for an item whose bytes are still to come, see `admit`. Raises Overloaded when full."""
+        (permit,) = self.admit([nbytes], caller)
+        return permit
 
     @property
     def held(self) -> tuple[int, int]:

@@ -63,6 +63,21 @@ class Shares(Generic[F, E]):
         most = cost + self._quantum
         return sum(min(share.backlog, most) for share in self._shares.values())
 
+    def heads(self) -> list[tuple[F, E]]:
+        """The first element of each flow, in the order in which flows have their turns; changes nothing."""
+        firsts = ((flow, next(self._visits(share))) for flow, share in self._shares.items())
+        return [(flow, visit[2]) for flow, visit in sorted(firsts, key=lambda each: _line(each[1]))]
+
+    def first(self, flow: F) -> E | None:
+        """The first element of a flow."""
+        share = self._shares.get(flow)
+        return next(iter(share.costs)) if share else None
+
+    def charge(self, flow: F, cost: int) -> None:
+        """What the flow took cost more than it paid; without effect if nothing of it waits."""
+        if share := self._shares.get(flow):
+            share.paid += cost
+
     def take(self, elements: Iterable[tuple[F, E]]) -> None:
         """Remove elements that run now. Their flows pay and go to the end of the line.
 

@@ -43,6 +43,7 @@ class RpcMetrics:
             "tls_certificate_expiry_timestamp_seconds",
             "Time at which the certificate that new connections get expires; 0 without TLS",
         )
+        self._decode_waiting = series.gauge("decode_waiting", "Encoded items that wait for a decoder")
         for modality in Modality:
             self._decode_seconds.labels(modality)
         for reason in Fault:
@@ -71,6 +72,10 @@ class RpcMetrics:
     def decoders(self, count: int) -> None:
         """So many decoders run in this process."""
         self._decoders.set(count)
+
+    def waiting(self, count: int) -> None:
+        """So many encoded items wait for a decoder of this process."""
+        self._decode_waiting.set(count)
 
     def sent(self, seconds: float) -> None:
         """The rows of an item were written to the stream, in so many seconds."""
