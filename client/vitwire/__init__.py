@@ -28,8 +28,10 @@ from vitwire._images import Preprocessor, Tiling
 from vitwire._items import Item, Modality
 from vitwire._model import Budget, Limits, Model, Precision
 from vitwire._protocol import Priority, Result
+from vitwire._storing import Accepted, Stored
 
 __all__ = [
+    "Accepted",
     "AsyncClient",
     "Budget",
     "Client",
@@ -49,6 +51,7 @@ __all__ = [
     "Priority",
     "Report",
     "Result",
+    "Stored",
     "Tiling",
     "Unauthenticated",
     "Unavailable",

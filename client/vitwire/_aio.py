@@ -18,8 +18,9 @@ from vitwire._items import Item, Modality, numbered, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import Clip, Upload, clip_items, image_items
 from vitwire._processors import batch_items, identified
-from vitwire._protocol import Priority, Result, embeddings, needs_upload
+from vitwire._protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
 from vitwire._sources import ImageLike
+from vitwire._storing import Accepted, Stored, storable
 
 
 class AsyncClient(BaseClient[AsyncTransport]):
@@ -101,6 +102,31 @@ class AsyncClient(BaseClient[AsyncTransport]):
     ) -> list[Embedding]:
         """Sends the content of items with a `content_id` only if needed. As `Client.encode_cached`."""
         return await self._encode_cached(items, self._call(timeout, output_type, priority))
+
+    async def store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Stored]:
+        """Encode items into the server's cache, without returning rows. As `Client.store`."""
+        async with aclosing(self.iter_store(items, timeout, output_type, priority)) as answers:
+            return stored({index: answer async for index, answer in answers})
+
+    async def iter_store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> AsyncGenerator[Storing, None]:
+        """Yield `(position, Accepted)` and then `(position, Stored)` of each item. As `Client.iter_store`."""
+        call = self._call(timeout, output_type, priority, store_only=True)
+        async with aclosing(self._answers(storable(items), call)) as answers:
+            async for index, answer in answers:
+                assert not isinstance(answer, Embedding), "no rows are returned"
+                yield index, answer
 
     async def encode_batch(
         self,
@@ -212,6 +238,13 @@ class AsyncClient(BaseClient[AsyncTransport]):
 
     async def _results(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Result, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""
+        async with aclosing(self._answers(items, call)) as answers:
+            async for index, answer in answers:
+                assert not isinstance(answer, Accepted | Stored), "rows are returned"
+                yield index, answer
+
+    async def _answers(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Answer, None]:
+        """All that the server answers, by position."""
         if not items:
             return
         model, transport, context = await self._get_model(call), self._shared.transport, self._context()

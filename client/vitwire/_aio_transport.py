@@ -15,7 +15,7 @@ from vitwire._diagnosis import diagnosed
 from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
-from vitwire._protocol import Part, Result
+from vitwire._protocol import Answer, Part
 from vitwire._retry import Attempts
 from vitwire._slots import AsyncSlots
 from vitwire._transport import Calls, Transport
@@ -37,7 +37,7 @@ class AsyncTransport:
 
     async def encode(
         self, parts: Sequence[Part], levels: int, deadline: Deadline, context: Context
-    ) -> AsyncGenerator[Result, None]:
+    ) -> AsyncGenerator[Answer, None]:
         """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
         self._check_loop()
         one = self._connections.common(parts, stream=False)
@@ -87,7 +87,7 @@ class AsyncTransport:
         metadata: Metadata,
         one: Connection[grpc.aio.Channel] | None,
         stream: Connection[grpc.Channel] | None,
-    ) -> AsyncGenerator[Result, None]:
+    ) -> AsyncGenerator[Answer, None]:
         """Results of a part: sent as one message while it is one, and then as a stream.
 
         one, stream: connections of the first attempts.
@@ -103,7 +103,7 @@ class AsyncTransport:
 
     async def _in_one_message(
         self, exchange: Exchange, metadata: Metadata, again: Connection[grpc.aio.Channel] | None
-    ) -> AsyncGenerator[Result, None]:
+    ) -> AsyncGenerator[Answer, None]:
         """Results of a part; what a server refused or never answered is sent again, while it is one message."""
         while exchange.part.one_message:
             await _begun(exchange)
@@ -165,16 +165,16 @@ class AsyncTransport:
 
     async def _streamed(
         self, exchange: Exchange, metadata: Metadata, again: Connection[grpc.Channel] | None
-    ) -> AsyncGenerator[Result, None]:
+    ) -> AsyncGenerator[Answer, None]:
         """Results of a part that is sent as a stream, by a thread.
 
         grpc.aio 1.85 loses the status of an RPC that the server ends while the client is still sending.
         """
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Result | Exception | None] = asyncio.Queue()
+        arrived: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()
         calls = Calls()
 
-        def deliver(result: Result | Exception | None) -> None:
+        def deliver(result: Answer | Exception | None) -> None:
             with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(arrived.put_nowait, result)
 
@@ -230,11 +230,11 @@ def _cancelled(error: asyncio.CancelledError) -> BaseException:
     return EncodeFailed("the client was closed during the call", code="CANCELLED")
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Result, None]]) -> AsyncGenerator[Result, None]:
+async def _merged(streams: Sequence[AsyncGenerator[Answer, None]]) -> AsyncGenerator[Answer, None]:
     """Results of all streams as they arrive."""
-    arrived: asyncio.Queue[Result | Exception | None] = asyncio.Queue()
+    arrived: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()
 
-    async def drain(stream: AsyncGenerator[Result, None]) -> None:
+    async def drain(stream: AsyncGenerator[Answer, None]) -> None:
         try:
             async for result in stream:
                 arrived.put_nowait(result)

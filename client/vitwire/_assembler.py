@@ -14,7 +14,8 @@ from vitwire._expected import Expected, grid_of, is_finite, report_problem
 from vitwire._leases import Lease
 from vitwire._memory import empty
 from vitwire._nixl import Leases
-from vitwire._protocol import MAX_EMBEDDING_BYTES, Response, Result
+from vitwire._protocol import MAX_EMBEDDING_BYTES, Answer, Response
+from vitwire._storing import accepted_of, stored_of
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Malformed
 
@@ -36,16 +37,19 @@ class Assembler:
         expected: Sequence[Expected] = (),
         leases: Leases | None = None,
         request_id: str = "",
+        *,
+        store_only: bool = False,
     ) -> None:
         self._indices = indices
         self._levels = levels
         self._leases = leases
         self._request_id = request_id
+        self._store_only = store_only
         self._expected = expected or [Expected()] * len(indices)
         self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
 
-    def feed(self, response: Response) -> Result | None:
-        """The result of the item that this frame completes, if any."""
+    def feed(self, response: Response) -> Answer | None:
+        """The result of the item that this frame completes or accepts, if any."""
         if isinstance(response, Malformed):
             raise EncodeFailed(f"the response cannot be parsed: {response.reason}")
         message = response.message
@@ -58,6 +62,8 @@ class Assembler:
                 if lease := self._lease(message.item):
                     lease.release()
                 return index, from_status(message.error, index, self._indices)
+            case "accepted" | "stored" if self._store_only:
+                return self._stored(index, message)
             case "placement":
                 return self._placement(index, message)
             case "chunk":
@@ -71,10 +77,21 @@ class Assembler:
             missing = sorted(self._indices[number] for number in self._open)
             raise EncodeFailed(f"the response ended without the items {missing}", item=missing[0])
 
+    def _stored(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Answer:
+        expected = self._expected[message.item]
+        try:
+            if message.HasField("accepted"):
+                return index, accepted_of(message.accepted, expected)
+            stored = stored_of(message.stored, Report.from_message(message.report, self._request_id), expected)
+        except ValueError as error:
+            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
+        del self._open[message.item]
+        return index, stored
+
     def _lease(self, number: int) -> Lease | None:
         return self._leases.leases[number] if self._leases else None
 
-    def _placement(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Result:
+    def _placement(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Answer:
         """The embedding that the server wrote into the lease of its item."""
         lease = self._leases.delivered(message.item) if self._leases else None
         placement, expected = message.placement, self._expected[message.item]
@@ -97,7 +114,7 @@ class Assembler:
             return index, EncodeFailed(f"items[{index}]: the server wrote rows with NaN or infinite values", item=index)
         return index, Embedding(rows, dtype, self._levels, report, grid_of(expected, report))
 
-    def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Result | None:
+    def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Answer | None:
         rows, expected = self._open[message.item], self._expected[message.item]
         chunk = message.chunk
         try:

@@ -22,7 +22,7 @@ from vitwire._exchange import may_mean_other_model
 from vitwire._items import Item
 from vitwire._model import Model
 from vitwire._nixl import POOL_BYTES, Delivery, Nixl
-from vitwire._protocol import Options, Part, Priority, Result, parts_of
+from vitwire._protocol import Answer, Options, Part, Priority, parts_of
 from vitwire._retry import MAX_RETRIES, Policy
 from vitwire._target import checked_target
 
@@ -217,11 +217,14 @@ class BaseClient(ABC, Generic[T]):
         priority: Priority | None = None,
         *,
         stream: bool = False,
+        store_only: bool = False,
     ) -> Call:
         """Raises ValueError for an invalid argument."""
         defaults = self._defaults
+        # The server accepts an item that is streamed before its bytes have arrived.
+        stream = stream or store_only
         options = Options.of(output_type or defaults.output_type, priority or defaults.priority, stream=stream)
-        return Call(self._deadline(timeout), options)
+        return Call(self._deadline(timeout), replace(options, store_only=store_only))
 
     def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:
         return Deadline(self._defaults.timeout if timeout is None else timeout, default)
@@ -236,7 +239,9 @@ class BaseClient(ABC, Generic[T]):
 
     def _parts(self, items: Mapping[int, Item], call: Call, model: Model) -> list[Part]:
         """The RPCs of a request."""
-        options = replace(call.options, leasing=self._shared.nixl.leasing(model, call.options.output_type))
+        options = call.options
+        if not options.store_only:
+            options = replace(options, leasing=self._shared.nixl.leasing(model, options.output_type))
         shares = self._shares(items, model) if call.shares is None else call.shares
         return parts_of(items, shares, options, model)
 
@@ -259,7 +264,7 @@ class BaseClient(ABC, Generic[T]):
             raise
         log.debug("request %s: done in %.3f s", context.request_id, time.monotonic() - start)
 
-    def _noted(self, result: Result, context: Context) -> Result:
+    def _noted(self, result: Answer, context: Context) -> Answer:
         """A result, with the id of its request if it is an error."""
         if isinstance(result[1], VitwireError):
             self._forget_model_after(context.name(result[1]))

@@ -15,8 +15,9 @@ from vitwire._items import Item, Modality, numbered, without_pixels
 from vitwire._model import Model
 from vitwire._prepare import Clip, Upload, clip_items, image_items
 from vitwire._processors import batch_items, identified
-from vitwire._protocol import Priority, Result, embeddings, needs_upload
+from vitwire._protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
 from vitwire._sources import ImageLike
+from vitwire._storing import Accepted, Stored, storable
 from vitwire._transport import Calls, Transport
 
 
@@ -137,6 +138,39 @@ class Client(BaseClient[Transport]):
     ) -> list[Embedding]:
         """As `encode`, but sends the content of items with a `content_id` only if the server has not cached them."""
         return self._encode_cached(items, self._call(timeout, output_type, priority))
+
+    def store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Stored]:
+        """Encode items into the server's cache, without returning rows; arguments as for `encode`.
+
+        Each item needs a `content_id`: who sends an item with this `content_id` and without pixels, with the same
+        token and `output_type`, gets the rows. An item without pixels asks whether it is cached already. Raises the
+        error of the first item that failed: NotCached for one without pixels, InvalidItem if the server has no cache.
+        """
+        return stored(dict(self.iter_store(items, timeout, output_type, priority)))
+
+    def iter_store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> Generator[Storing, None, None]:
+        """As `store`, step by step: yields `(position, Accepted)`, then `(position, Stored)` or an error, of each item.
+
+        An item is accepted before it is encoded, and even before its bytes have arrived. From then on requests for its
+        `content_id` wait for it. A retry may yield `Accepted` again.
+        """
+        for index, answer in self._answers(
+            storable(items), self._call(timeout, output_type, priority, store_only=True)
+        ):
+            assert not isinstance(answer, Embedding), "no rows are returned"
+            yield index, answer
 
     def encode_batch(
         self,
@@ -279,6 +313,14 @@ class Client(BaseClient[Transport]):
         self, items: Mapping[int, Item], call: Call, calls: Calls | None = None
     ) -> Generator[Result, None, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""
+        for index, answer in self._answers(items, call, calls):
+            assert not isinstance(answer, Accepted | Stored), "rows are returned"
+            yield index, answer
+
+    def _answers(
+        self, items: Mapping[int, Item], call: Call, calls: Calls | None = None
+    ) -> Generator[Answer, None, None]:
+        """All that the server answers, by position."""
         if not items:
             return
         model, transport, context = self._get_model(call), self._shared.transport, self._context()

@@ -17,8 +17,9 @@ from vitwire._errors import (
     VitwireError,
 )
 from vitwire._model import Model
-from vitwire._protocol import Part, Response, Result
+from vitwire._protocol import Answer, Part, Response
 from vitwire._retry import Attempts
+from vitwire._storing import Accepted
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Malformed
 
@@ -61,7 +62,14 @@ class Exchange:
             return False
         self.part = replace(part, leases=leases)
         self._overloaded.clear()
-        self._assembler = Assembler(self.part.indices, self._levels, self.part.expected, leases, self._request_id)
+        self._assembler = Assembler(
+            self.part.indices,
+            self._levels,
+            self.part.expected,
+            leases,
+            self._request_id,
+            store_only=part.options.store_only,
+        )
         return True
 
     def check_deadline(self) -> None:
@@ -77,12 +85,14 @@ class Exchange:
         if self.part.leases:
             self.part.leases.abandon()
 
-    def feed(self, response: Response) -> Result | None:
+    def feed(self, response: Response) -> Answer | None:
         """The result that this response completes. Items to retry later are held back."""
         result = self._assembler.feed(response)
         if result is None:
             return None
         index, outcome = result
+        if isinstance(outcome, Accepted):
+            return result
         if isinstance(outcome, Overloaded) and outcome.retry_after is not None:
             self._overloaded[index] = outcome
             return None
@@ -139,7 +149,7 @@ class Exchange:
         )  # fmt: skip
         return delay
 
-    def refused(self) -> list[Result]:
+    def refused(self) -> list[Answer]:
         """After the last attempt: the items that the server refused."""
         return list(self._overloaded.items())
 

@@ -235,7 +235,7 @@ class WireItem(NamedTuple):
         return sum(map(len, self.tensors))
 
 
-def to_wire(item: Item) -> WireItem:
+def to_wire(item: Item, *, store_only: bool = False) -> WireItem:
     """Copies only tensors that are not in host memory, little-endian and in C order."""
     t, h, w = item.grid
     message = pb.Item(
@@ -243,6 +243,7 @@ def to_wire(item: Item) -> WireItem:
         grid=pb.Grid(t=t, h=h, w=w) if any(item.grid) else None,
         content_id=item.content_id or "",
         keep_ratio=item.keep_ratio,
+        store_only=store_only,
     )
     pixels = crops = memoryview(b"")
     if item.pixels is not None:

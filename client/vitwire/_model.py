@@ -40,6 +40,8 @@ class Limits:
     """Of an encoded item; 0 if the server does not decode."""
     encoded_pixels: int = 0
     """Of an encoded image, or of a frame of an encoded clip."""
+    cached_bytes: int = 0
+    """Size of the server's embedding cache; 0 if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ def _limits(message: pb.Limits) -> Limits:
         queued_bytes=message.queued_bytes,
         encoded_bytes=message.encoded_bytes,
         encoded_pixels=message.encoded_pixels,
+        cached_bytes=message.cached_bytes,
     )
 
 

@@ -11,11 +11,15 @@ from vitwire._expected import Expected
 from vitwire._items import Item, WireItem, to_wire
 from vitwire._model import Limits, Model
 from vitwire._nixl import Leases, Leasing
+from vitwire._storing import Accepted, Stored
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, Request
 
 Priority = Literal["interactive", "batch"]
 Result = tuple[int, Embedding | VitwireError]
+Answer = tuple[int, Embedding | Accepted | Stored | VitwireError]
+Storing = tuple[int, Accepted | Stored | VitwireError]
+"""Of items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
 Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed
 Upload = Frame[pb.EncodeStreamRequest]
 
@@ -47,6 +51,8 @@ class Options:
     """Always use a stream: an invalid item fails a whole message, but not a stream."""
     leasing: Leasing | None = None
     """Leases memory for the rows; None if they come in the response."""
+    store_only: bool = False
+    """Have the rows cached, and return none."""
 
     @property
     def patient(self) -> bool:
@@ -156,7 +162,7 @@ def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Option
 
 
 def _part(items: Mapping[int, Item], share: Share, options: Options, model: Model) -> Part:
-    wire = tuple(to_wire(item) for item in items.values())
+    wire = tuple(to_wire(item, store_only=options.store_only) for item in items.values())
     expected = tuple(Expected.of(item, model) for item in items.values())
     return Part(tuple(items), wire, expected, options, model.limits, share.hint, share.is_routed)
 
@@ -173,4 +179,15 @@ def embeddings(results: Mapping[int, Embedding | VitwireError]) -> list[Embeddin
         if isinstance(result, VitwireError):
             raise result
         ordered.append(result)
+    return ordered
+
+
+def stored(answers: Mapping[int, Accepted | Stored | VitwireError]) -> list[Stored]:
+    """The last answers to items in order. Raises the error of the first item that has one."""
+    ordered: list[Stored] = []
+    for _, answer in sorted(answers.items()):
+        if isinstance(answer, VitwireError):
+            raise answer
+        assert isinstance(answer, Stored), "it follows Accepted"
+        ordered.append(answer)
     return ordered

@@ -17,7 +17,7 @@ from vitwire._diagnosis import diagnosed
 from vitwire._errors import Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
 from vitwire._model import Model
-from vitwire._protocol import Part, Result
+from vitwire._protocol import Answer, Part
 from vitwire._retry import Attempts
 from vitwire._slots import Slots
 from vitwire._timers import Timers
@@ -45,7 +45,7 @@ class Transport:
         deadline: Deadline,
         context: Context,
         calls: "Calls | None" = None,
-    ) -> Iterator[Result]:
+    ) -> Iterator[Answer]:
         """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
         calls = calls or Calls()
         exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
@@ -100,7 +100,7 @@ class Transport:
 
     def results(
         self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None = None
-    ) -> Iterator[Result]:
+    ) -> Iterator[Answer]:
         """Results of one part; what a server refused or never answered is sent again.
 
         again: the connection of the first attempt.
@@ -213,11 +213,11 @@ def _close_all(channels: Sequence[grpc.Channel]) -> None:
         channel.close()
 
 
-def _merged(streams: Sequence[Iterator[Result]]) -> Iterator[Result]:
+def _merged(streams: Sequence[Iterator[Answer]]) -> Iterator[Answer]:
     """Results of all streams as they arrive; the threads end with their calls, which the caller cancels."""
-    arrived: SimpleQueue[Result | Exception | None] = SimpleQueue()
+    arrived: SimpleQueue[Answer | Exception | None] = SimpleQueue()
 
-    def drain(stream: Iterator[Result]) -> None:
+    def drain(stream: Iterator[Answer]) -> None:
         try:
             for result in stream:
                 arrived.put(result)

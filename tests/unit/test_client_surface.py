@@ -11,6 +11,7 @@ import vitwire
 from vitwire import AsyncClient, Client, allocator
 
 SURFACE = [
+    "Accepted",
     "AsyncClient",
     "Budget",
     "Client",
@@ -30,6 +31,7 @@ SURFACE = [
     "Priority",
     "Report",
     "Result",
+    "Stored",
     "Tiling",
     "Unauthenticated",
     "Unavailable",

@@ -509,16 +509,24 @@ class Item(google.protobuf.message.Message):
     CONTENT_ID_FIELD_NUMBER: builtins.int
     KEEP_RATIO_FIELD_NUMBER: builtins.int
     REGION_FIELD_NUMBER: builtins.int
+    STORE_ONLY_FIELD_NUMBER: builtins.int
     ENCODED_FIELD_NUMBER: builtins.int
     CROPS_FIELD_NUMBER: builtins.int
     PIXELS_FIELD_NUMBER: builtins.int
     modality: Global___Modality.ValueType
     content_id: builtins.str
     """Key of the content in the embedding cache. An item without pixels requests
-    the cached embedding.
+    the cached embedding, and waits for it if an item of this content_id is in
+    flight.
     """
     keep_ratio: builtins.float
     """Share of a video's tokens to keep, in (0, 1); 0 or 1 keeps all of them."""
+    store_only: builtins.bool
+    """Keep the rows in the embedding cache under content_id and return none. The
+    server answers with Accepted once it admitted the item, then with
+    EmbeddingStored. Without pixels, asks whether the rows are cached: answered
+    with EmbeddingStored or NOT_FOUND at once.
+    """
     encoded: builtins.bytes
     """A file instead of pixels: a JPEG, PNG or WebP image, or an MP4 or WebM clip.
     The server decodes and prepares it; `grid` and tensors are absent. On an
@@ -550,12 +558,13 @@ class Item(google.protobuf.message.Message):
         content_id: builtins.str = ...,
         keep_ratio: builtins.float = ...,
         region: Global___Region | None = ...,
+        store_only: builtins.bool = ...,
         encoded: builtins.bytes = ...,
         crops: Global___Tensor | None = ...,
         pixels: Global___Tensor | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["crops", b"crops", "grid", b"grid", "pixels", b"pixels", "region", b"region"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "encoded", b"encoded", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "pixels", b"pixels", "region", b"region"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "encoded", b"encoded", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "pixels", b"pixels", "region", b"region", "store_only", b"store_only"]) -> None: ...
 
 Global___Item: typing_extensions.TypeAlias = Item
 
@@ -659,17 +668,23 @@ class EncodeResponse(google.protobuf.message.Message):
     REPORT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     item: builtins.int
     """Position of the item in the request."""
     @property
     def report(self) -> Global___ItemReport:
-        """Set with the placement or the last chunk of the item."""
+        """Set with the placement, the last chunk or the storing of the item."""
 
     @property
     def error(self) -> google.rpc.status_pb2.Status: ...
     @property
     def placement(self) -> Global___EmbeddingPlacement: ...
+    @property
+    def accepted(self) -> Global___Accepted: ...
+    @property
+    def stored(self) -> Global___EmbeddingStored: ...
     @property
     def chunk(self) -> Global___EmbeddingChunk: ...
     def __init__(
@@ -679,13 +694,70 @@ class EncodeResponse(google.protobuf.message.Message):
         report: Global___ItemReport | None = ...,
         error: google.rpc.status_pb2.Status | None = ...,
         placement: Global___EmbeddingPlacement | None = ...,
+        accepted: Global___Accepted | None = ...,
+        stored: Global___EmbeddingStored | None = ...,
         chunk: Global___EmbeddingChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "placement", b"placement", "report", b"report", "result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "item", b"item", "placement", b"placement", "report", b"report", "result", b"result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "placement", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "chunk", b"chunk", "error", b"error", "placement", b"placement", "report", b"report", "result", b"result", "stored", b"stored"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "chunk", b"chunk", "error", b"error", "item", b"item", "placement", b"placement", "report", b"report", "result", b"result", "stored", b"stored"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "placement", "accepted", "stored", "chunk"] | None: ...
 
 Global___EncodeResponse: typing_extensions.TypeAlias = EncodeResponse
+
+@typing.final
+class Accepted(google.protobuf.message.Message):
+    """A store_only item was admitted: requests for its content_id wait for it from
+    now on. Sent before the bytes of an item on an EncodeStream have arrived; for
+    a file, once its header was read.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GRID_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    FORECAST_FIELD_NUMBER: builtins.int
+    tokens: builtins.int
+    """Rows of the embedding."""
+    @property
+    def grid(self) -> Global___Grid:
+        """The item's grid; the server chose it if the item is a file."""
+
+    @property
+    def forecast(self) -> google.protobuf.duration_pb2.Duration:
+        """Predicted time until the rows are stored, once the item's bytes are there."""
+
+    def __init__(
+        self,
+        *,
+        grid: Global___Grid | None = ...,
+        tokens: builtins.int = ...,
+        forecast: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["forecast", b"forecast", "grid", b"grid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["forecast", b"forecast", "grid", b"grid", "tokens", b"tokens"]) -> None: ...
+
+Global___Accepted: typing_extensions.TypeAlias = Accepted
+
+@typing.final
+class EmbeddingStored(google.protobuf.message.Message):
+    """The rows of a store_only item are in the embedding cache."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_TYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    data_type: Global___DataType.ValueType
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        data_type: Global___DataType.ValueType = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_type", b"data_type", "shape", b"shape"]) -> None: ...
+
+Global___EmbeddingStored: typing_extensions.TypeAlias = EmbeddingStored
 
 @typing.final
 class EmbeddingChunk(google.protobuf.message.Message):
@@ -938,17 +1010,23 @@ class EncodeStreamResponse(google.protobuf.message.Message):
     REPORT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     item: builtins.int
     """Number of the item in its header."""
     @property
     def report(self) -> Global___ItemReport:
-        """Set with the placement or the last chunk of the item."""
+        """Set with the placement, the last chunk or the storing of the item."""
 
     @property
     def error(self) -> google.rpc.status_pb2.Status: ...
     @property
     def placement(self) -> Global___EmbeddingPlacement: ...
+    @property
+    def accepted(self) -> Global___Accepted: ...
+    @property
+    def stored(self) -> Global___EmbeddingStored: ...
     @property
     def chunk(self) -> Global___EmbeddingChunk: ...
     def __init__(
@@ -958,11 +1036,13 @@ class EncodeStreamResponse(google.protobuf.message.Message):
         report: Global___ItemReport | None = ...,
         error: google.rpc.status_pb2.Status | None = ...,
         placement: Global___EmbeddingPlacement | None = ...,
+        accepted: Global___Accepted | None = ...,
+        stored: Global___EmbeddingStored | None = ...,
         chunk: Global___EmbeddingChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "placement", b"placement", "report", b"report", "result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "error", b"error", "item", b"item", "placement", b"placement", "report", b"report", "result", b"result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "placement", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "chunk", b"chunk", "error", b"error", "placement", b"placement", "report", b"report", "result", b"result", "stored", b"stored"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "chunk", b"chunk", "error", b"error", "item", b"item", "placement", b"placement", "report", b"report", "result", b"result", "stored", b"stored"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "placement", "accepted", "stored", "chunk"] | None: ...
 
 Global___EncodeStreamResponse: typing_extensions.TypeAlias = EncodeStreamResponse
 
@@ -1462,6 +1542,7 @@ class Limits(google.protobuf.message.Message):
     QUEUED_BYTES_FIELD_NUMBER: builtins.int
     ENCODED_BYTES_FIELD_NUMBER: builtins.int
     ENCODED_PIXELS_FIELD_NUMBER: builtins.int
+    CACHED_BYTES_FIELD_NUMBER: builtins.int
     request_bytes: builtins.int
     items_per_request: builtins.int
     patches_per_item: builtins.int
@@ -1471,6 +1552,8 @@ class Limits(google.protobuf.message.Message):
     """Of an encoded item; 0 if the server does not decode."""
     encoded_pixels: builtins.int
     """Pixels of an encoded image, or of a frame of an encoded clip."""
+    cached_bytes: builtins.int
+    """Size of the embedding cache; 0 if nothing is cached."""
     def __init__(
         self,
         *,
@@ -1481,7 +1564,8 @@ class Limits(google.protobuf.message.Message):
         queued_bytes: builtins.int = ...,
         encoded_bytes: builtins.int = ...,
         encoded_pixels: builtins.int = ...,
+        cached_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["encoded_bytes", b"encoded_bytes", "encoded_pixels", b"encoded_pixels", "items_per_request", b"items_per_request", "patches_per_item", b"patches_per_item", "queued_bytes", b"queued_bytes", "queued_items", b"queued_items", "request_bytes", b"request_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_bytes", b"cached_bytes", "encoded_bytes", b"encoded_bytes", "encoded_pixels", b"encoded_pixels", "items_per_request", b"items_per_request", "patches_per_item", b"patches_per_item", "queued_bytes", b"queued_bytes", "queued_items", b"queued_items", "request_bytes", b"request_bytes"]) -> None: ...
 
 Global___Limits: typing_extensions.TypeAlias = Limits

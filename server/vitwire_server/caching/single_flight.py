@@ -44,6 +44,25 @@ class _Flight:
     waiting: dict[Waiter, None] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
+class Joining:
+    """An item without pixels that waits for one of its name; owned by its call."""
+
+    name: Name
+    lookup: CacheLookup
+    settle: Callable[[Outcome], None]
+    """Answers the item."""
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A name whose rows will come."""
+
+    items: int = 0
+    """Admitted items of the name without an outcome."""
+    joining: dict[Joining, None] = field(default_factory=dict)
+
+
 class SingleFlight:
     """Finds an item's embedding in the cache or in flight before it is queued. Used on the event loop only.
 
@@ -55,20 +74,51 @@ class SingleFlight:
         self._cache = cache
         self._monitor = monitor
         self._flights: dict[Key, _Flight] = {}
+        self._expected: dict[Name, _Expected] = {}
 
     @property
     def is_on(self) -> bool:
         """Whether anything is ever found here."""
         return self._cache.is_on
 
-    def find(self, name: Name, lookup: CacheLookup) -> Encoded | NotCached:
-        """The answer to an item without pixels."""
+    def expect(self, name: Name) -> None:
+        """An item of this name was admitted. Ends with `settled`."""
+        self._expected.setdefault(name, _Expected()).items += 1
+
+    def settled(self, name: Name, error: EncoderError | None = None) -> None:
+        """An expected item has its outcome, or none will come: answer what waits for its name."""
+        expected = self._expected[name]
+        expected.items -= 1
+        if not expected.items:
+            del self._expected[name]
+        for joining in list(expected.joining):
+            found = self.find(name, joining.lookup)
+            if found is not None:
+                del expected.joining[joining]
+                is_cause = isinstance(found, NotCached) and not isinstance(error, _OF_THE_REQUEST)
+                joining.settle(error if error and is_cause else found)
+
+    def join(self, joining: Joining) -> None:
+        """Wait for an item of a name that `find` returned None for. Ends with its `settle`, or with `quit`."""
+        self._expected[joining.name].joining[joining] = None
+
+    def quit(self, joining: Joining) -> None:
+        """The call of an item that waits is over."""
+        if expected := self._expected.get(joining.name):
+            expected.joining.pop(joining, None)
+
+    def find(self, name: Name, lookup: CacheLookup) -> Encoded | NotCached | None:
+        """The answer to an item without pixels; None if an item of its name is in flight."""
         found = self._cache.find(name)
         if found is not None:
             key, embedding = found
             content = key.content
             if lookup.modality in (None, content.modality) and lookup.grid in (None, content.grid):
                 return self._hit(key, embedding)
+        return None if name in self._expected else self.missed(lookup)
+
+    def missed(self, lookup: CacheLookup) -> NotCached:
+        """The answer to an item without pixels that is not cached."""
         self._monitor.cache_missed()
         return NotCached(f"no embedding of content_id {lookup.content_id!r} is cached")
 

@@ -92,6 +92,11 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """The rows are in the embedding cache, and none are returned."""
+
+
+@dataclass(frozen=True, slots=True)
 class NotDelivered:
     """The rows have to be sent in the response."""
 

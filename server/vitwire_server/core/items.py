@@ -68,6 +68,8 @@ class Item:
     """Where the rows are to be written; None if they are returned."""
     on_device: bool = False
     """Whether the region is in memory of a device."""
+    store_only: bool = False
+    """Whether the rows are only cached."""
 
     def filled(self, data: memoryview) -> "Item":
         """The item with its `nbytes` bytes: pixels, then crops."""
@@ -105,6 +107,8 @@ class CacheLookup:
     output: DType
     keep_ratio: float
     region: Region | None = None
+    store_only: bool = False
+    """Whether only to say that it is cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,8 @@ class Limits:
     """Of an encoded item; 0 if nothing is decoded."""
     encoded_pixels: int = 0
     """Of an encoded image, or of a frame of an encoded clip."""
+    cached_bytes: int = 0
+    """Size of the embedding cache; 0 if nothing is cached."""
 
 
 @dataclass(frozen=True, slots=True)

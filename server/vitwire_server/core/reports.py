@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.delivery import Delivered, NotDelivered
+from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Embedding, Modality
@@ -47,11 +47,21 @@ class Encoded:
 
     embedding: Embedding
     report: ItemReport
-    delivery: Delivered | NotDelivered | None = None
-    """What came of the delivery of the rows; None if the item has no region."""
+    delivery: Delivered | NotDelivered | Stored | None = None
+    """What came of the rows; None if they are returned and the item has no region."""
 
 
 Outcome = Encoded | EncoderError
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An item whose rows are only stored was admitted."""
+
+    grid: Grid
+    tokens: int
+    forecast: float = 0.0
+    """Predicted seconds until its rows are stored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,7 @@ def _limits(settings: ServeSettings, tower: Tower) -> Limits:
         patches_per_item=settings.max_patches_per_item,
         queued_items=settings.max_queued_items,
         queued_bytes=settings.max_queued_bytes,
+        cached_bytes=settings.cache_bytes,
     )
 
 

@@ -13,7 +13,7 @@ from vitwire_server.caching.keys import Digest, digest_of
 from vitwire_server.core.errors import InvalidTensors
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
-from vitwire_server.core.reports import Outcome
+from vitwire_server.core.reports import Accepted, Encoded, Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.rpc.codec import Codec, EncodedItem
 from vitwire_server.rpc.decodes import Decodes, Decoding, Prepared
@@ -49,6 +49,10 @@ class _InFlight:
     """Its number in the session: a client may use its own numbers again."""
     submitted: bool = False
     answered: bool = False
+    accepted: Accepted | None = None
+    """What is sent before the outcome, if the item's rows are only stored."""
+    is_accepted: bool = False
+    """Whether that was sent."""
 
 
 class Call:
@@ -75,7 +79,7 @@ class Call:
         """The item whose last message is being sent; its number is free already."""
         self._freed = asyncio.Event()
         self._ended = False
-        self._outcomes: asyncio.Queue[tuple[int, Outcome] | Exception | None] = asyncio.Queue()
+        self._outcomes: asyncio.Queue[tuple[int, Accepted | Outcome] | Exception | None] = asyncio.Queue()
 
     @property
     def is_idle(self) -> bool:
@@ -93,7 +97,10 @@ class Call:
 
     async def reserve(self, index: int, item: Item) -> memoryview:
         """Admit an item whose bytes are still to come; returns the memory to write them into. Raises as Session."""
-        return await self._session.reserve((self._items.get(index) or self._add(index)).key, item)
+        held = self._items.get(index) or self._add(index)
+        memory = await self._session.reserve(held.key, item)
+        await self._accept({index: item})
+        return memory
 
     def expect(self, index: int, *, submitted: bool = True) -> None:
         """An item is in flight that will be reserved once it was decoded; `submitted` if its bytes have arrived."""
@@ -101,7 +108,9 @@ class Call:
 
     async def answer(self, index: int, item: Item, digest: bytes) -> bool:
         """Answer an expected item from the cache; False if it is not cached. Raises as Session."""
-        return await self._session.answer(self._items[index].key, item, digest)
+        held = self._items[index]
+        held.accepted = _acceptance(item)
+        return await self._session.answer(held.key, item, digest)
 
     async def digest_of_file(self, data: Buffer) -> bytes | None:
         """The digest of an encoded item, if the engine needs one."""
@@ -122,12 +131,15 @@ class Call:
         seed = self._sessions.digest_seed
         if digests is None and seed is not None:
             digests = await _digests(work, seed)
-        for item in held.values():
-            item.submitted = True
+        for index, in_flight in held.items():
+            in_flight.submitted = True
+            if index in work and not in_flight.is_accepted:
+                in_flight.accepted = _acceptance(work[index])
         await self._session.submit(
             {held[index].key: item for index, item in items.items()},
             {held[index].key: digest for index, digest in (digests or {}).items()},
         )
+        await self._accept(work)
 
     async def submit_all(self, items: Sequence[Item | CacheLookup | EncodedItem]) -> None:
         """Submit the items of one message, numbered in order; those with files once these were decoded.
@@ -159,6 +171,8 @@ class Call:
             outcome = outcome.of_item(index)
         item = self._items.get(index) or self._add(index)
         self._indices.pop(item.key, None)
+        if isinstance(outcome, Encoded):
+            self._announce(index, item)
         item.answered = True
         self._outcomes.put_nowait((index, outcome))
 
@@ -166,8 +180,11 @@ class Call:
         """No more items will come; an error ends the RPC."""
         self._outcomes.put_nowait(error)
 
-    async def next(self) -> tuple[int, Outcome] | None:
-        """The next outcome; None once `end` was called and all items are free. Raises the error given to `end`."""
+    async def next(self) -> tuple[int, Accepted | Outcome] | None:
+        """The next acceptance or outcome; None once `end` was called and all items are free.
+
+        Raises the error given to `end`.
+        """
         while not self._ended or self._items:
             outcome = await self._outcomes.get()
             if isinstance(outcome, Exception):
@@ -217,6 +234,19 @@ class Call:
         )
         return self._sessions.open(opening, self._completed, fail=self.end)
 
+    async def _accept(self, items: Mapping[int, Item]) -> None:
+        """Announce those admitted items whose rows are only stored."""
+        for index, item in items.items():
+            held = self._items.get(index)
+            if item.store_only and held and not held.is_accepted:
+                held.accepted = _acceptance(item)
+                self._announce(index, held, await self._session.forecast(item.footprint.tokens))
+
+    def _announce(self, index: int, item: _InFlight, forecast: float = 0.0) -> None:
+        if item.accepted and not item.is_accepted and not item.answered:
+            item.is_accepted = True
+            self._outcomes.put_nowait((index, replace(item.accepted, forecast=forecast)))
+
     def _add(self, index: int) -> _InFlight:
         item = self._items[index] = _InFlight(next(self._keys))
         self._indices[item.key] = index
@@ -227,6 +257,10 @@ class Call:
         index = self._indices.get(key)
         if index is not None:
             self.settle(index, outcome)
+
+
+def _acceptance(item: Item) -> Accepted | None:
+    return Accepted(item.grid, item.rows) if item.store_only else None
 
 
 async def _digests(items: Mapping[int, Item], seed: int) -> dict[int, bytes]:

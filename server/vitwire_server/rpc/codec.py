@@ -196,9 +196,8 @@ class Codec:
         modality = _MODALITIES.get(item.modality)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
         if wants_cached and not wrong:
-            return CacheLookup(
-                item.content_id, modality, grid if any(grid) else None, output, _keep_ratio(item), region
-            )
+            known = grid if any(grid) else None
+            return CacheLookup(item.content_id, modality, known, output, _keep_ratio(item), region, item.store_only)
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
@@ -212,11 +211,24 @@ class Codec:
         footprint, ratio = self._footprints(grid), _keep_ratio(item)
         pixels, on_device = _described(item.pixels), bool(region and consumer and consumer.memory is MemoryKind.DEVICE)
         made = Item(
-            modality, grid, pixels, footprint, output, ratio, crops, item.content_id, region, on_device=on_device
+            modality,
+            grid,
+            pixels,
+            footprint,
+            output,
+            ratio,
+            crops,
+            item.content_id,
+            region,
+            on_device=on_device,
+            store_only=item.store_only,
         )
-        small = wrong_region(region, consumer, made.rows_nbytes(self._card.geometry.width))
-        violations += [Violation(f"{field}.{name}", reason) for name, reason in small]
-        return None if small else made
+        nbytes, cached = made.rows_nbytes(self._card.geometry.width), self._card.limits.cached_bytes
+        wrong = wrong_region(region, consumer, nbytes)
+        if item.store_only and nbytes > cached:
+            wrong.append(Violation("store_only", f"the rows have {nbytes} bytes, the cache holds {cached}"))
+        violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
+        return None if wrong else made
 
     def _wrong_grid(self, grid: Grid, modality: Modality | None) -> Iterator[Violation]:
         geometry = self._card.geometry
@@ -253,6 +265,16 @@ class Codec:
             yield Violation("keep_ratio", f"must be 0: {pooled if self._card.geometry.one_row else several}")
         if len(item.content_id) > _MAX_CONTENT_ID:
             yield Violation("content_id", f"must have at most {_MAX_CONTENT_ID} characters")
+        if item.store_only:
+            yield from self._wrong_store(item)
+
+    def _wrong_store(self, item: pb.Item) -> Iterator[Violation]:
+        if not item.content_id:
+            yield Violation("content_id", "is missing: the rows of a store_only item are cached under it")
+        if not self._card.limits.cached_bytes:
+            yield Violation("store_only", "must be false: the server has no cache (--cache-bytes)")
+        if item.HasField("region"):
+            yield Violation("store_only", "must be false for an item with a region")
 
 
 def _wrong_type(name: str, tensor: pb.Tensor) -> Iterator[Violation]:

@@ -5,12 +5,12 @@ from typing import NamedTuple, TypeVar
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.delivery import Delivered, NotDelivered
+from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
 from vitwire_server.core.models import Encoding, ModelCard, Precision, Resizing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
+from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.rpc.codec import DTYPES
@@ -41,6 +41,13 @@ class Outgoing(NamedTuple):
     """Whether it completes the answer to its item."""
 
 
+def accepted_message(kind: type[Answer], item: int, accepted: Accepted) -> Outgoing:
+    """The message that precedes the answer to an item whose rows are only stored."""
+    (t, h, w), forecast = accepted.grid, duration(accepted.forecast)
+    message = pb.Accepted(grid=pb.Grid(t=t, h=h, w=w), tokens=accepted.tokens, forecast=forecast)
+    return Outgoing(kind(item=item, accepted=message).SerializeToString(), 0, last=False)
+
+
 def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared | None = None) -> Iterator[Outgoing]:
     """The messages that answer one item: its rows in chunks of about 2 MiB, their placement, or its error.
 
@@ -51,6 +58,11 @@ def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared
         yield Outgoing(kind(item=item, error=status_of(outcome)).SerializeToString(), 0, last=True)
         return
     embedding = outcome.embedding
+    if isinstance(outcome.delivery, Stored):
+        stored = pb.EmbeddingStored(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape)
+        message = kind(item=item, report=_report(outcome, prepared), stored=stored)
+        yield Outgoing(message.SerializeToString(), 0, last=True)
+        return
     if isinstance(outcome.delivery, Delivered):
         placed = kind(item=item, report=_report(outcome, prepared), placement=_placement(embedding, outcome.delivery))
         yield Outgoing(placed.SerializeToString(), 0, last=True)
@@ -134,6 +146,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
             queued_bytes=limits.queued_bytes,
             encoded_bytes=limits.encoded_bytes,
             encoded_pixels=limits.encoded_pixels,
+            cached_bytes=limits.cached_bytes,
         ),
         graphs=card.graphs,
         attention_backend=card.attention,

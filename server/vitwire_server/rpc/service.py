@@ -14,6 +14,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
+from vitwire_server.core.reports import Accepted
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.acknowledgement import Acknowledgement
@@ -25,7 +26,7 @@ from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancel
 from vitwire_server.rpc.pending_writes import PendingWrites
 from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.receive_slots import ReceiveSlots
-from vitwire_server.rpc.responses import Answer, Outgoing, messages, model_message
+from vitwire_server.rpc.responses import Answer, Outgoing, accepted_message, messages, model_message
 from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
 
@@ -141,6 +142,10 @@ class EncoderService:
         worst = grpc.StatusCode.OK
         while (answered := await call.next()) is not None:
             index, outcome = answered
+            if isinstance(outcome, Accepted):
+                await acknowledgement.settle()
+                await self._write(context, accepted_message(kind, index, outcome))
+                continue
             if isinstance(outcome, EncoderError):
                 self._metrics.item_failed(code_of(outcome).name)
             if isinstance(outcome, Overloaded):

@@ -65,12 +65,19 @@ class Intake:
         if ticket.deadline is None:
             return
         left = ticket.deadline - self._clock()
-        needed = self._needed(ticket.priority, tokens)
+        needed = self.forecast(ticket.priority, tokens)
         if needed <= left:
             return
         for _ in range(items):
             self._monitor.item_dropped("admission", "deadline")
         raise DeadlineExceeded(f"about {needed:.3g} s are needed, {max(0.0, left):.3g} s are left until the deadline")
+
+    def forecast(self, priority: Priority, tokens: int) -> float:
+        """Seconds until a new request of so many tokens would be done."""
+        estimate = self.planner.estimate
+        with self._changed:
+            ahead = self._queue.tokens_ahead(priority, tokens)
+        return self._forecast.wait(estimate(ahead), self._clock()) + self._forecast.alone(estimate(tokens))
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what still waits of a request; what is on the device finishes but is not delivered."""
@@ -131,13 +138,6 @@ class Intake:
             self._queue.take(waiting)
             self._queue_changed()
         return [*self._unanswered.values(), *waiting]
-
-    def _needed(self, priority: Priority, tokens: int) -> float:
-        """Seconds until a new request of so many tokens would be done."""
-        estimate = self.planner.estimate
-        with self._changed:
-            ahead = self._queue.tokens_ahead(priority, tokens)
-        return self._forecast.wait(estimate(ahead), self._clock()) + self._forecast.alone(estimate(tokens))
 
     def _queue_changed(self) -> None:
         queue = self._queue

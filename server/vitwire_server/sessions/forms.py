@@ -27,6 +27,7 @@ class ItemForm(Struct, array_like=True, frozen=True, tag="i"):
     content_id: str
     region: tuple[int, int] | None
     on_device: bool
+    store_only: bool
 
 
 class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
@@ -38,6 +39,7 @@ class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
     output: str
     keep_ratio: float
     region: tuple[int, int] | None
+    store_only: bool
 
 
 class ConsumerForm(Struct, array_like=True, frozen=True):
@@ -54,8 +56,8 @@ class ConsumerForm(Struct, array_like=True, frozen=True):
 def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
     """An item as it is sent."""
     if isinstance(item, CacheLookup):
-        region = _pair(item.region)
-        return LookupForm(item.content_id, item.modality, item.grid, item.output.label, item.keep_ratio, region)
+        output, region = item.output.label, _pair(item.region)
+        return LookupForm(item.content_id, item.modality, item.grid, output, item.keep_ratio, region, item.store_only)
     return ItemForm(
         item.modality,
         item.grid,
@@ -67,6 +69,7 @@ def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
         item.content_id,
         _pair(item.region),
         item.on_device,
+        item.store_only,
     )
 
 
@@ -95,6 +98,7 @@ def item_of(form: ItemForm) -> Item:
         form.content_id,
         Region(*form.region) if form.region else None,
         on_device=form.on_device,
+        store_only=form.store_only,
     )
 
 
@@ -102,7 +106,8 @@ def lookup_of(form: LookupForm) -> CacheLookup:
     """The item without pixels."""
     grid = Grid(*form.grid) if form.grid else None
     region = Region(*form.region) if form.region else None
-    return CacheLookup(form.content_id, form.modality, grid, DType.of(form.output), form.keep_ratio, region)
+    output = DType.of(form.output)
+    return CacheLookup(form.content_id, form.modality, grid, output, form.keep_ratio, region, form.store_only)
 
 
 def _pair(region: Region | None) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vitwire_server.core.delivery import Delivered
+from vitwire_server.core.delivery import Delivered, Stored
 from vitwire_server.core.errors import EncoderError, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
@@ -18,6 +18,7 @@ from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
 from vitwire_server.sessions.messages import (
     Admit,
+    Ask,
     Close,
     Fault,
     Find,
@@ -38,7 +39,7 @@ from vitwire_server.sessions.session import Opening
 
 _SPARES, _SPARE_BYTES = 4, 1 << 20
 """Spare blocks of a process, and the size of each."""
-SessionMessage = Open | Reserve | Admit | Find | Queue | Submit | Release | Close
+SessionMessage = Open | Reserve | Admit | Find | Queue | Submit | Ask | Release | Close
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -60,6 +61,15 @@ class _Open:
     """Rows that are being read."""
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Requests that wait until the session releases what it holds. They refer to this object."""
+
+    def release(self, key: int) -> None:
+        """The item is over; what waited for that is tried again."""
+        self.unfilled.pop(key, None)
+        self.rows.pop(key, None)
+        self.session.release(key)
+        waiting, self.waiting = self.waiting, []
+        for attempt in waiting:
+            attempt()
 
     def close(self) -> None:
         """Close the session. No reference cycle is left, which would keep the memory until a garbage collection."""
@@ -118,14 +128,11 @@ class SessionHost:
                 }
                 self._reply(opened, message.number, lambda: _submit(opened, submitted, message.digests))
                 self._grant()
+            case Ask():
+                opened, tokens = self._sessions[message.session], message.tokens
+                self._reply(opened, message.number, lambda: [int(1e6 * opened.session.predicted(tokens))])
             case Release():
-                opened = self._sessions[message.session]
-                opened.unfilled.pop(message.key, None)
-                opened.rows.pop(message.key, None)
-                opened.session.release(message.key)
-                waiting, opened.waiting = opened.waiting, []
-                for attempt in waiting:
-                    attempt()
+                self._sessions[message.session].release(message.key)
             case Close():
                 self._sessions.pop(message.session).close()
 
@@ -192,10 +199,12 @@ class SessionHost:
     def _rows(self, number: int, key: int, outcome: Encoded) -> Rows | Placed:
         """Where the rows lie. Cached ones lie elsewhere: all that read them share one copy. Raises Overloaded."""
         embedding, delivery = outcome.embedding, outcome.delivery
-        if isinstance(delivery, Delivered):
-            region = (delivery.region.offset, delivery.region.nbytes)
+        if isinstance(delivery, Delivered | Stored):
+            region, seconds = None, 0.0
+            if isinstance(delivery, Delivered):
+                region, seconds = (delivery.region.offset, delivery.region.nbytes), delivery.seconds
             dtype, report = embedding.dtype.label, outcome.report
-            return Placed(number, key, dtype, embedding.shape, embedding.kept, report, region, delivery.seconds)
+            return Placed(number, key, dtype, embedding.shape, embedding.kept, report, region, seconds)
         read: memoryview | _Copy = embedding.data
         offset = self._memory.arena.offset_of(embedding.data)
         if offset is None:
@@ -242,7 +251,7 @@ def _find(opened: _Open, key: int, item: Item, digest: bytes) -> list[int] | Non
 
 def not_ready(message: SessionMessage) -> ToRpc | None:
     """The reply to a message that came before the model was loaded."""
-    if isinstance(message, Reserve | Admit | Find | Queue | Submit):
+    if isinstance(message, Reserve | Admit | Find | Queue | Submit | Ask):
         return Reply(message.number, [], pickled(Unavailable("the model is still loading")))
     return None
 

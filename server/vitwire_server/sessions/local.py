@@ -2,17 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from secrets import randbits
 from typing import Protocol
 
 import numpy as np
 
+from vitwire_server.caching.cache import Name
 from vitwire_server.caching.keys import key_of, name_of
-from vitwire_server.caching.single_flight import SingleFlight, Waiter
-from vitwire_server.core.delivery import Region
-from vitwire_server.core.errors import NotCached, Overloaded, Unavailable
+from vitwire_server.caching.single_flight import Joining, SingleFlight, Waiter
+from vitwire_server.core.delivery import Region, Stored
+from vitwire_server.core.errors import EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Encoded, Outcome
@@ -95,6 +96,11 @@ class _Held:
     """Until the outcome is known; None where nothing is cached."""
     submitted: bool = False
     region: Region | None = None
+    store_only: bool = False
+    expected: Name | None = None
+    """Of an item with pixels, while others may wait for it."""
+    joining: Joining | None = None
+    """Of an item without pixels, while it waits for another."""
 
 
 class LocalSession:
@@ -138,6 +144,7 @@ class LocalSession:
         self._raise_if_closed()
         engine = self._engine
         held = self._held.setdefault(key, _Held())
+        held.store_only = item.store_only
         if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
             engine.intake.check_deadline(self.ticket, item.footprint.tokens)
         nbytes = item.weight(engine.width)
@@ -145,7 +152,9 @@ class LocalSession:
         if permits is None:
             return None
         (held.permit,) = permits
-        return engine.memory.allocate(item.nbytes)
+        memory = engine.memory.allocate(item.nbytes)
+        self._expect(held, item)
+        return memory
 
     def try_answer(self, key: int, item: Item, digest: bytes) -> bool | None:
         """As `answer`; None where this session itself holds what is missing."""
@@ -159,7 +168,7 @@ class LocalSession:
             return None
         answer = engine.single_flight.cached(waiter)
         assert answer, "nothing was evicted meanwhile"
-        self._held[key] = _Held(permits[0], submitted=True, region=item.region)
+        self._held[key] = _Held(permits[0], submitted=True, region=item.region, store_only=item.store_only)
         self._deliver(key, answer)
         return True
 
@@ -167,16 +176,22 @@ class LocalSession:
         """As `admit`; False where this session itself holds what is missing."""
         self._raise_if_closed()
         for key, item in items.items():
-            self._held.setdefault(key, _Held()).region = item.region
+            held = self._held.setdefault(key, _Held())
+            held.region, held.store_only = item.region, item.store_only
         lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}
         found = {key: self._found.get(key) or self._find(item) for key, item in lookups.items()}
-        self._found = found  # only those of `items`: an earlier attempt may have failed
+        # Only those of `items`: an earlier attempt may have failed.
+        self._found = {key: answer for key, answer in found.items() if answer}
         nbytes = {
             key: item.weight(self._engine.width)
             for key, item in items.items()
             if isinstance(item, Item) and not self._held[key].permit
         }
-        nbytes |= {key: len(answer.embedding.data) for key, answer in found.items() if isinstance(answer, Encoded)}
+        nbytes |= {
+            key: len(answer.embedding.data)
+            for key, answer in found.items()
+            if isinstance(answer, Encoded) and not lookups[key].store_only
+        }
         if nbytes:
             permits = self._try_admit(lambda: self._engine.admission.admit(list(nbytes.values())))
             if permits is None:
@@ -184,8 +199,14 @@ class LocalSession:
             for key, permit in zip(nbytes, permits, strict=True):
                 self._held[key].permit = permit
         self._found = {}
+        for key, item in items.items():
+            if isinstance(item, Item):
+                self._expect(self._held[key], item)
         for key, answer in found.items():
-            self._deliver(key, answer)
+            if answer:
+                self._deliver(key, answer)
+            else:
+                self._join(key, lookups[key])
         return True
 
     def queue(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
@@ -211,9 +232,8 @@ class LocalSession:
 
     def release(self, key: int) -> None:
         """See Session."""
-        held = self._held.pop(key, None)
-        if held and held.permit:
-            held.permit.release()
+        if held := self._held.pop(key, None):
+            self._give_back(held)
         self._released.set()
 
     def close(self) -> None:
@@ -225,9 +245,16 @@ class LocalSession:
         held, self._held = self._held, {}
         self._engine.single_flight.leave([item.waiter for item in held.values() if item.waiter])
         for item in held.values():
-            if item.permit:
-                item.permit.release()
+            self._give_back(item)
         self._engine.monitor.session_closed()
+
+    async def forecast(self, tokens: int) -> float:
+        """See Session."""
+        return self.predicted(tokens)
+
+    def predicted(self, tokens: int) -> float:
+        """As `forecast`."""
+        return self._engine.intake.forecast(self._opening.priority, tokens)
 
     def _raise_if_closed(self) -> None:
         """What came after `close` would never be given back. Raises Unavailable."""
@@ -247,10 +274,52 @@ class LocalSession:
         self._released.clear()
         await self._released.wait()
 
-    def _find(self, lookup: CacheLookup) -> Encoded | NotCached:
-        name = name_of(lookup, self._opening.principal, self._engine.card.fingerprint)
-        assert name is not None, "an item without pixels has a content_id"
-        return self._engine.single_flight.find(name, lookup)
+    def _name(self, item: Item | CacheLookup) -> Name | None:
+        return name_of(item, self._opening.principal, self._engine.card.fingerprint)
+
+    def _find(self, lookup: CacheLookup) -> Encoded | NotCached | None:
+        name = self._name(lookup)
+        assert name, "an item without pixels has a content_id"
+        flight = self._engine.single_flight
+        return flight.find(name, lookup) or (flight.missed(lookup) if lookup.store_only else None)
+
+    def _join(self, key: int, lookup: CacheLookup) -> None:
+        """Wait for an item of the lookup's name, which is in flight."""
+        name = self._name(lookup)
+        assert name, "as above"
+        joining = self._held[key].joining = Joining(name, lookup, settle=partial(self._joined, key))
+        self._engine.single_flight.join(joining)
+
+    def _joined(self, key: int, outcome: Outcome) -> None:
+        """Called by single flight, which has dropped what waited."""
+        held = self._held[key]
+        held.joining = None
+        if isinstance(outcome, Encoded):
+            try:
+                (held.permit,) = self._engine.admission.admit([len(outcome.embedding.data)])
+            except Overloaded as error:
+                outcome = error
+        self._deliver(key, outcome)
+
+    def _expect(self, held: _Held, item: Item) -> None:
+        """Let items without pixels wait for this one from now on, if it has a name."""
+        if self._engine.single_flight.is_on and held.expected is None and (name := self._name(item)):
+            held.expected = name
+            self._engine.single_flight.expect(name)
+
+    def _known(self, held: _Held, error: EncoderError | None = None) -> None:
+        """The item has its outcome, or none will come."""
+        name, held.expected = held.expected, None
+        if name:
+            self._engine.single_flight.settled(name, error)
+
+    def _give_back(self, held: _Held) -> None:
+        """The item is over."""
+        if held.joining:
+            self._engine.single_flight.quit(held.joining)
+        self._known(held)
+        if held.permit:
+            held.permit.release()
 
     def _waiter(self, key: int, item: Item, digest: bytes) -> Waiter:
         principal, fingerprint = self._opening.principal, self._engine.card.fingerprint
@@ -289,6 +358,11 @@ class LocalSession:
     def _deliver(self, key: int, outcome: Outcome) -> None:
         """Settle an item, once its rows are in its region if it has one."""
         held, consumer = self._held.get(key), self._opening.consumer
+        if held:
+            self._known(held, outcome if isinstance(outcome, EncoderError) else None)
+        if held and held.store_only and isinstance(outcome, Encoded):
+            embedding = replace(outcome.embedding, data=memoryview(b""), device=None)
+            outcome = replace(outcome, embedding=embedding, delivery=Stored())
         if not isinstance(outcome, Encoded) or held is None or held.region is None or consumer is None:
             self._settle(key, outcome)
             return

@@ -6,7 +6,7 @@ from typing import TypeAlias, TypeVar
 from msgspec import Struct
 from msgspec.msgpack import Decoder
 
-from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Region
+from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Region, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Embedding
 from vitwire_server.core.reports import Encoded, ItemReport
@@ -77,6 +77,14 @@ class Find(Struct, array_like=True, frozen=True, tag=9):
     digest: bytes
 
 
+class Ask(Struct, array_like=True, frozen=True, tag=10):
+    """Answered with the microseconds until a new item of so many tokens would be encoded."""
+
+    number: int
+    session: int
+    tokens: int
+
+
 class Release(Struct, array_like=True, frozen=True, tag=4):
     """The item's rows are not read any more."""
 
@@ -128,7 +136,7 @@ class Rows(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Placed(Struct, array_like=True, frozen=True, tag=8):
-    """An item was encoded, and its rows were written to its region."""
+    """An item was encoded, and its rows were written to its region, or only cached."""
 
     session: int
     key: int
@@ -136,8 +144,8 @@ class Placed(Struct, array_like=True, frozen=True, tag=8):
     shape: tuple[int, int]
     kept: tuple[int, ...]
     report: ItemReport
-    region: tuple[int, int]
-    seconds: float
+    region: tuple[int, int] | None
+    seconds: float = 0.0
 
 
 class Fault(Struct, array_like=True, frozen=True, tag=2):
@@ -196,7 +204,7 @@ class Stop(Struct, array_like=True, frozen=True, tag=7):
     """Close the ports and exit."""
 
 
-ToEngine: TypeAlias = Open | Reserve | Admit | Find | Queue | Submit | Release | Close | Started | Drained
+ToEngine: TypeAlias = Open | Reserve | Admit | Find | Queue | Submit | Ask | Release | Close | Started | Drained
 ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Describe | Show | Drain | Stop | Beat | Spare
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
 FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
@@ -209,9 +217,10 @@ def encoded_of(message: Rows, data: memoryview) -> Encoded:
 
 
 def placed_of(message: Placed) -> Encoded:
-    """The outcome of an item whose rows were delivered."""
+    """The outcome of an item whose rows were delivered or stored."""
     embedding = Embedding(memoryview(b""), DType.of(message.dtype), message.shape, message.kept)
-    return Encoded(embedding, message.report, Delivered(Region(*message.region), message.seconds))
+    delivery = Delivered(Region(*message.region), message.seconds) if message.region else Stored()
+    return Encoded(embedding, message.report, delivery)
 
 
 def pickled(error: EncoderError) -> bytes:

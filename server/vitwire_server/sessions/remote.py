@@ -13,6 +13,7 @@ from vitwire_server.sessions.forms import ItemForm, consumer_form_of, form_of
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.messages import (
     Admit,
+    Ask,
     Close,
     Fault,
     Find,
@@ -137,7 +138,7 @@ class RemoteSessions:
         if self._fault:
             raise Unavailable(str(self._fault))
 
-    async def request(self, message: Reserve | Admit | Find | Queue | Submit) -> list[int]:
+    async def request(self, message: Reserve | Admit | Find | Queue | Submit | Ask) -> list[int]:
         """The engine's reply. Raises EncoderError."""
         self.check(message.session)
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -197,6 +198,11 @@ class RemoteSession:
         self._reserved.difference_update(ready)
         if ready:
             await engine.request(Queue(engine.number(), self._session, ready, dict(digests)))
+
+    async def forecast(self, tokens: int) -> float:
+        """See Session."""
+        (microseconds,) = await self._engine.request(Ask(self._engine.number(), self._session, tokens))
+        return microseconds / 1e6
 
     def release(self, key: int) -> None:
         """See Session."""

@@ -58,6 +58,10 @@ class Session(Protocol):
         """
         ...
 
+    async def forecast(self, tokens: int) -> float:
+        """Predicted seconds until a new item of `tokens` tokens would be encoded. Raises Unavailable."""
+        ...
+
     def release(self, key: int) -> None:
         """The item's rows are not read any more; an item that was not submitted is dropped."""
         ...
