@@ -13,7 +13,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from vitwire_server.observe.tracing import Tracer
-from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_taken
+from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable
 from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.health_validator import HealthValidator
 from vitwire_server.rpc.observer import RpcObserver
@@ -147,7 +147,7 @@ class RpcServer:
             raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
         try:
             if listen.unix_socket:
-                raise_if_socket_taken(listen.unix_socket)
+                raise_if_socket_unusable(listen.unix_socket)
                 self._server.add_insecure_port(f"unix:{listen.unix_socket}")
         except (OSError, RuntimeError) as error:
             raise OSError(f"cannot listen on {listen.unix_socket}: {error}") from error
