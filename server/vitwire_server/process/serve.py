@@ -99,8 +99,15 @@ def _is_on_cuda(device: str) -> bool:
 
 
 def _shared_memory(settings: ServeSettings) -> ArenaMemory:
-    """Memory for the pixels and rows of all processes. Admission bounds what is used of it, in whatever order."""
-    arena = Arena.create(2 * (settings.max_queued_bytes + settings.message_bytes))
+    """Memory for the pixels and rows of all processes. Admission bounds what is used of it, in whatever order.
+
+    Raises UsageError.
+    """
+    nbytes = 2 * (settings.max_queued_bytes + settings.message_bytes)
+    try:
+        arena = Arena.create(nbytes)
+    except OSError as error:
+        raise UsageError(f"--max-queued-bytes: the processes cannot share {nbytes} bytes: {error.strerror}") from error
     return ArenaMemory(arena, kept=min(_KEPT_BYTES, settings.max_queued_bytes))
 
 
