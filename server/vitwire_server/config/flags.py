@@ -100,7 +100,8 @@ class Flags(SourcedSettings):
         "model's default ladder, or learn: begin with that and follow the loads",
     )
     state_dir: Path | None = Field(
-        default=None, description="directory for what --budgets learn learns; none: the checkpoint's directory"
+        default=None,
+        description="directory that --budgets learn keeps its ladders in; none: the checkpoint's directory",
     )
     graph_memory: int = Field(
         default=4096 * _MIB, ge=0, le=MAX_BYTES, description="estimated bytes that automatically chosen budgets may use"
@@ -209,7 +210,7 @@ class Flags(SourcedSettings):
     )
     record_trace: Path | None = Field(
         default=None,
-        description="append the item sizes of each request to this file, for vitwire-server budgets --trace",
+        description="append the item sizes of each request to this regular file, for vitwire-server budgets --trace",
     )
     tls_cert: Path | None = Field(default=None, description="certificate chain, PEM; reloaded when the file changes")
     tls_key: Path | None = Field(default=None, description="private key of the certificate, PEM, not encrypted")
