@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
+import struct
 import sys
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 
 import grpc
 import pytest
@@ -83,3 +86,54 @@ def test_watchers_of_health_leave_no_traceback(processes: str, checkpoints: Chec
             assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "ERROR" not in server.log()
         assert "Traceback" not in server.log()
+
+
+class Silent:
+    """A watcher of health that allows its answer no bytes, and answers pings as a living client does."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        nothing = _frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
+        headers = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": "/grpc.health.v1.Health/Watch",
+            ":authority": "a",
+            "content-type": "application/grpc",
+            "te": "trailers",
+        }
+        block = b"".join(b"\0%c%b%c%b" % (len(k), k.encode(), len(v), v.encode()) for k, v in headers.items())
+        call = _frame(_HEADERS, 4, 1, block) + _frame(_DATA, 1, 1, bytes(5))
+        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + nothing + call)
+        self.answered = threading.Event()
+        """The call has headers: the server is about to write."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError, struct.error), self._socket, self._socket.makefile("rb") as stream:
+            while True:
+                size, kind, flags, _ = struct.unpack(">IBBI", b"\0" + stream.read(9))
+                payload = stream.read(size)
+                if kind == _HEADERS:
+                    self.answered.set()
+                elif kind in (_SETTINGS, _PING) and not flags & 1:
+                    self._socket.sendall(_frame(kind, 1, 0, payload if kind == _PING else b""))
+
+
+_DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">IBBI", len(payload), kind, flags, stream)[1:] + payload
+
+
+def test_watchers_that_do_not_read_hold_nothing_up(checkpoints: Checkpoints) -> None:
+    """Neither the drain nor other watchers."""
+    with serving(checkpoints("qwen2_vl")) as server, grpc.insecure_channel(server.target) as channel:
+        silent = [Silent(server.port) for _ in range(4)]
+        assert all(each.answered.wait(60) for each in silent)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        server.process.terminate()
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert server.process.wait(60) == 0

@@ -113,8 +113,8 @@ class LocalFront:
     async def show(self) -> None:
         """See Front."""
         assert self._rpc, "it was started"
-        await self._rpc.set_ready(ready=self._health.is_ready)
-        await self._rpc.set_alive(alive=self._health.is_alive)
+        self._rpc.set_ready(ready=self._health.is_ready)
+        self._rpc.set_alive(alive=self._health.is_alive)
 
     async def watch(self) -> None:
         """See Front."""
