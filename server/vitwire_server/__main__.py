@@ -27,8 +27,9 @@ _SWITCH_SECONDS = 0.0005
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the entry point of `vitwire-server`. Exits with its code."""
     _open_closed_streams()
-    for number in (signal.SIGTERM, signal.SIGINT):  # PID 1 has no handler of its own, and imports take seconds
-        signal.signal(number, lambda *_: os._exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # PID 1 has no default, and imports take seconds
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: os._exit(0))
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words.pop(0) if words and (words[0] == "--version" or not words[0].startswith("-")) else "serve"
     if words[:1] in (["-h"], ["--help"]) and command == "serve":
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint, "budgets": _budgets}
     if command == "edge":
-        sys.exit(_serve_edge())
+        _serve_edge()
     if command not in commands:
         sys.stderr.write(_USAGE + f"\nunknown command: {command}\n")
         sys.exit(2)
@@ -94,19 +95,23 @@ def _serve(words: list[str]) -> int:
     return asyncio.run(supervise(words, settings))
 
 
-def _serve_edge() -> int:
+def _serve_edge() -> NoReturn:
     """Speak gRPC for an engine; started by `serve --rpc-processes` only."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from vitwire_server.process.heartbeat import inherited, with_heartbeat  # noqa: PLC0415 - as above
+
+    heartbeat = inherited()  # before slow imports: from now on the process dies with the engine's
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
     from vitwire.allocator import tune  # noqa: PLC0415 - as above
     from vitwire_server.process.edge import serve_edge  # noqa: PLC0415 - as above
-    from vitwire_server.process.heartbeat import inherited, with_heartbeat  # noqa: PLC0415 - as above
     from vitwire_server.process.inheritance import Inherited  # noqa: PLC0415 - as above
 
+    async def run() -> NoReturn:
+        _leave(await with_heartbeat(heartbeat, serve_edge(Inherited.take())))
+
     tune()
-    heartbeat = inherited(dies_with_supervisor=False)
-    return asyncio.run(with_heartbeat(heartbeat, serve_edge(Inherited.take())))
+    asyncio.run(run())
 
 
 def _check_ports(settings: "ServeSettings") -> None:
@@ -118,7 +123,7 @@ def _check_ports(settings: "ServeSettings") -> None:
         raise_if_ports_taken(hosts[flag], flag, ports)
 
 
-def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
+def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
     from vitwire.allocator import tune  # noqa: PLC0415 - as above
@@ -131,13 +136,16 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> int:
     from vitwire_server.process.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
     from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
 
-    try:
-        code = asyncio.run(with_heartbeat(heartbeat, serve(settings)))
+    async def run() -> NoReturn:
+        try:
+            code = await with_heartbeat(heartbeat, serve(settings))
+        except (CheckpointError, OSError) as error:
+            code = _fail(error, 1, settings.log_format)
+        except UsageError as error:
+            code = _fail(error, 2, settings.log_format)
         _leave(code)
-    except (CheckpointError, OSError) as error:
-        return _fail(error, 1, settings.log_format)
-    except UsageError as error:
-        return _fail(error, 2, settings.log_format)
+
+    asyncio.run(run())
 
 
 def _import_torch(device: str) -> None:
@@ -157,7 +165,11 @@ def _import_torch(device: str) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without finalising the interpreter: daemon threads may be in torch, or hold the lock of an output stream."""
+    """Exit without finalising the interpreter: daemon threads may be in torch, or hold the lock of an output stream.
+
+    Called on the event loop, whose end would wait for threads that hang, and cancel RPCs that gRPC is still ending,
+    which gRPC logs as errors.
+    """
     import logging  # noqa: PLC0415 - as above
 
     logging.shutdown()

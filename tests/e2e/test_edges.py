@@ -327,8 +327,10 @@ def busy(
 
 
 def test_a_killed_engine_ends_every_rpc_and_every_edge(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Also an edge that is stopped: a restart needs the port."""
     with busy(checkpoints, tmp_path / "fault") as (server, _, calls):
         processes, begun = edges(server), time.monotonic()
+        processes[0].suspend()
         server.process.kill()
         assert {call.result(LONG) for call in calls} == {"UNAVAILABLE"}
         assert time.monotonic() - begun < 20

@@ -1,7 +1,6 @@
 """`--budgets learn` on real servers: padding falls, answers stay right, and a restart begins with what was learned."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -236,11 +235,3 @@ def test_processes_of_several_devices_share_the_directory(
     assert len(list(tmp_path.iterdir())) == 1
     with supervising(checkpoints("qwen2_vl"), "cpu,cpu", *flags) as (_, children):
         assert all(98 in budgets(server) for server in children.values())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="permissions of the root user")
-def test_what_it_cannot_do_is_said_at_the_start(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    state = tmp_path / "file" / "state"
-    with learning(checkpoints("qwen2_vl"), state) as server:
-        server.wait_for(f"{state} cannot be written: learned ladders are lost on a restart; set --state-dir")

@@ -242,11 +242,12 @@ def test_a_client_that_leaves_cancels_the_engine(proxy: RouterProcess, stand_in:
     until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
 
 
-def test_drain(server: ServerProcess, stand_in: EngineProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_drain(number: signal.Signals, server: ServerProcess, stand_in: EngineProcess) -> None:
     with router(server.target, stand_in.url, "--lame-duck-seconds=1") as proxy, client_of(proxy) as llm:
         with llm.chat.completions.create(model="slow", messages=user(image(data_uri(COFFEE))), stream=True) as stream:
             assert next(stream).choices
-            proxy.process.send_signal(signal.SIGTERM)
+            proxy.process.send_signal(number)
             until(lambda: proxy.page("/health")[0] == 503)
             assert json.loads(proxy.page("/health")[1])["status"] == "draining"
             assert llm.chat.completions.create(model="tiny", messages=user(text("t"))).choices, (

@@ -60,7 +60,7 @@ def changed(**values: object) -> str:
         (changed(loads=[1]), "Expected `object`, got `array` - at `$.loads`"),
         (changed(loads={"20": None}), "Expected `float`, got `null`"),
         ("[" * 100_000, ""),
-        (" " * (2 << 20), "it has more than 1048576 bytes"),
+        (" " * (2 << 20), "the file is larger than 1048576 bytes"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_and_replaced(

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -246,6 +247,11 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         keys.check("Bearer first")
     file.unlink()
     keys.check("Bearer third key changed")
+    os.mkfifo(file)
+    keys.check("Bearer third key changed")
+    with pytest.raises(OSError, match="not a regular file"):
+        ApiKeys(file)
+    file.unlink()
     with pytest.raises(FileNotFoundError):
         ApiKeys(file)
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -58,12 +59,28 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--model", "m", "--cache-bytes", "-1"], "--cache-bytes: .*'-1'"),
         (["--model", "m", "--idle-seconds", "0"], "--idle-seconds: .*'0'"),
         (["--model", "m", "--wedge-seconds", "inf"], "--wedge-seconds: .*'inf'"),
+        (["--model", "m", "--wedge-seconds", "1e300"], "--wedge-seconds: .*'1e300'"),
         (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
+        (["--model", "m", "--config", "/dev/null"], "/dev/null: not a regular file"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve(flags)
+
+
+def test_every_number_has_bounds() -> None:
+    """A number without one is an OverflowError somewhere."""
+    numbers = [
+        name
+        for name, field in ServeSettings.model_fields.items()
+        if any(kind in (int, float) for kind in (field.annotation, *get_args(field.annotation)))
+    ]
+    assert {"max_queued_bytes", "max_request_bytes", "drain_seconds"} <= set(numbers)
+    for name in numbers:
+        for value in (10**400, 1 << 62, -1):
+            with pytest.raises(ValidationError, match=name):
+                ServeSettings.model_validate({"model": "m", name: str(value)})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import hmac
 from pathlib import Path
 
 from vitwire.router.errors import ApiError
+from vitwire.router.files import read_regular
 
 
 class ApiKeys:
@@ -52,7 +53,7 @@ class ApiKeys:
 
 def read_keys(file: Path) -> list[str]:
     """The keys in a file. Raises OSError, or ValueError if it has none."""
-    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for line in read_regular(file).decode().splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"{file} has no keys: expected one per line")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import math
+import signal
 import socket
 import sys
 import time
@@ -26,7 +27,10 @@ _KEEP_ALIVE_SECONDS = 75
 
 
 class _Server(uvicorn.Server):
-    """Announces its port. At SIGTERM or SIGINT it reports that it is not ready, then drains; the second ends it."""
+    """Announces its port.
+
+    At SIGTERM, SIGINT or SIGHUP it reports that it is not ready, then drains; the second ends it.
+    """
 
     def __init__(self, config: uvicorn.Config, app: Starlette, lame_duck_seconds: float) -> None:
         super().__init__(config)
@@ -37,6 +41,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         logger.info("listening on %s:%d", host, port)
@@ -47,6 +53,11 @@ class _Server(uvicorn.Server):
             return
         self._is_ending = True
         self._loop.call_soon_threadsafe(self._drain)
+
+    def _hang_up(self) -> None:
+        """The terminal was closed, which may come as several signals."""
+        if not self._is_ending:
+            self.handle_exit(signal.SIGHUP, None)
 
     def _drain(self) -> None:
         logger.info("draining")

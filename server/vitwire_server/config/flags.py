@@ -27,7 +27,12 @@ MAX_DECODE_PROCESSES = 256
 MAX_IMAGE_PIXELS = 89_478_485
 """Most pixels that the client's code, which decodes, accepts."""
 _MIB = 1 << 20
+MAX_QUEUED_ITEMS = 1 << 31
+MAX_BYTES = 1 << 44
+"""More than any host has; an address space holds several times as much."""
 _LONGEST_AGE = 1e6
+_LONGEST = 1e9
+"""Seconds: 31 years."""
 
 
 class Flags(SourcedSettings):
@@ -95,10 +100,11 @@ class Flags(SourcedSettings):
         "model's default ladder, or learn: begin with that and follow the loads",
     )
     state_dir: Path | None = Field(
-        default=None, description="directory for what --budgets learn learns; none: the checkpoint's directory"
+        default=None,
+        description="directory that --budgets learn keeps its ladders in; none: the checkpoint's directory",
     )
     graph_memory: int = Field(
-        default=4096 * _MIB, ge=0, description="estimated bytes that automatically chosen budgets may use"
+        default=4096 * _MIB, ge=0, le=MAX_BYTES, description="estimated bytes that automatically chosen budgets may use"
     )
     max_budget_tokens: int = Field(
         default=4096, ge=1, le=MAX_PATCHES, description="maximum tokens per budget and per eager batch"
@@ -116,10 +122,13 @@ class Flags(SourcedSettings):
         default="auto",
         description="sdpa, triton, varlen, cudnn, fa3, fa4, or auto: the fastest that passes the accuracy check",
     )
-    max_queued_items: int = Field(default=4096, ge=1, description="maximum items admitted and not yet answered")
+    max_queued_items: int = Field(
+        default=4096, ge=1, le=MAX_QUEUED_ITEMS, description="maximum items admitted and not yet answered"
+    )
     max_queued_bytes: int = Field(
         default=4096 * _MIB,
         ge=1,
+        le=MAX_BYTES,
         description="maximum bytes admitted and not yet answered, pixels and resulting embeddings together",
     )
     max_request_bytes: int | None = Field(
@@ -151,9 +160,11 @@ class Flags(SourcedSettings):
         allow_inf_nan=False,
         description="maximum processor time for decoding one file; small files have less",
     )
-    cache_bytes: int = Field(default=0, ge=0, description="size of the embedding cache in bytes; 0 disables it")
+    cache_bytes: int = Field(
+        default=0, ge=0, le=MAX_BYTES, description="size of the embedding cache in bytes; 0 disables it"
+    )
     idle_seconds: float = Field(
-        default=60.0, gt=0, allow_inf_nan=False, description="seconds until a stalled client is cut off"
+        default=60.0, gt=0, le=_LONGEST, allow_inf_nan=False, description="seconds until a stalled client is cut off"
     )
     max_connection_age_seconds: float = Field(
         default=300.0,
@@ -164,18 +175,21 @@ class Flags(SourcedSettings):
     canary_seconds: float = Field(
         default=10.0,
         ge=0,
+        le=_LONGEST,
         allow_inf_nan=False,
         description="seconds of idle time before the engine runs a test item; 0 disables this",
     )
     wedge_seconds: float = Field(
         default=60.0,
         gt=0,
+        le=_LONGEST,
         allow_inf_nan=False,
         description="seconds without progress, beyond what the batch needs, before the engine is declared hung",
     )
     unresponsive_seconds: float = Field(
         default=60.0,
         gt=0,
+        le=_LONGEST,
         allow_inf_nan=False,
         description="with --devices or --rpc-processes: seconds a child process may be stopped or have a blocked event "
         "loop before it is killed and restarted",
@@ -183,18 +197,20 @@ class Flags(SourcedSettings):
     drain_seconds: float = Field(
         default=30.0,
         ge=0,
+        le=_LONGEST,
         allow_inf_nan=False,
         description="seconds that requests in flight may take to finish at shutdown",
     )
     lame_duck_seconds: float = Field(
         default=5.0,
         ge=0,
+        le=_LONGEST,
         allow_inf_nan=False,
         description="seconds to keep serving at shutdown after the server turns not ready",
     )
     record_trace: Path | None = Field(
         default=None,
-        description="append the item sizes of each request to this file, for vitwire-server budgets --trace",
+        description="append the item sizes of each request to this regular file, for vitwire-server budgets --trace",
     )
     tls_cert: Path | None = Field(default=None, description="certificate chain, PEM; reloaded when the file changes")
     tls_key: Path | None = Field(default=None, description="private key of the certificate, PEM, not encrypted")
@@ -210,6 +226,7 @@ class Flags(SourcedSettings):
     nixl_seconds: float = Field(
         default=5.0,
         gt=0,
+        le=_LONGEST,
         allow_inf_nan=False,
         description="seconds a NIXL delivery may take before the embedding is sent in the response",
     )

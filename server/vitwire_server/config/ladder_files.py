@@ -4,6 +4,10 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from vitwire_server.core.files import read_regular
+
+_MOST_BYTES = 1 << 20
+
 
 def token_counts(text: str) -> list[int]:
     """The token counts, ascending. Raises ValueError."""
@@ -22,6 +26,6 @@ def token_counts(text: str) -> list[int]:
 
 def _ladder(path: Path) -> str:
     try:
-        return ",".join(map(str, json.loads(path.read_text(encoding="utf-8"))["budgets"]))
+        return ",".join(map(str, json.loads(read_regular(path, _MOST_BYTES))["budgets"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"not a file written by vitwire-server budgets: {error!r}") from None

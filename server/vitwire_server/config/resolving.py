@@ -80,7 +80,7 @@ def _config(arguments: list[str]) -> tuple[list[str], Path | None]:
     if not named:
         return rest, None
     if not Path(named).is_file():
-        raise UsageError(f"--config {named}: no such file")
+        raise UsageError(f"--config {named}: {'not a regular file' if Path(named).exists() else 'no such file'}")
     return rest, Path(named)
 
 

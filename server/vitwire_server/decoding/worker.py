@@ -54,7 +54,7 @@ def main() -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:  # it ended before prctl
             os._exit(1)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the parent decides when to stop
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=end) as link:
         setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))

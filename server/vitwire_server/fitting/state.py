@@ -10,6 +10,7 @@ from tempfile import NamedTemporaryFile
 
 import msgspec
 
+from vitwire_server.core.files import read_regular
 from vitwire_server.fitting.histogram import is_histogram
 from vitwire_server.fitting.refits import Learned
 
@@ -52,9 +53,7 @@ class StateFile:
     def read(self) -> Learned | None:
         """What was learned before. A file that cannot be used is ignored with a log line."""
         try:
-            with self.path.open("rb") as file:
-                raw = file.read(_MOST_BYTES + 1)
-            learned = self._parsed(raw)
+            learned = self._parsed(read_regular(self.path, _MOST_BYTES))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
@@ -75,8 +74,6 @@ class StateFile:
 
     def _parsed(self, raw: bytes) -> Learned:
         """Raises ValueError, RecursionError or msgspec.DecodeError."""
-        if len(raw) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
         document = msgspec.json.decode(raw, type=_Document)
         for key, own in msgspec.structs.asdict(self.header).items():
             if (found := getattr(document, key)) != own:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vitwire_server.core.files import append_regular
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Item
 
@@ -28,8 +29,8 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the file cannot be opened."""
-        self._file = path.open("ab", buffering=0)
+        """Raises OSError if the file cannot be opened, or is not a regular one: a write to a pipe may block."""
+        self._file = append_regular(path)
         self._start = time.monotonic()
 
     def record(self, items: Iterable[Item]) -> None:

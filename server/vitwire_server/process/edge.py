@@ -3,19 +3,18 @@
 import asyncio
 import logging
 import pickle
-import signal
 import socket
-from contextlib import suppress
 
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.errors import Unavailable
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.logs import configure_logs
-from vitwire_server.observe.metrics.edges import edge_metrics, remove_abandoned
+from vitwire_server.observe.metrics.edges import edge_metrics
 from vitwire_server.process.descriptors import raise_limit
 from vitwire_server.process.fronts import LocalFront
 from vitwire_server.process.inheritance import Inherited
+from vitwire_server.process.signals import STOPPING
 from vitwire_server.sessions.arena import Arena
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.messages import (
@@ -42,16 +41,13 @@ from vitwire_server.sessions.messages import (
 from vitwire_server.sessions.remote import RemoteSessions
 
 _log = logging.getLogger(__name__)
-_GONE = "the engine's process ended"
 _SILENT = "the engine's process does not respond"
 _SILENT_SECONDS = 10.0
-_LAST_SECONDS = 2.0
-"""Time to answer what is in flight once the engine is gone."""
 
 
 async def serve_edge(inherited: Inherited) -> int:
-    """Speak gRPC until the engine's process sends Stop or ends; returns the exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # init systems signal all processes; the engine's process drains us
+    """Speak gRPC until the engine's process sends Stop; returns the exit code."""
+    for number in STOPPING:  # init systems signal all processes; the engine's process drains us
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     raise_limit()
     edge = _Edge(Arena(inherited.arena, inherited.arena_bytes), inherited.edges)
@@ -88,10 +84,6 @@ class _Edge:
                         return 1
                 elif front:
                     await self._handle(front, message)
-            if message is None:
-                if front:
-                    await self._answer_what_is_left(front)
-                remove_abandoned()  # an engine's process that was killed leaves its files of metrics
             return int(message is None)
         finally:
             losing.cancel()
@@ -115,9 +107,8 @@ class _Edge:
             self._control.put_nowait(message)
 
     async def _wait_until_lost(self) -> None:
+        """End even if the kernel did not end this process with the engine's."""
         await self._link.lost.wait()
-        if self._sessions:
-            self._sessions.lost(Unavailable(f"the server cannot encode: {_GONE}"))
         self._control.put_nowait(None)
 
     async def _watch_engine(self) -> None:
@@ -167,11 +158,3 @@ class _Edge:
     async def _drain(self, front: LocalFront, seconds: float) -> None:
         await front.drain(seconds)
         self._link.send(Drained())
-
-    async def _answer_what_is_left(self, front: LocalFront) -> None:
-        """The engine's process is gone: RPCs in flight end with a status that clients retry elsewhere."""
-        _log.error("%s; stopping", _GONE)
-        self._health.follow(State.FAILED, _GONE)
-        with suppress(OSError):
-            await front.show()
-            await front.drain(_LAST_SECONDS)

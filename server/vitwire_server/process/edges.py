@@ -17,7 +17,7 @@ from vitwire_server.observe.metrics.edges import EdgeMetrics
 from vitwire_server.observe.metrics.processes import ProcessMetrics
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
 from vitwire_server.process.inheritance import Inherited
-from vitwire_server.rpc.addresses import PortReservation, raise_if_socket_taken
+from vitwire_server.rpc.addresses import PortReservation, raise_if_socket_unusable
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.sessions.host import SessionHost, not_ready
 from vitwire_server.sessions.link import Link
@@ -193,7 +193,7 @@ class EdgeFront:
         settings = self.settings
         if settings.unix_socket:
             try:
-                raise_if_socket_taken(settings.unix_socket)
+                raise_if_socket_unusable(settings.unix_socket)
             except OSError as error:
                 raise OSError(f"cannot listen on {settings.unix_socket}: {error}") from error
         self._reservation = PortReservation(settings.host, settings.port)

@@ -2,15 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.health import Health
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.process.decoding import decoding
 from vitwire_server.process.descriptors import rpc_connections
+from vitwire_server.process.threads import read_at_start, refresh_for_ever
 from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.codec import Codec
@@ -23,6 +25,9 @@ from vitwire_server.sessions.session import Sessions
 if TYPE_CHECKING:
     from vitwire_server.observe.otlp import OtlpTracer
     from vitwire_server.rpc.decodes import Decoding
+
+_TLS = "--tls-cert, --tls-key, --tls-client-ca"
+_TOKENS = "--auth-tokens-file"
 
 
 class Front(Protocol):
@@ -65,25 +70,18 @@ class LocalFront:
         processes: int = 1,
         port: int | None = None,
     ) -> None:
-        """One of `processes` that share `port`; None listens on the port of the settings alone.
-
-        Raises UsageError for unusable certificate or token files.
-        """
+        """One of `processes` that share `port`; None listens on the port of the settings alone."""
         self._health = health
         self._settings = settings
         self._metrics = metrics
         self._processes = processes
+        self._port = port
         self._decoding: Decoding | None = None
         slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes // processes, settings.idle_seconds)
         self._service = EncoderService(metrics, health, slots, settings.idle_seconds)
         self._tracer = _tracer(settings)
-        self._rpc = RpcServer(
-            self._service,
-            _listen(settings, port, metrics),
-            max_message_bytes=settings.message_bytes,
-            extras=Extras(reflection=settings.reflection, channelz=settings.channelz),
-            tracer=self._tracer,
-        )
+        self._rpc: RpcServer | None = None
+        self._refreshing: list[asyncio.Task[None]] = []
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
         """The model is loaded: accept RPCs."""
@@ -97,12 +95,26 @@ class LocalFront:
 
     async def start(self) -> int:
         """See Front."""
-        return await self._rpc.start()
+        settings = self._settings
+        listen = await _listen(settings, self._port, self._metrics)
+        self._rpc = RpcServer(
+            self._service,
+            listen,
+            max_message_bytes=settings.message_bytes,
+            extras=Extras(reflection=settings.reflection, channelz=settings.channelz),
+            tracer=self._tracer,
+        )
+        port = await self._rpc.start()
+        for flags, files in ((_TLS, listen.certificates), (_TOKENS, listen.tokens)):
+            if files:
+                self._refreshing.append(asyncio.create_task(refresh_for_ever(flags, files.refresh)))
+        return port
 
     async def show(self) -> None:
         """See Front."""
-        await self._rpc.set_ready(ready=self._health.is_ready)
-        await self._rpc.set_alive(alive=self._health.is_alive)
+        assert self._rpc, "it was started"
+        self._rpc.set_ready(ready=self._health.is_ready)
+        self._rpc.set_alive(alive=self._health.is_alive)
 
     async def watch(self) -> None:
         """See Front."""
@@ -114,7 +126,10 @@ class LocalFront:
 
     async def stop(self) -> None:
         """See Front."""
-        await self._rpc.stop(0)
+        for task in self._refreshing:
+            task.cancel()
+        if self._rpc:
+            await self._rpc.stop(0)
         if self._decoding:
             await self._decoding.pool.close()
         if self._tracer:
@@ -122,18 +137,16 @@ class LocalFront:
             self._tracer = None
 
 
-def _listen(settings: ServeSettings, shared_port: int | None, metrics: RpcMetrics) -> Listen:
+async def _listen(settings: ServeSettings, shared_port: int | None, metrics: RpcMetrics) -> Listen:
     """Where and how to listen. Raises UsageError for unusable certificate or token files."""
     cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
-    try:
-        renewed = metrics.certificate_loaded
-        certificates = Certificates(cert, key, settings.tls_client_ca, renewed) if cert and key else None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--tls-cert, --tls-key, --tls-client-ca: {error}") from error
-    try:
-        gate = Tokens(tokens) if tokens else None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--auth-tokens-file: {error}") from error
+    certificates = gate = None
+    if cert and key:
+        certificates = await read_at_start(
+            _TLS, partial(Certificates, cert, key, settings.tls_client_ca, metrics.certificate_loaded)
+        )
+    if tokens:
+        gate = await read_at_start(_TOKENS, partial(Tokens, tokens))
     listeners = 2 if settings.unix_socket else 1
     return Listen(
         settings.host,

@@ -24,15 +24,15 @@ _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
-def inherited(*, dies_with_supervisor: bool = True) -> int | None:
+def inherited() -> int | None:
     """The pipe to the supervisor, removed from the environment; None without a supervisor.
 
-    From now on the process dies with its supervisor (on Linux), unless it notices and ends by other means.
+    From now on the process dies with its supervisor (on Linux), even while it is stopped or blocked.
     """
     descriptor, supervisor = os.environ.pop(VARIABLE, ""), os.environ.pop(_SUPERVISOR, "")
     if not descriptor.isdigit():
         return None
-    if dies_with_supervisor and sys.platform == "linux":
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if str(os.getppid()) != supervisor:  # it exited before prctl
             os._exit(1)

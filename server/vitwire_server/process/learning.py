@@ -1,5 +1,6 @@
 """`--budgets learn`: where a server begins, and what follows the loads from there."""
 
+import errno
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ def beginning(
         return None
     largest = default.largest.tokens
     device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
-    file = StateFile.in_folder(_writable(settings.state_dir or folder), fingerprint, device, largest)
+    file = StateFile.in_folder(settings.state_dir or _checkpoint(folder), fingerprint, device, largest)
     learned = file.read()
     bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
     demands = Demands(tower.capacities, largest, **bounds)
@@ -77,13 +78,17 @@ def memory_bound(graph_memory: int, taken: int) -> int:
     return max(_LEAST_ROOM, graph_memory - taken)
 
 
-def _writable(folder: Path) -> Path:
-    """The folder; a warning if nothing can be kept there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        kept = False
-    if not kept:
+def check_state_dir(folder: Path) -> None:
+    """Raises OSError if what is learned cannot be kept in this folder, which is made if there is none."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written", str(folder))
+
+
+def _checkpoint(folder: Path) -> Path:
+    """The checkpoint's folder; a warning if nothing can be kept there."""
+    if not os.access(folder, os.W_OK | os.X_OK):
         _log.warning("%s cannot be written: learned ladders are lost on a restart; set --state-dir", folder)
     return folder

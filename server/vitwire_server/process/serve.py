@@ -5,11 +5,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
-from threading import Thread
-from typing import TypeVar
+from functools import partial
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -31,9 +30,11 @@ from vitwire_server.process import decoding, delivery
 from vitwire_server.process.descriptors import metrics_connections, raise_limit
 from vitwire_server.process.edges import EdgeFront
 from vitwire_server.process.fronts import Front, LocalFront
+from vitwire_server.process.learning import check_state_dir
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
 from vitwire_server.process.loading import LoadedModel, load_model
 from vitwire_server.process.signals import on_signals
+from vitwire_server.process.threads import in_daemon_thread, read_at_start
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.runtime.learning import LadderLearner
 from vitwire_server.scheduling.admission import Admission
@@ -45,7 +46,6 @@ from vitwire_server.sessions.local import LocalSessions
 from vitwire_server.towers.files import CheckpointError
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 _EXIT_SECONDS = 10.0
 _KEPT_BYTES = 1 << 30
 """Shared memory that is kept, and pinned on CUDA, for pixels and rows."""
@@ -63,7 +63,11 @@ async def serve(settings: ServeSettings) -> int:
     health = Health()
     metrics = Metrics(health)
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
-    trace = _trace(settings)
+    if settings.learns and settings.state_dir:
+        await read_at_start("--state-dir", partial(check_state_dir, settings.state_dir))
+    trace = None
+    if settings.record_trace:
+        trace = await read_at_start("--record-trace", partial(TraceWriter, settings.record_trace))
     edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
     memory = _shared_memory(settings) if edges > 1 else None
     registry = metrics.registry
@@ -95,8 +99,15 @@ def _is_on_cuda(device: str) -> bool:
 
 
 def _shared_memory(settings: ServeSettings) -> ArenaMemory:
-    """Memory for the pixels and rows of all processes. Admission bounds what is used of it, in whatever order."""
-    arena = Arena.create(2 * (settings.max_queued_bytes + settings.message_bytes))
+    """Memory for the pixels and rows of all processes. Admission bounds what is used of it, in whatever order.
+
+    Raises UsageError.
+    """
+    nbytes = 2 * (settings.max_queued_bytes + settings.message_bytes)
+    try:
+        arena = Arena.create(nbytes)
+    except OSError as error:
+        raise UsageError(f"--max-queued-bytes: the processes cannot share {nbytes} bytes: {error.strerror}") from error
     return ArenaMemory(arena, kept=min(_KEPT_BYTES, settings.max_queued_bytes))
 
 
@@ -105,13 +116,6 @@ def _pages(settings: ServeSettings, registry: CollectorRegistry, health: Health)
         return None
     host, port = settings.metrics_host, settings.metrics_port
     return MetricsServer(registry, health, host, port, metrics_connections())
-
-
-def _trace(settings: ServeSettings) -> TraceWriter | None:
-    try:
-        return TraceWriter(settings.record_trace) if settings.record_trace else None
-    except OSError as error:
-        raise UsageError(f"--record-trace {settings.record_trace}: {error.strerror}") from error
 
 
 async def _until_stopped(
@@ -124,7 +128,9 @@ async def _until_stopped(
     stopping: asyncio.Event,
 ) -> int:
     courier = await asyncio.to_thread(delivery.courier, settings, metrics, memory)
-    loading = _in_daemon_thread(lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory))
+    loading = in_daemon_thread(
+        lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory), "loading"
+    )
     watching_front = asyncio.create_task(front.watch())
     await _any_of(loading, stopping.wait(), asyncio.shield(watching_front))
     if loading.cancelled():
@@ -199,32 +205,6 @@ def _sessions(
     return LocalSessions(
         card, intake, admission, single_flight, metrics.admission, memory=memory, trace=trace, courier=courier
     )
-
-
-def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `call` in a daemon thread, which does not keep the process from exiting."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(outcome: T | Exception) -> None:
-        if future.cancelled():
-            return
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    def run() -> None:
-        outcome: T | Exception
-        try:
-            outcome = call()
-        except Exception as error:  # noqa: BLE001 - raised again by the future
-            outcome = error
-        with suppress(RuntimeError):  # the loop is closed: the process is about to exit
-            loop.call_soon_threadsafe(settle, outcome)
-
-    Thread(target=run, name="loading", daemon=True).start()
-    return future
 
 
 def _print(line: str) -> None:

@@ -1,11 +1,15 @@
 """Addresses in use, which gRPC would share or take over silently, and a port for several processes of one server."""
 
 import errno
+import os
 import socket
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+_MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
+"""What fits into a `sockaddr_un` with the zero byte that ends it."""
 _ATTEMPTS = 20
 """Free ports to try until one is free at every address of the host."""
 
@@ -33,11 +37,22 @@ def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
             raise OSError(f"{flag}: cannot listen on {host}:{port}: {error}") from error
 
 
-def raise_if_socket_taken(path: Path) -> None:
-    """Raises OSError if a server answers at a Unix socket; gRPC may replace only a stale one."""
+def raise_if_socket_unusable(path: Path) -> None:
+    """Raises OSError if no server can listen at this path; gRPC may replace a socket that nobody listens on."""
+    if len(os.fsencode(path)) > _MOST_SOCKET_BYTES:
+        raise OSError(errno.ENAMETOOLONG, f"the path has more than {_MOST_SOCKET_BYTES} bytes")
+    if not path.parent.is_dir():
+        raise OSError(errno.ENOENT, "there is no such directory")
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise OSError(errno.EEXIST, "a file that is not a socket is there")
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
+        except BlockingIOError:  # the queue of a server that hangs is full
+            pass
         except OSError:
             return
     raise OSError(errno.EADDRINUSE, "another server listens there")

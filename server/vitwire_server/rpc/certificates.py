@@ -7,17 +7,15 @@ from pathlib import Path
 
 import grpc
 
+from vitwire_server.core.files import read_regular
 from vitwire_server.rpc.file_watch import FileWatch
 
 _log = logging.getLogger(__name__)
+_MOST_BYTES = 16 << 20
 
 
 class Certificates:
-    """PEM files, read again at the first connection a second or more after a change.
-
-    Open connections keep their certificate. A file that cannot be read, or a key that does not match,
-    leaves the previous certificate in place until the files change again.
-    """
+    """PEM files. New connections use what was read last; open ones keep their certificate."""
 
     def __init__(
         self,
@@ -26,7 +24,9 @@ class Certificates:
         client_ca: Path | None = None,
         on_load: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """With `client_ca`, clients must have a certificate that it signed. Raises OSError or ValueError.
+        """With `client_ca`, clients must have a certificate that it signed. Reads the files.
+
+        Raises OSError or ValueError.
 
         `on_load` gets the Unix time at which the server's certificate expires, at each reading of the files.
         """
@@ -36,6 +36,7 @@ class Certificates:
         self._on_load = on_load
         self._watch = FileWatch(cert, key, *([client_ca] if client_ca else []))
         self._first = self._load()
+        self._renewed: grpc.ServerCertificateConfiguration | None = None
 
     @property
     def mutual(self) -> bool:
@@ -46,25 +47,33 @@ class Certificates:
         """For `add_secure_port`."""
         return grpc.dynamic_ssl_server_credentials(
             self._first,
-            self._renewed,  # type: ignore[arg-type] # None is allowed, see grpc's docstring
+            self._take_renewed,  # type: ignore[arg-type] # None is allowed, see grpc's docstring
             require_client_authentication=self.mutual,
         )
 
-    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC's threads for each new connection; None keeps the current one."""
+    def refresh(self) -> None:
+        """Read the files again if one changed.
+
+        A file that cannot be read, or a key that does not match, leaves the previous certificate in place until the
+        files change again.
+        """
         if not self._watch.changed():
-            return None
+            return
         try:
-            renewed = self._load()
+            self._renewed = self._load()
         except (OSError, ValueError) as error:
             _log.error("keeping the previous certificate: %s", error)
-            return None
-        _log.info("certificate reloaded from %s", self._cert)
+        else:
+            _log.info("certificate reloaded from %s", self._cert)
+
+    def _take_renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC's threads for each new connection; None keeps the current one."""
+        renewed, self._renewed = self._renewed, None
         return renewed
 
     def _load(self) -> grpc.ServerCertificateConfiguration:
-        pairs = [(self._key.read_bytes(), self._cert.read_bytes())]
-        roots = self._client_ca.read_bytes() if self._client_ca else None
+        pairs = [(read_regular(self._key, _MOST_BYTES), read_regular(self._cert, _MOST_BYTES))]
+        roots = read_regular(self._client_ca, _MOST_BYTES) if self._client_ca else None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self._cert, self._key, password="")

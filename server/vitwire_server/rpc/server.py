@@ -9,12 +9,12 @@ import grpc
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from vitwire_server.observe.tracing import Tracer
-from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_taken
+from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable
 from vitwire_server.rpc.certificates import Certificates
+from vitwire_server.rpc.health_service import HealthService
 from vitwire_server.rpc.health_validator import HealthValidator
 from vitwire_server.rpc.observer import RpcObserver
 from vitwire_server.rpc.principals import TokenAuth
@@ -97,7 +97,7 @@ class RpcServer:
         tracer: Tracer | None = None,
     ) -> None:
         self._listen = listen
-        self._health = health_aio.HealthServicer()
+        self._health = HealthService()
         self._server = grpc.aio.server(
             interceptors=[
                 RpcObserver(SERVICE, tracer),
@@ -137,8 +137,8 @@ class RpcServer:
         listen = self._listen
         for reason in listen.warnings:
             _log.warning("listening on %s, which %s", listen.host, reason)
-        await self.set_ready(ready=False)
-        await self.set_alive(alive=True)
+        self.set_ready(ready=False)
+        self.set_alive(alive=True)
         try:
             if not listen.is_shared:
                 raise_if_port_taken(listen.host, listen.port)
@@ -147,7 +147,7 @@ class RpcServer:
             raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
         try:
             if listen.unix_socket:
-                raise_if_socket_taken(listen.unix_socket)
+                raise_if_socket_unusable(listen.unix_socket)
                 self._server.add_insecure_port(f"unix:{listen.unix_socket}")
         except (OSError, RuntimeError) as error:
             raise OSError(f"cannot listen on {listen.unix_socket}: {error}") from error
@@ -159,14 +159,14 @@ class RpcServer:
             return self._server.add_insecure_port(address)
         return self._server.add_secure_port(address, self._listen.certificates.credentials())
 
-    async def set_ready(self, *, ready: bool) -> None:
+    def set_ready(self, *, ready: bool) -> None:
         """What readiness probes and balancers see."""
         for name in _READINESS:
-            await self._health.set(name, _SERVING if ready else _NOT_SERVING)
+            self._health.set(name, _SERVING if ready else _NOT_SERVING)
 
-    async def set_alive(self, *, alive: bool) -> None:
+    def set_alive(self, *, alive: bool) -> None:
         """What liveness probes see."""
-        await self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
+        self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
         """Take no more RPCs; those in flight have `grace` seconds."""

@@ -7,23 +7,24 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from vitwire_server.core.files import read_regular
 from vitwire_server.rpc.file_watch import FileWatch
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _SHORT = 16
+_MOST_BYTES = 16 << 20
 
 
 class Tokens:
-    """The tokens in a file, read again within a second of a change.
+    """The tokens in a file.
 
     One token a line, optionally followed by its name; `#` starts a comment line. Only digests of the tokens
-    are kept. A file that cannot be read, or is invalid, leaves the previous tokens in place; with an empty
-    one every RPC is refused.
+    are kept.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, or ValueError if the file is invalid or empty."""
+        """Reads the file. Raises OSError, or ValueError if the file is invalid or empty."""
         self._path = path
         self._watch = FileWatch(path)
         self._names = _read(path)
@@ -35,8 +36,6 @@ class Tokens:
 
         Takes the same time for every token, valid or not.
         """
-        if self._watch.changed():
-            self._reload()
         digest = _digest(token)
         found = None
         for known, name in self._names.items():
@@ -44,7 +43,14 @@ class Tokens:
                 found = name
         return found
 
-    def _reload(self) -> None:
+    def refresh(self) -> None:
+        """Read the file again if it changed.
+
+        A file that cannot be read, or is invalid, leaves the previous tokens in place; with an empty one every RPC
+        is refused.
+        """
+        if not self._watch.changed():
+            return
         try:
             self._names = _read(self._path)
         except (OSError, ValueError) as error:
@@ -57,7 +63,7 @@ class Tokens:
 def _read(path: Path) -> Mapping[bytes, str]:
     """Names by digest."""
     names: dict[bytes, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_regular(path, _MOST_BYTES).decode().splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue

@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vitwire_server.core.files import read_regular
+
+_MOST_BYTES = 256 << 20
+
 
 class CheckpointError(Exception):
     """The checkpoint cannot be served; the message is one sentence for the operator."""
@@ -12,7 +16,7 @@ class CheckpointError(Exception):
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} holds no {path.name}: is it a model directory in hub layout?") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -3,7 +3,6 @@
 import asyncio
 import binascii
 import os
-import stat
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlparse
 from vitwire._images import MAX_DECODED_PIXELS
 from vitwire.integrations.sglang.parts import Refused
 from vitwire.router.encoding import ImageFile
+from vitwire.router.files import opened_regular
 
 Fetch = Callable[[str], Awaitable[bytes]]
 
@@ -114,9 +114,4 @@ def _path(url: str) -> str:
 
 
 def _opened(path: str, flags: int) -> int:
-    """A descriptor of a regular file; opening a pipe or a device neither blocks nor succeeds."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("not a regular file")
-    return descriptor
+    return opened_regular(path, flags | os.O_NOFOLLOW)

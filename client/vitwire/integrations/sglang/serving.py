@@ -60,10 +60,14 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(client: AsyncClient, settings: Settings, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; `announce` gets a line with the addresses. Raises OSError for a taken port."""
+    """Serve until SIGTERM, SIGINT or SIGHUP; `announce` gets a line with the addresses.
+
+    Raises OSError for a taken port.
+    """
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     fetcher = Fetcher(settings.fetching) if settings.fetching and settings.fetching.hosts else None
     media = Media(settings.media, _fetch(fetcher) if fetcher else None)
     pusher = Pusher(settings.send_seconds, settings.receiver_networks)

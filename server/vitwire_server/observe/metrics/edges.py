@@ -56,7 +56,7 @@ class EdgeMetrics(Collector):
         self._engine = engine
         self._lock = Lock()  # files are removed on the event loop and read on other threads
         self._ended: list[Metric] = []
-        remove_abandoned()
+        _remove_abandoned()
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))
         self._owner = _locked(self._folder)
         self.registry = CollectorRegistry()
@@ -94,7 +94,7 @@ class EdgeMetrics(Collector):
         return [each for each in self._folder.glob("*.db") if each.stat().st_size]
 
 
-def remove_abandoned() -> None:
+def _remove_abandoned() -> None:
     """Remove the folders of engine processes that were killed."""
     for lock in [each for root in _roots() for each in root.glob(f"{_PREFIX}*/{_LOCK}")]:
         with suppress(OSError):  # another user's, in use, or just removed

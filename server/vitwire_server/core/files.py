@@ -1,0 +1,38 @@
+"""Files that operators name: opened only if they are regular, as a pipe or a device may block for ever."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file. Raises OSError, also if the file is larger than `most_bytes`."""
+    with open(path, "rb", opener=_opened) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"the file is larger than {most_bytes} bytes", str(path))
+    return content
+
+
+def append_regular(path: Path) -> BinaryIO:
+    """A regular file, created if it does not exist, to which each write appends at once. Raises OSError."""
+    return open(path, "ab", buffering=0, opener=_opened)
+
+
+def _opened(path: str, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: str) -> OSError:
+    return OSError(errno.EINVAL, "not a regular file", str(path))
