@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from vitwire import EncodeFailed, InvalidItem, NotCached, Overloaded, Unauthenti
 from vitwire._errors import DeadlineExceeded
 from vitwire.cli._app import app
 from vitwire.router.addresses import AllowedHost, is_permitted, parse_networks
+from vitwire.router.connections import Parser
 from vitwire.router.errors import ApiError, from_encoder
 from vitwire.router.keys import ApiKeys
 from vitwire.router.rewriting import Hole, cut, filled, images_of, parse
@@ -390,3 +392,22 @@ def test_a_taken_port_and_a_misspelt_variable_are_named(monkeypatch: pytest.Monk
     ignored, *_, last = done.stderr.splitlines()
     assert ignored == "vitwire: ignored: VITWIRE_ROUTER_MAX_IMAGE is not a setting of the router"
     assert last.startswith(f"vitwire: --host 127.0.0.1 --port {port}: cannot listen: Address already in use")
+
+
+def test_bodies_in_tiny_chunks_are_refused() -> None:
+    """256 KiB of them kept the event loop for more than a second."""
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def chunks_read(chunk: bytes, number: int) -> int:
+        parser = Parser(h11.SERVER)
+        parser.receive_data(head + (b"%x\r\n" % len(chunk) + chunk + b"\r\n") * number + b"0\r\n\r\n")
+        assert isinstance(parser.next_event(), h11.Request)
+        found = 0
+        while isinstance(parser.next_event(), h11.Data):
+            found += 1
+        return found
+
+    assert chunks_read(b"x", 256) == 256
+    assert chunks_read(b"x" * 300, 5000) == 5000
+    with pytest.raises(h11.RemoteProtocolError, match="too small"):
+        chunks_read(b"x", 300)

@@ -244,10 +244,11 @@ class Turns:
         self._grant()
 
     def _withdraw(self, caller: Caller, granted: asyncio.Future[Turn]) -> None:
-        queue = self._waiting[caller]
-        queue.remove(granted)
-        if not queue:
-            del self._waiting[caller]
+        queue = self._waiting.get(caller, deque())
+        if granted in queue:
+            queue.remove(granted)
+            if not queue:
+                del self._waiting[caller]
         self._leave(caller)
 
     def _grant(self) -> None:
@@ -256,9 +257,10 @@ class Turns:
             granted = queue.popleft()
             if not queue:
                 del self._waiting[caller]
-            self._free -= 1
-            self._running[caller.name] += 1
-            granted.set_result(Turn(self, caller))
+            if not granted.cancelled():
+                self._free -= 1
+                self._running[caller.name] += 1
+                granted.set_result(Turn(self, caller))
 
     def _next(self) -> Caller | None:
         eligible = (each for each in self._waiting if self._running[each.name] < self._most)

@@ -20,6 +20,7 @@ from vitwire.integrations.sglang.parts import Refused
 from vitwire.integrations.sglang.pushing import Network, Pusher
 from vitwire.integrations.sglang.receivers import Receivers
 from vitwire.integrations.sglang.registering import registered
+from vitwire.router.connections import limited_to
 from vitwire.router.encoding import Encoder
 from vitwire.router.errors import ApiError
 from vitwire.router.fetching import Fetcher, FetchLimits
@@ -126,6 +127,7 @@ async def _serve_http(adapter: Adapter, workers: Workers, settings: Settings, st
     server = _HttpServer(
         uvicorn.Config(
             http_app(adapter, workers, bodies, settings.bodies),
+            http=limited_to(settings.send_seconds),
             log_config=None,
             access_log=False,
             lifespan="off",
