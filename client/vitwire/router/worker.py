@@ -78,6 +78,7 @@ def _limit(memory: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * mmap.PAGESIZE + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel ends this process before its parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
