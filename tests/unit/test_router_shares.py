@@ -115,6 +115,25 @@ async def test_a_new_request_of_the_same_caller_does_not_wait_for_the_old_ones()
     assert order.index(small.request) < 6
 
 
+async def test_turns_of_one_caller_go_to_all_of_its_requests() -> None:
+    """Also before the first turn has ended, and so counted as work."""
+    turns = Turns(5)
+    other = [await turns.begin(Caller.of("a")) for _ in range(3)]
+    requests = [Caller.of("b") for _ in range(3)]
+    waiting = [asyncio.create_task(turns.begin(each)) for each in requests for _ in range(5)]
+    await asyncio.sleep(0)
+    for turn in other:
+        turn.end()
+    await asyncio.sleep(0)
+    granted = [task.result() for task in waiting if task.done()]
+    assert {each.caller for each in granted[1:]} == set(requests)
+    for turn in granted:
+        turn.end()
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 @pytest.fixture
 async def workers() -> AsyncGenerator[Workers, None]:
     found = Workers("vitwire.router.reading", 256 << 20)

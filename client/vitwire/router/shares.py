@@ -202,7 +202,7 @@ class Turns:
     def __init__(self, most: int) -> None:
         self._free = most
         self._most = most if most == 1 else min(most_of(most), most - 1)
-        self._running: Counter[str] = Counter()
+        self._running: Counter[str | Caller] = Counter()
         self._waiting: dict[Caller, deque[asyncio.Future[Turn]]] = {}
         self._open: Counter[Caller] = Counter()
         """Turns of each request that wait or run."""
@@ -239,6 +239,7 @@ class Turns:
         self._worked[turn.caller] += seconds
         self._worked[turn.caller.name] += seconds
         self._running[turn.caller.name] -= 1
+        self._running[turn.caller] -= 1
         self._free += 1
         self._leave(turn.caller)
         self._grant()
@@ -260,13 +261,17 @@ class Turns:
             if not granted.cancelled():
                 self._free -= 1
                 self._running[caller.name] += 1
+                self._running[caller] += 1
                 granted.set_result(Turn(self, caller))
 
     def _next(self) -> Caller | None:
         eligible = (each for each in self._waiting if self._running[each.name] < self._most)
         return min(
             eligible,
-            key=lambda each: (self._worked[each.name], self._running[each.name], self._worked[each]),
+            key=lambda each: (
+                (self._worked[each.name], self._running[each.name]),
+                (self._worked[each], self._running[each]),
+            ),
             default=None,
         )
 
@@ -285,6 +290,7 @@ class Turns:
         self._open[caller] -= 1
         if not self._open[caller]:
             del self._open[caller], self._worked[caller]
+            self._running.pop(caller, None)
             if not any(each.name == caller.name for each in self._open):
                 self._worked.pop(caller.name, None)
                 self._running.pop(caller.name, None)
