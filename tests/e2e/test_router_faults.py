@@ -6,6 +6,7 @@ import io
 import json
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,47 @@ def test_an_engine_that_breaks_off(llm: OpenAI) -> None:
     ):
         list(stream)
     assert caught.value.code == "engine_failed"
+
+
+ODD_ANSWERS = [
+    (b"HTTP/1.1 600 Odd\r\nContent-Length: 2\r\n\r\nok", 502, b"status 600"),
+    (b"HTTP/1.1 999 Odd\r\nContent-Length: 2\r\n\r\nok", 502, b"status 999"),
+    (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", 502, b"engine_failed"),
+    (b"HTTP/1.1 2000 OK\r\n\r\n", 502, b"illegal status line"),
+    (b"ICY 200 OK\r\n\r\n", 502, b"illegal status line"),
+    (b"HTTP/1.1 299 \xff\r\nContent-Length: 2\r\n\r\nok", 299, b"ok"),
+    (
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        200,
+        b"ok",
+    ),
+]
+
+
+def test_odd_answers_of_an_engine(encoder: Running) -> None:
+    """The caller gets them, or an error, never a broken connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor(1) as pool,
+        router(encoder.target, f"http://127.0.0.1:{listener.getsockname()[1]}") as proxy,
+    ):
+        for answer, status, body in ODD_ANSWERS:
+            answered = pool.submit(answered_once, listener, answer)
+            found = httpx2.get(proxy.url + "/v1/models", timeout=60)
+            assert (answer, found.status_code) == (answer, status)
+            assert body in found.content
+            answered.result()
+        assert "Traceback" not in proxy.log()
+
+
+def answered_once(listener: socket.socket, answer: bytes) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(answer)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):
+            pass
 
 
 def test_a_client_that_leaves_cancels_the_encoder(proxy: RouterProcess, fake: Fake, stand_in: EngineProcess) -> None:

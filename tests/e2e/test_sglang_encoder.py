@@ -7,7 +7,6 @@ import base64
 import io
 import json
 import pickle
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -29,31 +28,12 @@ from PIL import Image
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 
+from adapters import Adapter, adapting
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving, spawn
+from servers import ServerProcess, serving
 from vitwire import Client, Embedding
 
 _SECONDS = 60
-
-
-class Adapter(NamedTuple):
-    server: ServerProcess
-    http: str
-    grpc: str
-
-
-@contextmanager
-def adapting(target: str, *flags: str) -> Iterator[Adapter]:
-    program = ["-c", "from vitwire_cli import main; main()"]
-    command = ["sglang-encoder", "--target", target, "--port", "0", "--grpc-port", "0", *flags]
-    with tempfile.NamedTemporaryFile(prefix="adapter-", suffix=".log") as log:
-        server = ServerProcess(spawn(program, command, log.file), Path(log.name))
-        try:
-            found = server.wait_for(r"listening on grpc://(\S+), (http://\S+)\s")
-            yield Adapter(server, found[2], found[1])
-        finally:
-            if server.process.poll() is None:
-                server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +204,7 @@ def test_receivers_that_cannot_be_reached_fail_the_request_only(
     assert read(socket.recv_multipart())[1] is not None
     status, _ = post(adapter, "/encode", part(uris(images[:1]), port, prefill_host="absent.invalid"))
     assert status in (502, 504)
-    request = part(uris(images[:1]), None, embedding_port=[1] * 1024)
+    request = part(uris(images[:1]), None, embedding_port=[1] * 64)
     with ThreadPoolExecutor(2) as pool:
         assert {status for status, _ in pool.map(lambda _: post(adapter, "/encode", request), range(2))} <= {503, 504}
     assert post(adapter, "/encode", part(uris(images[:1]), port)) == (200, None)
@@ -252,10 +232,8 @@ def test_a_receiver_that_is_gone_fails_the_request_only(
 ) -> None:
     socket, port = receiver
     status, body = post(adapter, "/encode", part(uris(images[:1]), 1))
-    assert (status, body["message"]) == (
-        504,
-        "receiver tcp://127.0.0.1:1 did not take the embedding within 5 s",
-    )
+    assert status == 504
+    assert body["message"].startswith("receiver tcp://127.0.0.1:1 did not take the embedding within 5 s")
     assert post(adapter, "/encode", part(uris(images[:1]), port)) == (200, None)
     assert read(socket.recv_multipart())[1] is not None
 

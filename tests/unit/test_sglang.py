@@ -34,6 +34,8 @@ from vitwire.integrations.sglang.parts import (
 from vitwire.integrations.sglang.pushing import Pusher
 from vitwire.integrations.sglang.receivers import Receivers
 from vitwire.router.encoding import Encoder, ImageFile
+from vitwire.router.shares import Caller
+from vitwire.router.workers import Workers
 
 PART = Part("r_local_part_1", 3, 1, ("aGk=",), ())
 JSON = {"req_id": "r", "modality": "IMAGE", "mm_items": ["aGk="], "num_parts": 2, "part_idx": 1}
@@ -83,8 +85,9 @@ def test_options_that_do_not_change_pixels_are_ignored_and_others_refused() -> N
         ({"mm_items": None}, r"mm_items\[0\]: expected a URL or base64, got NoneType"),
         ({"mm_items": [["aGk="]]}, r"mm_items\[0\]: expected a URL or base64, got list"),
         ({"mm_items": [{"url": 5}]}, r"mm_items\[0\]: expected a URL or base64, got int"),
-        ({"prefill_host": "h", "embedding_port": "5"}, "embedding_port: expected a port or up to 1024 ports"),
-        ({"prefill_host": "h", "embedding_port": [1] * 1025}, "embedding_port: expected a port or up to 1024 ports"),
+        ({"prefill_host": "h", "embedding_port": "5"}, "embedding_port: expected a port or a list of ports"),
+        ({"prefill_host": "h", "embedding_port": [1] * 65}, "embedding_port: 65 values exceed the limit of 64"),
+        ({"mm_items": ["aGk="] * 4097}, "mm_items: 4097 values exceed the limit of 4096"),
         ({"prefill_host": "h", "embedding_port": 0}, "prefill_host and embedding_port: expected host:port, got 'h:0'"),
         ({"prefill_host": 5, "embedding_port": 1}, "prefill_host: expected a string, got int"),
     ],
@@ -105,7 +108,7 @@ def test_only_host_and_port_name_a_receiver(address: str) -> None:
         endpoint(address, "receive_url")
 
 
-@pytest.mark.parametrize("count", [0, -1, 1025])
+@pytest.mark.parametrize("count", [0, -1, 65])
 def test_the_number_of_receivers_is_bounded(count: int) -> None:
     with pytest.raises(Refused, match="receive_count"):
         Registration("r", "tcp://h:1", count)
@@ -146,39 +149,56 @@ def test_an_error_header_has_message_and_status() -> None:
 
 async def test_a_part_takes_one_registration_of_each_scheduler_in_any_order() -> None:
     receivers = Receivers(60)
-    waiting = asyncio.create_task(receivers.take("r"))
+    waiting = asyncio.create_task(receivers.take("r", "c"))
     for name in "aba":
         await asyncio.sleep(0)
-        receivers.add(Registration("r", f"tcp://{name}:1", 2))
+        receivers.add(Registration("r", f"tcp://{name}:1", 2), "c")
     assert await waiting == ["tcp://a:1", "tcp://b:1"]
     assert receivers.take_registered("r") == []
-    receivers.add(Registration("r", "tcp://b:1", 2))
-    assert await receivers.take("r") == ["tcp://a:1", "tcp://b:1"]
+    receivers.add(Registration("r", "tcp://b:1", 2), "c")
+    assert await receivers.take("r", "c") == ["tcp://a:1", "tcp://b:1"]
     assert not receivers._requests
     assert not receivers._held
 
 
 async def test_schedulers_that_do_not_register_are_named_after_the_time_limit() -> None:
     receivers = Receivers(0.05)
-    receivers.add(Registration("r", "tcp://a:1", 2))
+    receivers.add(Registration("r", "tcp://a:1", 2), "c")
     with pytest.raises(Refused, match=r"1 of 2 schedulers registered for the embedding within 0.05 s") as caught:
-        await receivers.take("r")
+        await receivers.take("r", "c")
     assert caught.value.status == HTTPStatus.GATEWAY_TIMEOUT
     with pytest.raises(Refused, match="2 schedulers were announced before, got 3"):
-        receivers.add(Registration("r", "tcp://a:1", 3))
+        receivers.add(Registration("r", "tcp://a:1", 3), "c")
 
 
 async def test_registrations_that_nobody_takes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitwire.integrations.sglang.receivers._MAX_REQUESTS", 2)
     receivers = Receivers(0.02)
-    receivers.add(Registration("a", "tcp://a:1", 1))
-    receivers.add(Registration("b", "tcp://a:1", 1))
-    with pytest.raises(Refused, match="too many requests"):
-        receivers.add(Registration("c", "tcp://a:1", 1))
+    receivers.add(Registration("a", "tcp://a:1", 1), "c")
+    receivers.add(Registration("b", "tcp://a:1", 1), "c")
     await asyncio.sleep(0.03)
-    receivers.add(Registration("c", "tcp://a:1", 1))
+    receivers.add(Registration("c", "tcp://a:1", 1), "c")
     assert list(receivers._requests) == ["c"]
     assert receivers._held == 1
+
+
+async def test_registrations_of_one_caller_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitwire.integrations.sglang.receivers._MAX_REQUESTS", 3)
+    receivers = Receivers(60)
+    receivers.add(Registration("honest", "tcp://a:1", 1), "honest")
+    for number in range(5):
+        receivers.add(Registration(f"r{number}", "tcp://b:1", 1), "attacker")
+    assert list(receivers._requests) == ["honest", "r3", "r4"]
+    assert await receivers.take("honest", "honest") == ["tcp://a:1"]
+    waiting = [asyncio.create_task(receivers.take(name, "attacker")) for name in ("r5", "r6", "r7")]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match="too many requests wait"):
+        receivers.add(Registration("honest", "tcp://a:1", 1), "honest")
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    receivers.add(Registration("honest", "tcp://a:1", 1), "honest")
+    assert len(receivers._requests) == receivers._held == 1
 
 
 # -- the adapter -----------------------------------------------------------------------------------
@@ -191,19 +211,23 @@ async def test_embeddings_that_wait_for_receivers_are_bounded() -> None:
     source = base64.b64encode(file.getvalue()).decode()
     with serving(Fake()) as running:
         async with AsyncClient(running.target) as client:
-            encoder = Encoder.of(client, max_pixels=10_000, max_encoding=2)
+            workers = Workers("vitwire.router.reading", 512 << 20)
+            encoder = Encoder.of(client, workers, max_pixels=10_000, max_encoding=2)
             size = (await encoder.encode(ImageFile.of(file.getvalue()))).embedding._host().nbytes
             limits = Limits(embedding_bytes=3 * size)
             pusher = Pusher(1.0)
             adapter = Adapter(client, encoder, Media(MediaLimits()), Receivers(1.0), pusher, limits=limits)
             for _ in range(2):
                 parts = [Part(f"r{number}", 1, 0, (source,) * 2, ()) for number in range(2)]
-                errors = await asyncio.gather(*map(adapter.encode, parts), return_exceptions=True)
+                errors = await asyncio.gather(
+                    *(adapter.encode(each, Caller.of("a")) for each in parts), return_exceptions=True
+                )
                 statuses = {each.status for each in errors if isinstance(each, Refused)}
                 assert statuses == {HTTPStatus.GATEWAY_TIMEOUT, HTTPStatus.SERVICE_UNAVAILABLE}
             await adapter.close()
             pusher.close()
             encoder.close()
+            await workers.close()
 
 
 # -- images ----------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from vitwire.router.readiness import Readiness
 from vitwire.router.routing import Router
 from vitwire.router.settings import Settings
 from vitwire.router.upstream import Engine, trusting
+from vitwire.router.workers import Workers, memory_for
 
 CHAT = "/v1/chat/completions"
 
@@ -94,19 +95,23 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
     stack.push_async_callback(engine.close)
     fetcher = Fetcher(prepared.fetching)
     stack.push_async_callback(fetcher.close)
+    workers = Workers("vitwire.router.reading", memory_for(settings.max_image_pixels, settings.max_body_bytes))
+    stack.push_async_callback(workers.close)
     encoder = Encoder.of(
         client,
+        workers,
         max_pixels=settings.max_image_pixels,
         max_encoding=settings.max_encoding,
         seconds=settings.encode_seconds,
         at_encoder=settings.decode == "auto",
     )
     stack.callback(encoder.close)
-    images = Images(encoder, fetcher, prepared.dialect, metrics, settings.max_image_bytes, settings.encode_seconds)
+    images = Images(encoder, fetcher, prepared.dialect, metrics, settings.encode_seconds)
     own_keys = bool(prepared.keys or prepared.engine_key)
     router = Router(settings, metrics, engine, images, own_keys, prepared.engine_key)
     admission = Admission(settings.max_requests, settings.max_buffered_bytes, metrics)
     shared = (admission, prepared.keys, metrics, settings)
+    app.state.admission = admission
     app.state.readiness = Readiness(client, engine)
     app.state.metrics = metrics
     app.router.routes[:] = [

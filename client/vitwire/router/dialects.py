@@ -4,9 +4,8 @@ from base64 import b64encode
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from PIL import Image
-
-from vitwire.router.encoding import Encoded, Encoder, ImageFile, open_image
+from vitwire.router.encoding import Encoded, Encoder, ImageFile
+from vitwire.router.rewriting import Hole
 from vitwire.router.settings import Mode, Settings
 
 Part = dict[str, Any]
@@ -15,8 +14,10 @@ Part = dict[str, Any]
 class Dialect(Protocol):
     """One way in which an engine takes images."""
 
+    hole: Hole
+
     async def part(self, image: ImageFile, encoder: Encoder) -> Part:
-        """The content part for an image.
+        """What `filled` puts into the hole for an image.
 
         Raises VitwireError, or ValueError for a model that the engine has no such input for.
         """
@@ -24,6 +25,8 @@ class Dialect(Protocol):
 
 class Inline:
     """The request carries the embedding."""
+
+    hole: Hole = "part"
 
     def __init__(self, make: Callable[[Encoded], Part]) -> None:
         self._make = make
@@ -37,6 +40,8 @@ class Inline:
 class Reference:
     """The request carries the content id, by which the engine fetches the embedding from Vitwire's cache."""
 
+    hole: Hole = "part"
+
     def __init__(self, make: Callable[[Encoded], Part]) -> None:
         self._make = make
 
@@ -48,10 +53,12 @@ class Reference:
 class PassOn:
     """The request carries the image, checked; the engine requests its embedding from an encoder of its own protocol."""
 
+    hole: Hole = "image"
+
     async def part(self, image: ImageFile, encoder: Encoder) -> Part:
         """Raises as `Dialect.part`."""
-        url = await encoder.in_thread(lambda: _data_uri(image, encoder.max_pixels))
-        return {"type": "image_url", "image_url": {"url": url}}
+        kind = (await encoder.header(image)).kind
+        return {"url": await encoder.in_thread(lambda: _data_uri(kind, image.content))}
 
 
 def mode_of(settings: Settings) -> Mode:
@@ -73,6 +80,6 @@ def dialect_of(settings: Settings) -> Dialect:
     return Reference(lambda each: vllm.reference_part(each.embedding.grid, each.model, each.content_id))
 
 
-def _data_uri(image: ImageFile, max_pixels: int) -> str:
-    kind = open_image(image.content, max_pixels).kind
-    return f"data:{Image.MIME[kind]};base64,{b64encode(image.content).decode()}"
+def _data_uri(kind: str, content: bytes) -> str:
+    name = "jpeg" if kind == "MPO" else kind.lower()  # a camera's JPEG with further pictures
+    return f"data:image/{name};base64,{b64encode(content).decode()}"

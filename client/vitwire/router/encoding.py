@@ -1,26 +1,24 @@
-"""Bytes of an image to its embedding. Decoding runs in threads, as many images at a time as the limit allows."""
+"""Bytes of an image to its embedding: as many images at a time as the limit allows, by turns of the callers."""
 
 import asyncio
 import hashlib
-import io
 import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from PIL import Image, UnidentifiedImageError
-
-from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached
+from vitwire import AsyncClient, DType, Embedding, Item, Model, NotCached
 from vitwire._items import without_pixels
-from vitwire._prepare import image_items
 from vitwire.router.errors import ApiError
+from vitwire.router.reading import Header, header_of, item_of
+from vitwire.router.shares import Caller, Turns
+from vitwire.router.workers import Workers
+from vitwire.wire import Buffer
 
 T = TypeVar("T")
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""The only ones that are tried on what callers send."""
 _DESCRIPTION_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
 
@@ -33,17 +31,9 @@ class ImageFile:
     digest: bytes
 
     @classmethod
-    def of(cls, content: bytes) -> "ImageFile":
+    def of(cls, content: Buffer) -> "ImageFile":
         """The file with these bytes."""
-        return cls(content, hashlib.sha256(content).digest())
-
-
-class Header(NamedTuple):
-    """What the first bytes of an image file say."""
-
-    kind: str
-    """Pillow's name of the format."""
-    pixels: int
+        return cls(bytes(content), hashlib.sha256(content).digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,44 +77,51 @@ class Encoder:
     """Time limit of each call to the server; None for the client's."""
     at_encoder: bool
     """Whether the server decodes files, where it can."""
-    slots: asyncio.Semaphore
+    turns: Turns
+    workers: Workers
     threads: ThreadPoolExecutor
+    """For work that takes milliseconds."""
+    caller: Caller
 
     @classmethod
     def of(
         cls,
         client: AsyncClient,
+        workers: Workers,
         *,
         max_pixels: int,
         max_encoding: int,
         seconds: float | None = None,
         at_encoder: bool = True,
     ) -> "Encoder":
-        """An encoder with threads of its own; max_encoding: images that are decoded and encoded at a time."""
+        """An encoder with threads; max_encoding: images that are decoded and encoded at a time."""
         return cls(
             client,
             Description(client, seconds),
             max_pixels,
             seconds,
             at_encoder,
-            asyncio.Semaphore(max_encoding),
+            Turns(max_encoding),
+            workers,
             ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images"),
+            Caller.of("anybody"),
         )
 
-    def with_metadata(self, metadata: Mapping[str, str]) -> "Encoder":
-        """The same encoder, whose calls carry this metadata."""
-        return replace(self, client=self.client.with_options(metadata=metadata))
+    def serving(self, caller: Caller, metadata: Mapping[str, str] | None = None) -> "Encoder":
+        """The same encoder for a request, whose calls carry this metadata."""
+        client = self.client.with_options(metadata=metadata) if metadata else self.client
+        return replace(self, client=client, caller=caller)
 
     async def encode(self, image: ImageFile, *, cached: bool = False, output_type: DType | None = None) -> Encoded:
         """The embedding of an image file; `cached` leaves it in the server's cache under its content id.
 
-        Raises VitwireError, or ApiError if `cached` and the server has no cache.
+        Raises VitwireError, or ApiError if no worker is left, or if `cached` and the server has no cache.
         """
-        async with self.slots:
+        async with self.turns.turn(self.caller):
             model = await self.description.current()
             content_id = content_id_of(image.digest, model)
-            item = await self.in_thread(
-                lambda: item_of(image.content, model, self.max_pixels, at_encoder=self.at_encoder)
+            item = await item_of(
+                self.workers, self.caller, image.content, model, self.max_pixels, at_encoder=self.at_encoder
             )
             if cached:
                 item = replace(item, content_id=content_id)
@@ -133,6 +130,10 @@ class Encoder:
                 await self._check_cached(item)
                 self.description.caching.add(model.weights_fingerprint)
         return Encoded(content_id, embedding, model)
+
+    async def header(self, image: ImageFile) -> Header:
+        """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
+        return await header_of(self.workers, self.caller, image.content, self.max_pixels)
 
     async def _check_cached(self, item: Item) -> None:
         """Raises ApiError if the server did not keep the embedding of an item that it has just encoded."""
@@ -149,41 +150,6 @@ class Encoder:
     def close(self) -> None:
         """Drop the threads; work that has begun runs to its end."""
         self.threads.shutdown(wait=False, cancel_futures=True)
-
-
-def item_of(image: bytes, model: Model, max_pixels: int, *, at_encoder: bool = False) -> Item:
-    """The only place where an image file becomes an item. Raises InvalidItem.
-
-    at_encoder: leave decoding to the server if it decodes this kind of file, and of this size.
-    """
-    header = open_image(image, max_pixels)
-    if at_encoder and _is_decoded(header, len(image), model):
-        return Item(encoded=image)
-    (item,) = image_items([image], model)
-    return item
-
-
-def _is_decoded(header: Header, size: int, model: Model) -> bool:
-    limits = model.limits
-    return (
-        header.kind.lower() in model.encodings
-        and size <= limits.encoded_bytes
-        and header.pixels <= limits.encoded_pixels
-    )
-
-
-def open_image(image: bytes, max_pixels: int) -> Header:
-    """The header of an image file. Raises InvalidItem for other files and for too many pixels."""
-    try:
-        with Image.open(io.BytesIO(image), formats=_FORMATS) as opened:
-            (width, height), kind = opened.size, opened.format or ""
-    except UnidentifiedImageError as error:
-        raise InvalidItem("not a JPEG, PNG, WebP, GIF or BMP image", item=0) from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Warning) as error:
-        raise InvalidItem(f"cannot be read as an image: {error}", item=0) from error
-    if width * height > max_pixels:
-        raise InvalidItem(f"{width}x{height} exceeds the limit of {max_pixels} pixels", item=0)
-    return Header(kind, width * height)
 
 
 def content_id_of(digest: bytes, model: Model) -> str:

@@ -16,6 +16,7 @@ from vitwire.router.exchange import Exchange
 from vitwire.router.keys import ApiKeys
 from vitwire.router.metrics import Metrics
 from vitwire.router.settings import Settings
+from vitwire.router.shares import Caller, host_name
 
 logger = logging.getLogger("vitwire.router")
 
@@ -58,11 +59,16 @@ class Endpoint:
             self._log(exchange, outcome, time.perf_counter() - began)
 
     async def _answered(self, exchange: Exchange) -> None:
-        with self.admission.request() as ticket:
-            exchange.check_head(self.settings.max_header_bytes)
-            if self.keys:
-                self.keys.check(exchange.request.headers.get("authorization"))
+        exchange.check_head(self.settings.max_header_bytes)
+        async with self.admission.request(Caller.of(self._name(exchange))) as ticket:
             await self.answer(exchange, ticket)
+
+    def _name(self, exchange: Exchange) -> str:
+        """The caller's, by its key if keys are checked, else by its address. Raises ApiError."""
+        if self.keys:
+            return self.keys.check(exchange.request.headers.get("authorization"))
+        client = exchange.request.client
+        return host_name(client.host) if client else ""
 
     def _failed(self, error: ApiError) -> None:
         upstream = error.code.partition("_")[0]

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from vitwire.router.admission import Ticket
+from vitwire.router.bodies import read_body
 from vitwire.router.errors import ApiError
 from vitwire.router.upstream import Headers, chunks, from_transport, returned
 
@@ -56,20 +57,7 @@ class Exchange:
 
     async def body(self, ticket: Ticket, max_bytes: int, seconds: float) -> bytes:
         """The request's body, held by the ticket. Raises ApiError, or ClientDisconnect."""
-        declared = self.request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > max_bytes:
-            raise _too_large(max_bytes)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(seconds):
-                async for chunk in self.request.stream():
-                    if len(body) + len(chunk) > max_bytes:
-                        raise _too_large(max_bytes)
-                    ticket.hold(len(chunk))
-                    body += chunk
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not arrive within {seconds:g} s", "request_timeout") from error
-        return bytes(body)
+        return await read_body(self.request, ticket.bytes, ticket.hold, max_bytes, seconds)
 
     async def unless_disconnected(self, work: Coroutine[None, None, None]) -> None:
         """Do the work; cancel it and raise ClientDisconnect if the caller goes away. The body must have been read."""
@@ -132,10 +120,6 @@ class Exchange:
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body exceeds the limit of {max_bytes} bytes", "request_too_large")
 
 
 def _request_id(given: str) -> str:

@@ -12,8 +12,8 @@ from vitwire.router.encoding import Encoder, ImageFile
 from vitwire.router.errors import ApiError, from_encoder
 from vitwire.router.fetching import Fetcher
 from vitwire.router.metrics import Metrics
-from vitwire.router.rewriting import ImageRef
-from vitwire.router.uploads import decode_data_uri, too_large, upload
+from vitwire.router.reading import ChatRequest, Source
+from vitwire.router.shares import Caller
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -30,59 +30,48 @@ class Images:
     fetcher: Fetcher
     dialect: Dialect
     metrics: Metrics
-    max_bytes: int
     seconds: float
 
-    def traced(self, metadata: Mapping[str, str]) -> "Images":
-        """The same, with metadata for the encoder's logs and traces."""
-        return replace(self, encoder=self.encoder.with_metadata(metadata))
+    def serving(self, caller: Caller, metadata: Mapping[str, str]) -> "Images":
+        """The same for a request, with metadata for the encoder's logs and traces."""
+        return replace(self, encoder=self.encoder.serving(caller, metadata))
 
-    async def parts(self, refs: Iterable[ImageRef], files: Mapping[str, bytes], ticket: Ticket) -> dict[ImageRef, Part]:
-        """The engine's content part for each image; equal images are encoded once. Raises ApiError."""
-        refs = list(refs)
+    async def parts(self, request: ChatRequest, ticket: Ticket) -> list[Part]:
+        """The engine's part for each image, in order; equal images are encoded once. Raises ApiError."""
+        first: dict[int, str] = {}
+        for place in request.places:
+            first.setdefault(place.source, place.param)
         try:
             async with asyncio.timeout(self.seconds):
-                images = await self._load_all(refs, files, ticket)
-                first = {images[ref.url].digest: ref for ref in reversed(refs)}
-                parts = await _each(lambda digest: self._part(images[first[digest].url], first[digest], ticket), first)
+                images = await _each(lambda key: self._load(request.sources[key], first[key], ticket), first)
+                equal: dict[bytes, int] = {}
+                for key, image in images.items():
+                    equal.setdefault(image.digest, key)
+                parts = await _each(lambda key: self._part(images[key], first[key], ticket), equal.values())
         except TimeoutError as error:
             raise ApiError(504, f"the images took longer than {self.seconds:g} s", "images_timeout") from error
-        return {ref: parts[images[ref.url].digest] for ref in refs}
+        return [parts[equal[images[place.source].digest]] for place in request.places]
 
-    async def _load_all(
-        self, refs: Iterable[ImageRef], files: Mapping[str, bytes], ticket: Ticket
-    ) -> dict[str, ImageFile]:
-        """The image at each URL."""
-        first: dict[str, ImageRef] = {}
-        for ref in refs:
-            first.setdefault(ref.url, ref)
-        return await _each(lambda url: self._load(first[url], files, ticket), first)
-
-    async def _load(self, ref: ImageRef, files: Mapping[str, bytes], ticket: Ticket) -> ImageFile:
-        scheme = ref.url[:8].partition(":")[0].lower()
-        source = {"data": "data", "upload": "upload"}.get(scheme, "url")
+    async def _load(self, source: Source, param: str, ticket: Ticket) -> ImageFile:
+        image = source.content
         try:
-            if source == "data":
-                image = await self.encoder.in_thread(lambda: decode_data_uri(ref.url, self.max_bytes, ref.param))
-            elif source == "upload":
-                image = upload(ref.url, files, ref.param)
+            if isinstance(image, ApiError):
+                raise image
+            if isinstance(image, str):
+                image = await self.fetcher.fetch(image, param, ticket.hold)
             else:
-                image = await self.fetcher.fetch(ref.url, ref.param, ticket.hold)
-            if len(image) > self.max_bytes:
-                raise too_large(self.max_bytes, ref.param)
-            if source != "url":
                 ticket.hold(len(image))
         except ApiError:
-            self.metrics.images.labels(source, "refused").inc()
+            self.metrics.images.labels(source.kind, "refused").inc()
             raise
-        self.metrics.images.labels(source, "loaded").inc()
+        self.metrics.images.labels(source.kind, "loaded").inc()
         return await self.encoder.in_thread(lambda: ImageFile.of(image))
 
-    async def _part(self, image: ImageFile, ref: ImageRef, ticket: Ticket) -> Part:
+    async def _part(self, image: ImageFile, param: str, ticket: Ticket) -> Part:
         try:
             part = await self.dialect.part(image, self.encoder)
         except VitwireError as error:
-            raise from_encoder(error, ref.param) from error
+            raise from_encoder(error, param) from error
         except ValueError as error:
             raise ApiError(
                 502, f"the engine has no input for this model's images: {error}", "unsupported_model"

@@ -18,8 +18,8 @@ class ApiKeys:
         self._digests: list[bytes] = []
         self._read(self._version())
 
-    def check(self, authorization: str | None) -> None:
-        """Raises ApiError unless the header carries one of the keys."""
+    def check(self, authorization: str | None) -> str:
+        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys."""
         self._refresh()
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip())
@@ -32,6 +32,7 @@ class ApiKeys:
                 "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        return digest.hex()
 
     def _refresh(self) -> None:
         """Read the file if it changed; a file that cannot be used leaves the keys as they are."""

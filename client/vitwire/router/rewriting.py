@@ -1,17 +1,23 @@
 """OpenAI chat requests: their images, and the request with other parts in the images' place. Pure functions."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+from uuid import uuid4
 
 from vitwire.router.errors import ApiError, invalid
+from vitwire.wire import Buffer
 
 Json = dict[str, Any]
+Hole = Literal["part", "image"]
+"""Whether the engine gets another part in the place of an image, or the part with another URL."""
 
 _IMAGE_TYPES = ("image_url", "input_image")
-_REPLACED = frozenset({"type", "image_url", "detail", "uuid"})
+_REPLACED = frozenset({"type", "image_url", "image_embeds", "detail", "uuid"})
 """Fields of an image part that the engine's part takes the place of; others are kept."""
+_MAX_DIGITS = 400
+"""Of an integer: reading one takes time in the square of its digits."""
 _MAX_VALUES = 1_000_000
 """Of a request; each costs up to 100 bytes and 0.2 us, so that 64 MiB of them would cost gigabytes and seconds."""
 
@@ -27,7 +33,12 @@ class ImageRef:
     @property
     def param(self) -> str:
         """Its name in errors."""
-        return f"messages[{self.message}].content[{self.part}].image_url"
+        return param_of(self.message, self.part)
+
+
+def param_of(message: int, part: int) -> str:
+    """The name of an image in errors."""
+    return f"messages[{message}].content[{part}].image_url"
 
 
 def parse(body: bytes | bytearray) -> Json:
@@ -35,7 +46,7 @@ def parse(body: bytes | bytearray) -> Json:
     if sum(body.count(each) for each in b",:[{") > _MAX_VALUES:
         raise invalid(f"the body has more than {_MAX_VALUES} values", None, "invalid_json")
     try:
-        request = json.loads(body, parse_constant=_refuse_constant)
+        request = json.loads(body, parse_constant=_refuse_constant, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(request, dict):
@@ -50,34 +61,48 @@ def images_of(request: Json) -> list[ImageRef]:
     other kinds are left to the engine to check.
     """
     return [
-        ImageRef(number, position, _url(part, f"messages[{number}].content[{position}].image_url"))
+        ImageRef(number, position, _url(part, param_of(number, position)))
         for number, content in _contents(request)
         for position, part in enumerate(content)
         if isinstance(part, dict) and ("image_url" in part or part.get("type") in _IMAGE_TYPES)
     ]
 
 
-def rewritten(request: Json, parts: Mapping[ImageRef, Json]) -> bytes:
-    """The request as JSON, with each image's part replaced. Raises ApiError for numbers that JSON cannot carry."""
-    contents = dict(_contents(request))
+def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
+    """The request as JSON, cut in the part of each image where `filled` puts members of the engine's part.
+
+    Raises ApiError for numbers that JSON cannot carry.
+    """
+    mark = uuid4().hex  # no caller can know it
     messages = list(request["messages"])
-    for number in {ref.message for ref in parts}:
-        messages[number] = messages[number] | {"content": list(contents[number])}
-    for ref, part in parts.items():
-        content = messages[ref.message]["content"]
-        content[ref.part] = _merged(content[ref.part], part)
+    copied: dict[int, list[Any]] = {}
+    for ref in refs:
+        if ref.message not in copied:
+            copied[ref.message] = list(messages[ref.message]["content"])
+            messages[ref.message] = messages[ref.message] | {"content": copied[ref.message]}
+        copied[ref.message][ref.part] = _opened(copied[ref.message][ref.part], hole, mark)
     try:
-        return json.dumps(request | {"messages": messages}, separators=(",", ":"), allow_nan=False).encode()
+        text = json.dumps(request | {"messages": messages}, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body cannot be sent as JSON: {error}", None, "invalid_json") from error
+    return text.encode().split(f'"{mark}":0'.encode())
 
 
-def _merged(original: Json, part: Json) -> Json:
-    """The engine's part with the fields of the original that it does not replace."""
-    image = original.get("image_url")
-    if "image_url" in part and isinstance(image, dict):
-        part = part | {"image_url": image | part["image_url"]}
-    return {name: value for name, value in original.items() if name not in _REPLACED} | part
+def filled(pieces: Sequence[Buffer], parts: Iterable[Json]) -> bytes:
+    """The request with the members of each part in its place."""
+    members = [json.dumps(part, separators=(",", ":"))[1:-1].encode() for part in parts]
+    assert len(pieces) == len(members) + 1, "a place for each part"
+    return b"".join(text for pair in zip(pieces, [*members, b""], strict=True) for text in pair)
+
+
+def _opened(part: Json, hole: Hole, mark: str) -> Json:
+    """The part without what is replaced, and with the mark among its members, or among those of its image."""
+    kept = {name: value for name, value in part.items() if name not in _REPLACED}
+    if hole == "part":
+        return kept | {mark: 0}
+    image = part["image_url"]
+    others = {name: value for name, value in image.items() if name != "url"} if isinstance(image, dict) else {}
+    return kept | {"type": "image_url", "image_url": others | {mark: 0}}
 
 
 def _contents(request: Json) -> Iterator[tuple[int, Sequence[Any]]]:
@@ -103,6 +128,12 @@ def _no_url(image: object, param: str) -> ApiError:
         return invalid("expected a string in the field url", f"{param}.url", "invalid_image_url")
     kind = "nothing" if image is None else type(image).__name__
     return invalid(f'expected {{"url": "data:image/..."}}, got {kind}', param, "invalid_image_url")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits, the limit is {_MAX_DIGITS}")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> float:

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vitwire.router.admission import Ticket
-from vitwire.router.errors import ApiError, invalid
+from vitwire.router.errors import ApiError
 from vitwire.router.exchange import Exchange
 from vitwire.router.images import Images
 from vitwire.router.metrics import Metrics
-from vitwire.router.rewriting import images_of, parse, rewritten
+from vitwire.router.reading import ChatLimits, read_chat
+from vitwire.router.rewriting import filled
 from vitwire.router.settings import Settings
-from vitwire.router.uploads import parse_form
 from vitwire.router.upstream import Engine, forwarded
 
-_PROXIED = ("/v1/", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
-"""Paths that are passed on: the engine's API, not its administration."""
+_PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
+"""Paths that are passed on, with those under them: the engine's API, not its administration."""
 _JSON = "application/json"
 
 
@@ -45,7 +45,7 @@ class Router:
     async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
         """Any other request: it and its response pass as they are."""
         path = exchange.request.scope["path"]
-        if not path.startswith(_PROXIED) or any(part in (".", "..") for part in path.split("/")):
+        if not _is_proxied(path) or any(part in (".", "..") for part in path.split("/")):
             raise ApiError(404, f"the router has no path {path}", "unknown_path")
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._forward(exchange, body))
@@ -53,25 +53,23 @@ class Router:
     async def _body(self, exchange: Exchange, ticket: Ticket) -> bytes:
         settings = self.settings
         with self._timed("receive"):
-            return await exchange.body(ticket, settings.max_body_bytes, settings.body_seconds)
+            body = await exchange.body(ticket, settings.max_body_bytes, settings.body_seconds)
+        ticket.enter()
+        return body
 
     async def _chat(self, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         exchange.stage = "images"
-        limit = self.settings.max_images
-        files: dict[str, bytes] = {}
-        is_form = exchange.request.headers.get("content-type", "").lower().startswith("multipart/form-data")
-        if is_form:
-            headers, form = exchange.request.headers, body
-            body, files = await self.images.encoder.in_thread(lambda: parse_form(headers, form, limit))
-        request = parse(body)
-        refs = images_of(request)
-        if len(refs) > limit:
-            raise invalid(f"the request has {len(refs)} images, the limit is {limit}", "messages", "too_many_images")
-        exchange.images = len(refs)
-        if refs:
+        images = self.images.serving(ticket.caller, exchange.trace)
+        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, images.dialect.hole)
+        content_type = exchange.request.headers.get("content-type", "")
+        request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
+        exchange.images = len(request.places)
+        parts = []
+        if request.places:
             with self._timed("images"):
-                parts = await self.images.traced(exchange.trace).parts(refs, files, ticket)
-            body = await self.images.encoder.in_thread(lambda: rewritten(request, parts))
+                parts = await images.parts(request, ticket)
+        if request.pieces:
+            body = await images.encoder.in_thread(lambda: filled(request.pieces, parts))
             ticket.hold(len(body))
         await self._forward(exchange, body, without=(b"content-type",), extra=[(b"content-type", _JSON.encode())])
 
@@ -102,3 +100,7 @@ class Router:
         began = time.perf_counter()
         yield
         self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)
+
+
+def _is_proxied(path: str) -> bool:
+    return any(path == each or path.startswith(f"{each}/") for each in _PROXIED)

@@ -65,6 +65,7 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._lame_duck_seconds, self._stop)
 
     def _stop(self) -> None:
+        self._app.state.admission.drain()
         self.should_exit = True
 
 

@@ -54,9 +54,11 @@ class Settings:
     max_header_bytes: Annotated[int, Flag("maximum bytes of a request's path and headers", 1024)] = 32768
     max_body_bytes: Annotated[int, Flag("maximum bytes of a request's body", 1024)] = 64 * MIB
     max_buffered_bytes: Annotated[
-        int, Flag("maximum bytes of all requests and images held at a time; more get 429", 1024)
+        int, Flag("maximum bytes of requests and images held, 3/4 of them of one caller; more get 429", 1024)
     ] = 2048 * MIB
-    max_requests: Annotated[int, Flag("maximum number of requests in flight; more get 429", 1)] = 256
+    max_requests: Annotated[
+        int, Flag("maximum number of requests in flight, 3/4 of them of one caller; more get 429", 1)
+    ] = 256
     max_images: Annotated[int, Flag("maximum number of images per request", 0)] = 64
     max_image_bytes: Annotated[int, Flag("maximum bytes of one image file", 1)] = 20 * MIB
     max_image_pixels: Annotated[int, Flag("maximum pixels of one image", 1)] = 50_000_000

@@ -53,6 +53,9 @@ class Engine:
         except httpx2.TransportError as error:
             raise from_transport(error) from error
         try:
+            if not 200 <= response.status_code < 600:
+                message = f"the engine answered with status {response.status_code}, which HTTP does not define"
+                raise ApiError(502, message, "engine_failed")
             yield response
         finally:
             await response.aclose()
@@ -96,6 +99,8 @@ def returned(response: httpx2.Response) -> Headers:
     """The engine's headers as they go to the caller."""
     headers = [(name.lower(), value) for name, value in response.headers.raw]
     dropped = _HOP_BY_HOP | _named_by_connection(headers) | {b"date", b"x-request-id"}
+    if any(name == b"transfer-encoding" for name, _ in headers):
+        dropped |= {b"content-length"}  # HTTP ignores it then
     return [(name, value) for name, value in headers if name not in dropped]
 
 

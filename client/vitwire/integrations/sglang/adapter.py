@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -24,6 +25,8 @@ from vitwire.integrations.sglang.parts import Part, Refused, Registration
 from vitwire.integrations.sglang.pushing import Frame, Pusher
 from vitwire.integrations.sglang.receivers import Receivers
 from vitwire.router.encoding import Encoded, Encoder
+from vitwire.router.errors import ApiError
+from vitwire.router.shares import Budget, Caller, Full, Holding, Turns
 
 logger = logging.getLogger("vitwire.sglang")
 
@@ -33,32 +36,23 @@ _STATUSES: dict[type[VitwireError], HTTPStatus] = {
     Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,
     DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
 }
+_CROWDED = "too many embeddings wait for their receivers"
+_GRACE_SECONDS = 5.0
+"""How long embeddings may wait for their receivers before others may take their place."""
 _HEALTH_SECONDS = 1.5
 """SGLang waits 2 s for a health check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What requests in flight may hold; what exceeds it is refused."""
+    """What requests in flight may hold; what exceeds it is refused. One caller gets three quarters of each."""
 
     requests: int = 256
+    """That are encoded at a time, and as many whose embeddings wait for their receivers."""
     embedding_bytes: int = 2 << 30
     """Of embeddings that their receivers have not taken."""
     encoding: int = 32
     """Images that are read, decoded and encoded at a time; more wait."""
-
-
-class _Held:
-    """The bytes of embeddings that one part holds."""
-
-    def __init__(self, adapter: "Adapter") -> None:
-        self._adapter = adapter
-        self.count = 0
-
-    def hold(self, count: int) -> None:
-        """Raises Refused if there is no room."""
-        self._adapter.take(count)
-        self.count += count
 
 
 class Adapter:
@@ -80,34 +74,53 @@ class Adapter:
         self._media = media
         self._receivers = receivers
         self._pusher = pusher
-        self._free = limits.requests
-        self._free_bytes = limits.embedding_bytes
-        self._encoding = asyncio.Semaphore(limits.encoding)
+        self._computing = Budget(limits.requests)
+        self._delivering = Budget(limits.requests)
+        self._bytes = Budget(limits.embedding_bytes)
+        self._encoding = Turns(limits.encoding)
         self._output_type = output_type
         self._reports: set[asyncio.Task[None]] = set()
 
-    async def encode(self, part: Part) -> None:
-        """Encode the part's images and send them to its receivers. Raises Refused; the receivers get that too."""
-        with self._admitted() as held:
+    async def encode(self, part: Part, caller: Caller, body: Holding | None = None) -> None:
+        """Encode the part's images and send them to its receivers. Raises Refused; the receivers get that too.
+
+        body: what the request holds of bodies.
+        """
+        async with self._bytes.holding(caller.name) as held:
             try:
                 for receiver in part.receivers:
                     self._pusher.check(receiver)
-                frames = await self._frames(part, held)
+                async with _taken(self._computing, caller, "too many requests are in flight"):
+                    frames = await self._frames(part, caller, held)
             except Refused as error:
-                self._report(part, error)
+                self._report(part, caller, error)
                 raise
             except Exception as error:
                 logger.exception("request %s, part %d failed", part.req_id, part.part_idx)
                 failure = Refused("the encoder failed; its log has the reason", HTTPStatus.INTERNAL_SERVER_ERROR)
-                self._report(part, failure)
+                self._report(part, caller, failure)
                 raise failure from error
-            receivers = part.receivers or await self._receivers.take(part.req_id)
-            await self._pusher.push_all(receivers, frames)
+            async with _taken(self._delivering, caller, _CROWDED) as place:
+                await self._deliver(part, caller, frames, [place, held, *([body] if body else [])])
 
-    def register(self, registration: Registration) -> None:
+    async def _deliver(self, part: Part, caller: Caller, frames: Sequence[Frame], holdings: Sequence[Holding]) -> None:
+        """Send the embeddings once their receivers are known. Raises Refused.
+
+        After a grace, others may have what the request holds; then it fails.
+        """
+        try:
+            async with AsyncExitStack() as stack:
+                for holding in holdings:
+                    await stack.enter_async_context(holding.losable(math.inf, _GRACE_SECONDS))
+                receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
+                await self._pusher.push_all(receivers, frames, caller)
+        except TimeoutError:
+            raise Refused(_CROWDED, HTTPStatus.SERVICE_UNAVAILABLE) from None
+
+    def register(self, registration: Registration, caller: Caller) -> None:
         """Note where a scheduler wants the embeddings of a request. Raises Refused."""
         self._pusher.check(registration.receiver)
-        self._receivers.add(registration)
+        self._receivers.add(registration, caller.name)
 
     async def is_healthy(self) -> bool:
         """Whether Vitwire is ready."""
@@ -122,61 +135,57 @@ class Adapter:
             task.cancel()
         await asyncio.gather(*self._reports, return_exceptions=True)
 
-    def take(self, count: int) -> None:
-        """Count bytes of embeddings. Raises Refused if there is no room for them."""
-        if count > self._free_bytes:
-            message = "too many embeddings wait for their receivers"
-            raise Refused(message, HTTPStatus.SERVICE_UNAVAILABLE)
-        self._free_bytes -= count
-
-    @contextmanager
-    def _admitted(self) -> Generator[_Held, None, None]:
-        if not self._free:
-            raise Refused("too many requests are in flight", HTTPStatus.SERVICE_UNAVAILABLE)
-        self._free -= 1
-        held = _Held(self)
-        try:
-            yield held
-        finally:
-            self._free += 1
-            self._free_bytes += held.count
-
-    async def _frames(self, part: Part, held: _Held) -> list[Frame]:
+    async def _frames(self, part: Part, caller: Caller, held: Holding) -> list[Frame]:
         """The message with the embeddings of the part. Raises Refused, naming the first image that has none."""
         limit = self._media.max_images
         if len(part.sources) > limit:
             raise Refused(f"mm_items: {len(part.sources)} images exceed the limit of {limit}")
-        work = [self._encoded(source, index, held) for index, source in enumerate(part.sources)]
+        work = [self._encoded(source, index, caller, held) for index, source in enumerate(part.sources)]
         results = await asyncio.gather(*work, return_exceptions=True)
         if error := next((each for each in results if isinstance(each, BaseException)), None):
             raise error
         return _message(part, [each for each in results if isinstance(each, Encoded)])
 
-    async def _encoded(self, source: str, index: int, held: _Held) -> Encoded:
-        async with self._encoding:
+    async def _encoded(self, source: str, index: int, caller: Caller, held: Holding) -> Encoded:
+        async with self._encoding.turn(caller):
             try:
                 image = await self._media.image(source)
-                encoded = await self._encoder.encode(image, output_type=self._output_type)
+                encoded = await self._encoder.serving(caller).encode(image, output_type=self._output_type)
+                held.take(encoded.embedding._host().nbytes)  # noqa: SLF001  # as received
             except Refused as error:
                 raise Refused(f"mm_items[{index}]: {error}", error.status) from error
+            except ApiError as error:
+                raise Refused(f"mm_items[{index}]: {error}", HTTPStatus(error.status)) from error
             except VitwireError as error:
                 raise _refusal(error, index) from error
-            held.hold(encoded.embedding._host().nbytes)  # noqa: SLF001  # as received
+            except Full:
+                raise Refused(_CROWDED, HTTPStatus.SERVICE_UNAVAILABLE) from None
             return encoded
 
-    def _report(self, part: Part, error: Refused) -> None:
+    def _report(self, part: Part, caller: Caller, error: Refused) -> None:
         """Send the error to the receivers that are known, in the background; the response has it too."""
         logger.warning("request %s, part %d: %s", part.req_id, part.part_idx, error)
         if receivers := part.receivers or self._receivers.take_registered(part.req_id):
-            task = asyncio.create_task(self._reported(part, receivers, error))
+            task = asyncio.create_task(self._reported(part, receivers, caller, error))
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)
 
-    async def _reported(self, part: Part, receivers: Sequence[str], error: Refused) -> None:
+    async def _reported(self, part: Part, receivers: Sequence[str], caller: Caller, error: Refused) -> None:
         try:
-            await self._pusher.push_all(receivers, [error_header(part, str(error), error.status)])
+            await self._pusher.push_all(receivers, [error_header(part, str(error), error.status)], caller)
         except Refused as failure:
             logger.debug("request %s, part %d: the error was not sent: %s", part.req_id, part.part_idx, failure)
+
+
+@asynccontextmanager
+async def _taken(budget: Budget, caller: Caller, refusal: str) -> AsyncGenerator[Holding, None]:
+    """A place in a budget of places. Raises Refused."""
+    async with budget.holding(caller.name) as place:
+        try:
+            place.take(1)
+        except Full:
+            raise Refused(refusal, HTTPStatus.SERVICE_UNAVAILABLE) from None
+        yield place
 
 
 def _refusal(error: VitwireError, index: int) -> Refused:

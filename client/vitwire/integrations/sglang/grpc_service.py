@@ -4,14 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import sglang_encoder_pb2 as pb
-from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 
 from vitwire.integrations.sglang.adapter import Adapter
-from vitwire.integrations.sglang.parts import Refused, part_of_message, registration_of_message
+from vitwire.integrations.sglang.parts import Refused
+from vitwire.integrations.sglang.reading import Kind, Posted, read
+from vitwire.router.shares import Caller, host_name
+from vitwire.router.workers import Workers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,38 +30,60 @@ _CODES = {
 }
 
 
-def grpc_server(adapter: Adapter, *, max_body_bytes: int, max_requests: int) -> grpc.aio.Server:
+def grpc_server(adapter: Adapter, workers: Workers, *, max_body_bytes: int, max_requests: int) -> grpc.aio.Server:
     """A server without ports yet."""
     options = [("grpc.max_receive_message_length", max_body_bytes), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=max_requests)
-    pb_grpc.add_SglangEncoderServicer_to_server(_Encoder(adapter), server)
+    service = _Encoder(adapter, workers)
+    answers = {
+        "Encode": (service.encode, pb.EncodeResponse),
+        "SchedulerReceiveUrl": (service.register, pb.SchedulerReceiveUrlResponse),
+        "Send": (service.refuse, pb.SendResponse),
+    }
+    handlers: dict[str, Any] = {
+        name: grpc.unary_unary_rpc_method_handler(call, response_serializer=answer.SerializeToString)
+        for name, (call, answer) in answers.items()
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
     health_pb2_grpc.add_HealthServicer_to_server(_Health(adapter), server)
     return server
 
 
-class _Encoder(pb_grpc.SglangEncoderServicer):  # type: ignore[misc]  # generated without types
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+class _Encoder:
+    """The methods; they get messages as bytes, as those that take long to read are read in workers."""
 
-    async def Encode(self, request: pb.EncodeRequest, context: Context) -> pb.EncodeResponse:  # noqa: N802
+    def __init__(self, adapter: Adapter, workers: Workers) -> None:
+        self._adapter = adapter
+        self._workers = workers
+
+    async def encode(self, body: bytes, context: Context) -> pb.EncodeResponse:
         try:
-            await self._adapter.encode(part_of_message(request))
+            posted, caller = await self._read(body, "part", context)
+            if posted.part:
+                await self._adapter.encode(posted.part, caller)
         except Refused as error:
             await _abort(context, error)
         return pb.EncodeResponse()
 
-    async def SchedulerReceiveUrl(  # noqa: N802
-        self, request: pb.SchedulerReceiveUrlRequest, context: Context
-    ) -> pb.SchedulerReceiveUrlResponse:
+    async def register(self, body: bytes, context: Context) -> pb.SchedulerReceiveUrlResponse:
         try:
-            self._adapter.register(registration_of_message(request))
+            posted, caller = await self._read(body, "registration", context)
+            if posted.registration:
+                self._adapter.register(posted.registration, caller)
         except Refused as error:
             await _abort(context, error)
         return pb.SchedulerReceiveUrlResponse()
 
-    async def Send(self, _: pb.SendRequest, context: Context) -> NoReturn:  # noqa: N802
+    async def refuse(self, _: bytes, context: Context) -> NoReturn:
         message = "Send is for transfers by Mooncake; this encoder sends embeddings over ZMQ"
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+    async def _read(self, body: bytes, kind: Kind, context: Context) -> tuple[Posted, Caller]:
+        caller = Caller.of(_host(context.peer()))
+        posted = await read(self._workers, caller, body, "message", kind)
+        if posted.refusal:
+            raise posted.refusal
+        return posted, caller
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated without types
@@ -92,6 +117,12 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generate
         states = health_pb2.HealthCheckResponse
         healthy = await self._adapter.is_healthy()
         return states(status=states.SERVING if healthy else states.NOT_SERVING)
+
+
+def _host(peer: str) -> str:
+    """The caller's name; peers are `ipv4:10.0.0.1:5000`, `ipv6:%5Bfd00::1%5D:5000` or `unix:...`."""
+    kind, _, address = unquote(peer).partition(":")
+    return host_name(address.rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else kind
 
 
 async def _abort(context: Context, error: Refused) -> NoReturn:

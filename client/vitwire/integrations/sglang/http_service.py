@@ -1,9 +1,6 @@
 """SGLang's encoder protocol over HTTP: its language servers speak this unless SGLANG_ENCODER_MM_RECEIVER_MODE=grpc."""
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -14,11 +11,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vitwire.integrations.sglang.adapter import Adapter
-from vitwire.integrations.sglang.parts import Refused, part_of_json, registration_of_json
+from vitwire.integrations.sglang.parts import Refused
+from vitwire.integrations.sglang.reading import Kind, read
+from vitwire.router.bodies import read_body
 from vitwire.router.errors import ApiError
-from vitwire.router.rewriting import parse
-
-Work = Callable[[dict[str, Any]], Awaitable[None]]
+from vitwire.router.shares import Budget, Caller, Full, Holding, host_name
+from vitwire.router.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,65 +34,30 @@ _MOONCAKE = (
 )
 
 
-class _Bodies:
-    """Reads bodies of requests; each is counted as held until its request ends."""
-
-    def __init__(self, limits: BodyLimits) -> None:
-        self._limits = limits
-        self._held = 0
-
-    @asynccontextmanager
-    async def json(self, request: Request) -> AsyncGenerator[dict[str, Any], None]:
-        """The JSON object in the body. Raises Refused."""
-        content = bytearray()
-        try:
-            await self._read(request, content)
-            yield _object(content)
-        finally:
-            self._held -= len(content)
-
-    async def _read(self, request: Request, content: bytearray) -> None:
-        try:
-            async with asyncio.timeout(self._limits.seconds):
-                async for chunk in request.stream():
-                    self._held += len(chunk)
-                    content += chunk
-                    self._check(len(content))
-        except TimeoutError as error:
-            message = f"the body took longer than {self._limits.seconds:g} s"
-            raise Refused(message, HTTPStatus.REQUEST_TIMEOUT) from error
-
-    def _check(self, length: int) -> None:
-        if length > self._limits.each:
-            message = f"the body exceeds the limit of {self._limits.each} bytes"
-            raise Refused(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-        if self._held > self._limits.together:
-            raise Refused("the requests in flight are too large together", HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-def http_app(adapter: Adapter, limits: BodyLimits) -> Starlette:
-    """The ASGI application."""
-    bodies = _Bodies(limits)
-
-    async def encode(body: dict[str, Any]) -> None:
-        await adapter.encode(part_of_json(body))
-
-    async def register(body: dict[str, Any]) -> None:
-        adapter.register(registration_of_json(body))
-
-    async def refuse(_: dict[str, Any]) -> None:
-        raise Refused(_MOONCAKE, HTTPStatus.NOT_IMPLEMENTED)
+def http_app(adapter: Adapter, workers: Workers, bodies: Budget, limits: BodyLimits) -> Starlette:
+    """The ASGI application; `bodies` counts the bytes of bodies until their requests end."""
 
     async def health(_: Request) -> Response:
         return Response(status_code=200 if await adapter.is_healthy() else 503)
 
-    def post(path: str, work: Work) -> Route:
+    def post(path: str, kind: Kind) -> Route:
         async def endpoint(request: Request) -> Response:
-            req_id: object = None
+            caller = Caller.of(host_name(request.client.host) if request.client else "")
+            req_id = None
             try:
-                async with bodies.json(request) as body:
-                    req_id = body.get("req_id")
-                    await work(body)
+                async with bodies.holding(caller.name) as holding:
+                    body = await _body(request, holding, limits)
+                    posted = await read(workers, caller, body, "json", kind)
+                    del body
+                    req_id = posted.req_id
+                    if posted.refusal:
+                        raise posted.refusal
+                    if posted.part:
+                        await adapter.encode(posted.part, caller, holding)
+                    elif posted.registration:
+                        adapter.register(posted.registration, caller)
+                    else:
+                        raise Refused(_MOONCAKE, HTTPStatus.NOT_IMPLEMENTED)
             except Refused as error:
                 return _failure(error, req_id)
             except ClientDisconnect:
@@ -105,25 +68,27 @@ def http_app(adapter: Adapter, limits: BodyLimits) -> Starlette:
 
     return Starlette(
         routes=[
-            post("/encode", encode),
-            post("/scheduler_receive_url", register),
-            post("/scheduler_receive_meta_data", refuse),
-            post("/send", refuse),
+            post("/encode", "part"),
+            post("/scheduler_receive_url", "registration"),
+            post("/scheduler_receive_meta_data", "other"),
+            post("/send", "other"),
             Route("/health", health),
             Route("/health_generate", health),
         ]
     )
 
 
-def _object(content: bytes | bytearray) -> dict[str, Any]:
+async def _body(request: Request, holding: Holding, limits: BodyLimits) -> bytes:
     try:
-        return parse(content)
+        return await read_body(request, holding, holding.take, limits.each, limits.seconds)
     except ApiError as error:
         raise Refused(error.message, HTTPStatus(error.status)) from error
+    except Full:
+        message = "the requests in flight are too large together"
+        raise Refused(message, HTTPStatus.SERVICE_UNAVAILABLE) from None
 
 
-def _failure(error: Refused, req_id: object) -> Response:
+def _failure(error: Refused, req_id: str | None) -> Response:
     """An error as SGLang's encoder reports it, in ASCII, as JSON strings can be invalid Unicode."""
-    known = req_id if isinstance(req_id, str) else None
-    body = json.dumps({"status": "error", "message": str(error), "req_id": known})
-    return Response(body, error.status, media_type="application/json")
+    body: dict[str, Any] = {"status": "error", "message": str(error), "req_id": req_id}
+    return Response(json.dumps(body), error.status, media_type="application/json")

@@ -17,6 +17,8 @@ from vitwire.router.files import opened_regular
 
 Fetch = Callable[[str], Awaitable[bytes]]
 
+_PIECE = 1 << 20
+_MAX_PATH = 8192
 _EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
 
@@ -72,7 +74,7 @@ class Media:
                 raise Refused("expected data:image/...;base64,...")
             return self._from_base64(payload)
         if source.startswith("file://"):
-            return self._from_file(_path(source))
+            return self._from_file(_path(source[:_MAX_PATH]))
         if source.startswith("/") and source[-5:].lower().endswith(_EXTENSIONS):
             return self._from_file(source)
         return self._from_base64(source)
@@ -81,7 +83,7 @@ class Media:
         if len(payload) // 4 * 3 > self._limits.max_image_bytes + 2:
             raise self._too_large()
         try:
-            return binascii.a2b_base64(payload.encode("ascii"), strict_mode=True)
+            return _decoded(payload.encode("ascii"))
         except (binascii.Error, UnicodeEncodeError) as error:
             raise Refused("expected a data: URI, base64 or a URL of an image") from error
 
@@ -104,6 +106,16 @@ class Media:
     def _too_large(self) -> Refused:
         limit = self._limits.max_image_bytes
         return Refused(f"the image exceeds the limit of {limit} bytes", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+
+def _decoded(payload: bytes) -> bytes:
+    """Base64, a piece at a time, as decoding keeps all threads waiting. Raises binascii.Error."""
+    view, decoded = memoryview(payload), bytearray()
+    for start in range(0, len(view), _PIECE):
+        if len(decoded) != start // 4 * 3:
+            raise binascii.Error("padding in the middle")
+        decoded += binascii.a2b_base64(view[start : start + _PIECE], strict_mode=True)
+    return bytes(decoded)
 
 
 def _path(url: str) -> str:

@@ -1,7 +1,7 @@
 """What SGLang's receivers ask an encoder for: parts of a request, and where their embeddings go. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -13,7 +13,9 @@ _ADDRESS = re.compile(
 )
 _MAX_ID = 512
 _MAX_PARTS = 1024
-_MAX_RECEIVERS = 1024
+_MAX_SOURCES = 4096
+_MAX_RECEIVERS = 64
+"""SGLang has one for each tensor parallel rank."""
 _NEUTRAL_OPTIONS = frozenset({"url", "content_hash", "detail"})
 """Keys of an image that do not change its pixels in models with grids."""
 
@@ -66,6 +68,8 @@ class Registration:
 
 def part_of_message(message: pb.EncodeRequest) -> Part:
     """The part that a gRPC request asks for. Raises Refused."""
+    _check_number(message.mm_items, "mm_items", _MAX_SOURCES)
+    _check_number(message.embedding_port, "embedding_port", _MAX_RECEIVERS)
     ports = [port for port in message.embedding_port if port]
     return Part(
         message.req_id,
@@ -90,8 +94,10 @@ def part_of_json(body: Mapping[str, Any]) -> Part:
     items = items if isinstance(items, list) else [items]
     ports = body.get("embedding_port")
     ports = ports if isinstance(ports, list) else [] if ports is None else [ports]
-    if len(ports) > _MAX_RECEIVERS or not all(_is_int(port) for port in ports):
-        raise Refused(f"embedding_port: expected a port or up to {_MAX_RECEIVERS} ports")
+    _check_number(items, "mm_items", _MAX_SOURCES)
+    _check_number(ports, "embedding_port", _MAX_RECEIVERS)
+    if not all(_is_int(port) for port in ports):
+        raise Refused("embedding_port: expected a port or a list of ports")
     return Part(
         _text(body, "req_id"),
         _int(body, "num_parts"),
@@ -118,6 +124,11 @@ def endpoint(address: str, field: str) -> str:
 def _receivers(host: str, ports: Sequence[int]) -> tuple[str, ...]:
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return tuple(endpoint(f"{host}:{port}", "prefill_host and embedding_port") for port in ports)
+
+
+def _check_number(values: Sized, field: str, most: int) -> None:
+    if len(values) > most:
+        raise Refused(f"{field}: {len(values)} values exceed the limit of {most}")
 
 
 def _source(item: object, index: int) -> str:

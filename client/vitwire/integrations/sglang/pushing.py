@@ -12,17 +12,23 @@ import zmq
 import zmq.asyncio
 
 from vitwire.integrations.sglang.parts import Refused
+from vitwire.router.shares import Caller, Turns
 
 Frame = bytes | npt.NDArray[np.uint8]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _POLL_SECONDS = 0.005
+_CONNECT_SECONDS = 5.0
+_MAX_SENDERS = 128
+"""Messages on their way; ZMQ has 1,023 sockets."""
 _LINGER_MS = 5000
 """Small messages may still be in ZMQ's buffers when they count as sent."""
 
 
 class Pusher:
     """Sends each message on a connection of its own; a receiver that takes too long fails only its message.
+
+    Callers take turns at connections, by the time that theirs took.
 
     networks: receivers must be in one of them, by address; empty for any receiver.
     """
@@ -31,10 +37,12 @@ class Pusher:
         self._seconds = seconds
         self._networks = tuple(networks)
         self._context = zmq.asyncio.Context()
+        self._turns = Turns(_MAX_SENDERS)
 
-    async def push_all(self, endpoints: Sequence[str], frames: Sequence[Frame]) -> None:
-        """Send to every receiver, all at a time. Raises Refused if one did not take the message."""
-        outcomes = await asyncio.gather(*(self._push(each, frames) for each in endpoints), return_exceptions=True)
+    async def push_all(self, endpoints: Sequence[str], frames: Sequence[Frame], caller: Caller) -> None:
+        """Send to every receiver, as many at a time as turns allow. Raises Refused if one did not take the message."""
+        sending = (self._in_turn(each, frames, caller) for each in endpoints)
+        outcomes = await asyncio.gather(*sending, return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
@@ -55,6 +63,10 @@ class Pusher:
         """Drop the connections, at once."""
         self._context.destroy(linger=0)
 
+    async def _in_turn(self, endpoint: str, frames: Sequence[Frame], caller: Caller) -> None:
+        async with self._turns.turn(caller):
+            await self._push(endpoint, frames)
+
     async def _push(self, endpoint: str, frames: Sequence[Frame]) -> None:
         self.check(endpoint)
         try:
@@ -66,9 +78,7 @@ class Pusher:
             sender.setsockopt(zmq.SNDHWM, 0)
             sender.setsockopt(zmq.IMMEDIATE, 1)  # wait for the connection instead of queueing for it
             async with asyncio.timeout(self._seconds):
-                address = await _resolved(endpoint)
-                sender.setsockopt(zmq.IPV6, "[" in address)
-                sender.connect(address)
+                await self._connect(sender, endpoint)
                 tracker = await sender.send_multipart(frames, copy=False, track=True)
                 while tracker is not None and not tracker.done:  # noqa: ASYNC110  # set by ZMQ's thread
                     await asyncio.sleep(_POLL_SECONDS)
@@ -80,6 +90,19 @@ class Pusher:
             raise Refused(f"receiver {endpoint} cannot be reached: {error}", HTTPStatus.BAD_GATEWAY) from error
         finally:
             sender.close(linger=linger)
+
+    async def _connect(self, sender: zmq.asyncio.Socket, endpoint: str) -> None:
+        """Connect, which a receiver that waits for embeddings lets do at once. Raises Refused, or as `_resolved`."""
+        seconds = min(_CONNECT_SECONDS, self._seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                address = await _resolved(endpoint)
+                sender.setsockopt(zmq.IPV6, "[" in address)
+                sender.connect(address)
+                await sender.poll(None, zmq.POLLOUT)  # type: ignore[call-arg]  # its stub has no parameters
+        except TimeoutError as error:
+            message = f"receiver {endpoint} did not take the embedding within {seconds:g} s: no connection"
+            raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:

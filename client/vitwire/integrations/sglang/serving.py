@@ -20,9 +20,12 @@ from vitwire.integrations.sglang.parts import Refused
 from vitwire.integrations.sglang.pushing import Network, Pusher
 from vitwire.integrations.sglang.receivers import Receivers
 from vitwire.integrations.sglang.registering import registered
+from vitwire.router.connections import limited_to
 from vitwire.router.encoding import Encoder
 from vitwire.router.errors import ApiError
 from vitwire.router.fetching import Fetcher, FetchLimits
+from vitwire.router.shares import Budget
+from vitwire.router.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.sglang")
 
@@ -72,22 +75,25 @@ async def serve(client: AsyncClient, settings: Settings, announce: Callable[[str
     media = Media(settings.media, _fetch(fetcher) if fetcher else None)
     pusher = Pusher(settings.send_seconds, settings.receiver_networks)
     limits = Limits(requests=settings.max_requests)
-    encoder = Encoder.of(client, max_pixels=settings.media.max_image_pixels, max_encoding=limits.encoding)
+    pixels = settings.media.max_image_pixels
+    workers = Workers("vitwire.integrations.sglang.reading", memory_for(pixels, settings.bodies.each))
+    encoder = Encoder.of(client, workers, max_pixels=pixels, max_encoding=limits.encoding)
     receivers = Receivers(settings.send_seconds)
     adapter = Adapter(client, encoder, media, receivers, pusher, limits=limits, output_type=settings.output_type)
     async with AsyncExitStack() as stack:
         stack.callback(media.close)
         stack.callback(encoder.close)
+        stack.push_async_callback(workers.close)
         if fetcher:
             stack.push_async_callback(fetcher.close)
         stack.callback(pusher.close)
         stack.push_async_callback(adapter.close)
         addresses = []
         if settings.grpc_port is not None:
-            port = await _serve_grpc(adapter, settings, stack)
+            port = await _serve_grpc(adapter, workers, settings, stack)
             addresses.append(f"grpc://{_bracketed(settings.host)}:{port}")
         if settings.port is not None:
-            port = await _serve_http(adapter, settings, stack)
+            port = await _serve_http(adapter, workers, settings, stack)
             addresses.append(f"http://{_bracketed(settings.host)}:{port}")
         await stack.enter_async_context(registered(settings.register, settings.advertise or addresses[-1]))
         announce(f"listening on {', '.join(addresses)}")
@@ -107,8 +113,8 @@ def _fetch(fetcher: Fetcher) -> Fetch:
     return fetch
 
 
-async def _serve_grpc(adapter: Adapter, settings: Settings, stack: AsyncExitStack) -> int:
-    server = grpc_server(adapter, max_body_bytes=settings.bodies.each, max_requests=2 * settings.max_requests)
+async def _serve_grpc(adapter: Adapter, workers: Workers, settings: Settings, stack: AsyncExitStack) -> int:
+    server = grpc_server(adapter, workers, max_body_bytes=settings.bodies.each, max_requests=4 * settings.max_requests)
     try:
         port = server.add_insecure_port(f"{_bracketed(settings.host)}:{settings.grpc_port}")
     except RuntimeError as error:  # gRPC's only sign of it
@@ -118,12 +124,14 @@ async def _serve_grpc(adapter: Adapter, settings: Settings, stack: AsyncExitStac
     return int(port)
 
 
-async def _serve_http(adapter: Adapter, settings: Settings, stack: AsyncExitStack) -> int:
+async def _serve_http(adapter: Adapter, workers: Workers, settings: Settings, stack: AsyncExitStack) -> int:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.create_server((settings.host, settings.port or 0), family=family, backlog=_BACKLOG)
+    bodies = Budget(settings.bodies.together)
     server = _HttpServer(
         uvicorn.Config(
-            http_app(adapter, settings.bodies),
+            http_app(adapter, workers, bodies, settings.bodies),
+            http=limited_to(settings.send_seconds),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -135,6 +143,7 @@ async def _serve_http(adapter: Adapter, settings: Settings, stack: AsyncExitStac
     task = asyncio.create_task(server.serve(sockets=[listener]))
 
     async def end() -> None:
+        bodies.drain()
         server.should_exit = True
         await task
 

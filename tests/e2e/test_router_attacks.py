@@ -1,0 +1,177 @@
+"""`vitwire router` under attack: a client that does nothing wrong is served meanwhile, and SIGTERM ends the router."""
+
+import base64
+import io
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import httpx2
+import pytest
+from PIL import Image
+
+from fake_service import Fake, Running, serving
+from routers import CHAT, EngineProcess, RouterProcess, engine, router, until
+
+ATTACKER, HONEST = "127.0.0.1", "127.0.0.2"
+_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Iterator[Running]:
+    with serving(Fake()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[EngineProcess]:
+    with engine() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def proxy(encoder: Running, stand_in: EngineProcess) -> Iterator[RouterProcess]:
+    with router(encoder.target, stand_in.url) as process:
+        yield process
+
+
+def file(kind: str, side: int, seed: int = 0) -> bytes:
+    content = io.BytesIO()
+    Image.new("P", (side, side), seed).save(content, kind)
+    return content.getvalue()
+
+
+def chat(*images: bytes) -> dict[str, Any]:
+    urls = [f"data:image/x;base64,{base64.b64encode(each).decode()}" for each in images]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, *parts]}]}
+
+
+@contextmanager
+def caller(proxy: RouterProcess, address: str) -> Iterator[httpx2.Client]:
+    transport = httpx2.HTTPTransport(local_address=address)
+    with httpx2.Client(base_url=proxy.url, transport=transport, timeout=_SECONDS) as client:
+        yield client
+
+
+def ask(proxy: RouterProcess, address: str, **content: Any) -> int:
+    with caller(proxy, address) as client:
+        return client.post(CHAT, **content).status_code
+
+
+@contextmanager
+def begun(proxy: RouterProcess, number: int, body: bytes, announced: int) -> Iterator[None]:
+    """Requests whose bodies do not go on."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {announced}\r\n\r\n".encode()
+    with ExitStack() as stack:
+        for _ in range(number):
+            stack.enter_context(sock := socket.create_connection(("127.0.0.1", proxy.port)))
+            sock.sendall(head + body)
+        yield
+
+
+def test_codecs_that_take_the_square_of_the_length(proxy: RouterProcess) -> None:
+    """Two such forms once hung both threads, and with them all images."""
+    part = b'--B\r\nContent-Disposition: form-data; name="request"\r\n\r\n' + b"a" * 1_500_000 + b"\r\n--B--\r\n"
+    with ThreadPoolExecutor(4) as pool:
+        attack = [
+            pool.submit(ask, proxy, ATTACKER, content=part, headers={"content-type": f"multipart/form-data; {each}"})
+            for each in ("boundary=B; charset=punycode", "boundary=B; charset=idna", "boundary=B; charset=undefined")
+        ]
+        assert ask(proxy, HONEST, json=chat(file("png", 32))) == 200
+        assert [each.result() for each in attack] == [400] * 3
+    assert "Traceback" not in proxy.log()
+
+
+@cache
+def gifs() -> list[dict[str, Any]]:
+    """Three requests of 64 pictures of 49 megapixels each; bytes behind the picture make files differ."""
+    picture = file("gif", 7000)
+    return [chat(*(picture + b"%d" % (64 * request + number) for number in range(64))) for request in range(3)]
+
+
+def test_pictures_that_take_long(encoder: Running, stand_in: EngineProcess) -> None:
+    """Others wait for a few of them, not for dozens; and SIGTERM ends the router although hundreds are left."""
+    with (
+        router(encoder.target, stand_in.url, "--drain-seconds=1", "--max-encoding=64") as proxy,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        attack = [pool.submit(ended, proxy, request) for request in gifs()]
+        before = len(encoder.fake.methods)
+        until(lambda: len(encoder.fake.methods) > before + 4, _SECONDS)
+        for seed in (1, 2):
+            before = len(encoder.fake.methods)
+            assert ask(proxy, HONEST, json=chat(file("png", 32, seed))) == 200
+            encoded = len(encoder.fake.methods) - before - 1
+        assert encoded < 12
+        assert not any(each.done() for each in attack), "the attack goes on"
+        proxy.process.send_signal(signal.SIGTERM)
+        assert proxy.process.wait(60) == 0
+        for each in attack:
+            each.result()
+        assert "Traceback" not in proxy.log()
+
+
+def ended(proxy: RouterProcess, request: dict[str, Any]) -> None:
+    """A request that the router refuses, or cuts off, when it ends."""
+    with suppress(httpx2.TransportError):
+        assert ask(proxy, ATTACKER, json=request) != 200
+
+
+@pytest.mark.parametrize("content", [b"%s" % (b"1" * 4000), b"1." + b"1" * 4000, b'{"":[0]}'])
+def test_json_that_takes_long(proxy: RouterProcess, content: bytes) -> None:
+    """57 MB of integers of 4,000 digits took 4.5 s of the event loop."""
+    body = b'{"messages":[' + b",".join([content] * min(57_000_000 // len(content), 200_000)) + b"]}"
+    with ThreadPoolExecutor(4) as pool:
+        attack = [pool.submit(ask, proxy, ATTACKER, content=body) for _ in range(4)]
+        waits = list(served_during(proxy, attack))
+        assert {each.result() for each in attack} <= {200, 400}
+    assert waits
+    assert max(waits) < 4
+
+
+def served_during(proxy: RouterProcess, attack: list[Future[int]]) -> Iterator[float]:
+    with caller(proxy, HONEST) as honest:
+        while not all(each.done() for each in attack):
+            began = time.monotonic()
+            assert honest.get("/livez").status_code == 200
+            yield time.monotonic() - began
+
+
+def test_bodies_that_do_not_arrive(encoder: Running, stand_in: EngineProcess) -> None:
+    """They take no place among the requests in flight, and no longer than a moment to end with the router."""
+    with (
+        router(encoder.target, stand_in.url, "--max-requests=40", "--body-seconds=300", "--drain-seconds=300") as proxy,
+        begun(proxy, 45, b"{", 1000),
+    ):
+        until(lambda: proxy.metric("vitwire_router_buffered_bytes") == 45)
+        assert ask(proxy, ATTACKER, json=chat(file("png", 32))) == 200
+        proxy.process.send_signal(signal.SIGTERM)
+        assert proxy.process.wait(60) == 0
+
+
+def test_memory_that_stalled_bodies_hold(encoder: Running, stand_in: EngineProcess) -> None:
+    """They lose it to others, of the same caller too."""
+    flags = ("--max-buffered-bytes=2000000", "--max-body-bytes=1500000", "--max-image-bytes=100000")
+    request = chat(file("png", 32)) | {"text": "x" * 700_000}
+    with (
+        router(encoder.target, stand_in.url, *flags, "--body-seconds=300") as proxy,
+        begun(proxy, 2, bytes(700_000), 800_000),
+    ):
+        until(lambda: proxy.metric("vitwire_router_buffered_bytes") == 1_400_000)
+        until(lambda: ask(proxy, ATTACKER, json=request) == 200, _SECONDS)
+
+
+def test_the_engines_administration_is_not_reached(proxy: RouterProcess, stand_in: EngineProcess) -> None:
+    stand_in.requests()
+    with caller(proxy, HONEST) as client:
+        for path in ("/tokenize_admin", "/versions", "/v1beta/models", "/score-all"):
+            assert client.get(path).status_code == 404
+        for path in ("/tokenize", "/v1/models", "/score/x"):
+            assert client.get(path).status_code == 200
+    assert [each["path"] for each in stand_in.requests()] == ["/tokenize", "/v1/models", "/score/x"]
