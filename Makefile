@@ -24,6 +24,9 @@ serve: $(READY) $(DEMO) ## serve the demo model on localhost:50051 until Ctrl-C;
 $(DEMO): | $(READY)
 	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@
 
+# What computes on a CPU beside others sleeps at barriers, as servers do.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 # Tiny models are not faster with more threads.
 test matrix-test watch-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
 

@@ -27,6 +27,8 @@ _SWITCH_SECONDS = 0.0005
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the entry point of `vitwire-server`. Exits with its code."""
     _open_closed_streams()
+    # Read when torch is imported: else OpenMP's threads spin at barriers, for as long as one waits for a busy core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for number in (signal.SIGTERM, signal.SIGINT):  # PID 1 has no handler of its own, and imports take seconds
         signal.signal(number, lambda *_: os._exit(0))
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -73,6 +73,16 @@ def test_check_and_watch(server: ServerProcess, service: str) -> None:
         watch.cancel()
 
 
+@pytest.mark.parametrize(("words", "policy"), [((), "PASSIVE"), (("OMP_WAIT_POLICY=ACTIVE",), "ACTIVE")])
+def test_threads_of_openmp_sleep_at_barriers_by_default(
+    checkpoints: Checkpoints, words: tuple[str], policy: str
+) -> None:
+    """OpenMP, which reads it when torch is imported, prints what it found."""
+    wrapper = ("env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=TRUE", *words)
+    with serving(checkpoints("qwen2_vl"), "--device", "cpu", wait=False, wrapper=wrapper) as server:
+        server.wait_for(f"OMP_WAIT_POLICY ?= ?'{policy}'")
+
+
 def test_metrics_port(server: ServerProcess) -> None:
     assert server.page("/healthz") == server.page("/livez") == (200, "ok\n")
     assert server.page("/")[1].startswith("<!DOCTYPE html>")
