@@ -209,7 +209,8 @@ class TestExit:
     @pytest.mark.parametrize(
         ("words", "told"),
         [
-            (["serve"], "--model: Field required"),
+            (["serve"], "--model is required"),
+            (["serve", "--modle", "m"], "unknown flag --modle; did you mean --model?"),
             (["serve", "--model", "/nowhere"], "neither a directory nor a hub id"),
             (["serve", "--model", "m", "--port", "x"], "--port: "),
             (["bogus"], "unknown command: bogus"),
@@ -228,6 +229,14 @@ class TestExit:
         assert code == 1
         assert "model_type 'bert' is not supported; supported are qwen2_vl" in error
         assert "Traceback" not in error
+
+    def test_a_wrong_directory_is_reported_before_ports_are_announced(self, tmp_path: Path) -> None:
+        words = ("--port", "0", "--metrics-port", "0")
+        for model, told in ((str(tmp_path / "none"), "neither a directory nor"), (str(tmp_path), "no config.json")):
+            command = [sys.executable, "-m", "vitwire_server", "serve", "--model", model, *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert told in done.stderr
 
     def test_port_taken(self, server: ServerProcess) -> None:
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):

@@ -37,6 +37,7 @@ def batch(tower: Tower, *grids: Grid) -> tuple[torch.Tensor, Metadata]:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(900)
 def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
     tower: Tower, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -60,13 +61,13 @@ def test_a_hot_shape_is_compiled_beside_the_batches_and_gives_the_same_rows(
         for _ in range(5):
             hot.forward(other, unlike)
         assert hot._requested == {metadata.capacity}, "one shape at most"
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 800
         while not hot.ready and time.monotonic() < deadline:
             torch.testing.assert_close(hot.forward(pixels, metadata), expected)
             time.sleep(0.05)
         assert hot.ready == {metadata.capacity}
         assert set((tmp_path / "priorities").read_text().splitlines()) == {"-n 19"}, "the lowest"
-        assert asked < 200 - (deadline - time.monotonic()), "the batch that asked did not wait for the compiler"
+        assert asked < 800 - (deadline - time.monotonic()), "the batch that asked did not wait for the compiler"
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         fresh, same = batch(tower, Grid(1, 8, 6), Grid(1, 4, 4))
         torch.testing.assert_close(hot.forward(fresh, same), expected)
