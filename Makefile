@@ -18,8 +18,7 @@ DEMO := .demo/qwen3_vl
 
 serve: SHELL := bash -o pipefail
 serve: $(DEMO_READY) $(DEMO) ## serve the demo model on localhost:50051 until Ctrl-C; FLAGS="--port 50052"
-	$(BIN)/vitwire-server serve --model $(DEMO) --graphs simulated --max-budget-tokens 1024 $(FLAGS) | (trap '' INT; \
-		BIN=$(BIN) awk -f tools/what_to_try.awk)
+	$(BIN)/vitwire-server serve --model $(DEMO) --graphs simulated --max-budget-tokens 1024 $(FLAGS) | tools/what_to_try.sh $(BIN)
 
 $(DEMO): | $(DEMO_READY)
 	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@
