@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo
 
 .PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench fleet-study kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
 
@@ -10,19 +11,20 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
 		printf '  %-14s %s\n' "$$target" "$$purpose"; done
 
-demo: $(READY) ## encode real photographs and a clip, compare with plain transformers
+demo: $(DEMO_READY) ## encode real photographs and a clip, compare with plain transformers
 	$(BIN)/python tools/demo.py
 
 DEMO := .demo/qwen3_vl
 
-serve: $(READY) $(DEMO) ## serve the demo model on localhost:50051 until Ctrl-C; FLAGS="--port 50052"
-	@echo 'Once it is ready, in another terminal:'
-	@echo '  $(BIN)/vitwire encode PHOTO.jpg    $(BIN)/vitwire bench --seconds 5    $(BIN)/vitwire info'
-	@echo '  $(BIN)/grpcurl -plaintext localhost:50051 list    status page: http://127.0.0.1:9464/'
-	$(BIN)/vitwire-server serve --model $(DEMO) --graphs simulated --max-budget-tokens 1024 $(FLAGS)
+serve: SHELL := bash -o pipefail
+serve: $(DEMO_READY) $(DEMO) ## serve the demo model on localhost:50051 until Ctrl-C; FLAGS="--port 50052"
+	$(BIN)/vitwire-server serve --model $(DEMO) --graphs simulated --max-budget-tokens 1024 $(FLAGS) | tools/what_to_try.sh $(BIN)
 
-$(DEMO): | $(READY)
+$(DEMO): | $(DEMO_READY)
 	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@
+
+# What computes on a CPU beside others sleeps at barriers, as servers do.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 # Tiny models are not faster with more threads.
 test matrix-test watch-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
@@ -154,9 +156,14 @@ stubs: $(READY) ## regenerate client/vitwire/v1 from the proto
 
 setup: $(READY) ## create .venv with everything that other targets need
 
-$(READY): pyproject.toml constraints.txt requirements-tools.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+# One environment: what the demo needs, and the rest on top of it once another target needs that.
+$(DEMO_READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PYTHON=$(BIN)/python tools/install.sh demo
+	touch $@
+
+$(READY): $(DEMO_READY) requirements-tools.txt
+	PYTHON=$(BIN)/python tools/install.sh dev
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-tools.txt
 	touch $@
 

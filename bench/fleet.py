@@ -30,7 +30,7 @@ class Client:
 
     def __init__(self, kind: str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
         command = [sys.executable, "-m", "bench.driver", json.dumps({"kind": kind, **settings})]
-        variables = {"GRPC_VERBOSITY": "NONE", **os.environ, **(environment or {})}
+        variables = {"GRPC_VERBOSITY": "NONE", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
         )

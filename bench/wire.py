@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import towers
+from bench import neighbours, towers
 from bench.fleet import Client, Load, bare_servers, loaded, prepared
 from bench.report import Report
 from bench.timeline import draw, traced
@@ -33,11 +33,15 @@ QUIET = ("--canary-seconds", "0", "--compile", "off", "--log-level", "warning")
 """Nothing runs but what is measured."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Small towers are not faster with more, and threads that spin would disturb what is measured."""
+NEIGHBOURS = (neighbours.waiting, neighbours.compiling)
+"""Parts that are measured with one RPC process."""
 TITLES = {
     "trips": "round trips: milliseconds a call, over a bare gRPC server and through the service with a no-op tower",
     "cpu": "seconds of processors for each GB that went up and down",
     "small": "one small item at a time: p50 in milliseconds, through the service and of the bare tower",
     "beside": "small items and health checks, alone and beside large items (milliseconds)",
+    "waiting": "threads that sleep at barriers, and that spin, on idle and busy cores (milliseconds)",
+    "compiling": "calls before and while their shape is compiled, on idle and busy cores (milliseconds)",
     "batches": "a real tower: seconds in process over seconds through the service (1 is as fast)",
 }
 Row = dict[str, Any]
@@ -76,6 +80,7 @@ def main() -> None:
         bench = Bench(report, options, Path(folder), stack)
         for processes in options.rpc_processes:
             bench.run(processes)
+        bench.neighbours()
         if options.plot:
             bench.plot()
     report.end(TITLES)
@@ -106,6 +111,8 @@ class Bench:
         elif processes > 1:
             self._report.skip(f"--rpc-processes {processes}", "the server does not have this flag")
             return
+        if set(self._options.parts) <= {each.__name__ for each in NEIGHBOURS}:
+            return
         shape = {"rpc_processes": processes}
         with self._serving(flags) as servers:
             if "trips" in self._options.parts:
@@ -118,6 +125,13 @@ class Bench:
                     self._report.add("beside", shape | row)
             if "batches" in self._options.parts:
                 self._report.add("batches", shape | self._batches(servers["real"]))
+
+    def neighbours(self) -> None:
+        """One process beside busy cores, and beside its compiler."""
+        for part in NEIGHBOURS:
+            if part.__name__ in self._options.parts:
+                for row in part(self._models["small"], self._options):
+                    self._report.add(part.__name__, row)
 
     @contextmanager
     def _serving(self, flags: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
@@ -266,10 +280,11 @@ def _batch_items(server: ServerProcess) -> tuple[float, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("wire-bench", description=__doc__)
     parser.add_argument("--rpc-processes", nargs="+", type=int, default=[1, 2], help="RPC processes of the servers")
-    parts = ["trips", "small", "beside", "batches"]
+    parts = ["trips", "small", "beside", "batches", "waiting", "compiling"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--server-flags", default="", help="more flags of vitwire-server serve, in one argument")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each path of a row, in all its turns")
+    parser.add_argument("--compile-seconds", type=float, default=20.0, help="most time to measure beside a compiler")
     parser.add_argument("--turns", type=int, default=5, help="turns of each path of a row")
     parser.add_argument("--layers", type=int, default=2, help="blocks of the real tower")
     parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs, measures nothing")

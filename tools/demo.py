@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 import skimage
 from numpy.typing import NDArray
@@ -46,16 +45,10 @@ class Row:
 
 
 def photographs() -> dict[str, Image.Image]:
-    """Photographs of different sizes, from packages that are installed anyway."""
-    samples = Path(mpl.get_data_path()) / "sample_data"
-    science = Path(skimage.__file__).parent / "data"
-    files = [
-        samples / "grace_hopper.jpg",
-        science / "astronaut.png",
-        science / "coffee.png",
-        science / "rocket.jpg",
-    ]
-    images = {file.name: Image.open(file).convert("RGB") for file in files}
+    """Photographs of different sizes, which scikit-image brings."""
+    folder = Path(skimage.__file__).parent / "data"
+    names = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg")
+    images = {name: Image.open(folder / name).convert("RGB") for name in names}
     return {**images, "astronaut (2x)": images["astronaut.png"].resize((1024, 1024))}
 
 

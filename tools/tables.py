@@ -93,7 +93,7 @@ def _default(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if name.endswith(_BYTES) and isinstance(value, int) and value:
-        return f"{value // _GIB} GiB"
+        return f"{value >> 30} GiB" if value % _GIB == 0 else f"{value >> 20} MiB"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

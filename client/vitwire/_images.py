@@ -1,7 +1,7 @@
 """Images and clips to patches or tiles, equal to those of the model's Hugging Face processor.
 
 Pixels stay uint8: the server rescales and normalises them on its device. Pillow is needed for files, Pillow images
-and resizing (`pip install 'vitwire[images]'`).
+and resizing (the extra `images`).
 """
 
 import os
@@ -22,6 +22,7 @@ from vitwire._pictures import Picture, Tiles
 from vitwire._sizes import resized
 from vitwire._sources import ImageLike, loaded
 from vitwire._tiles import Tiling, cut
+from vitwire.extras import remedy
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -225,6 +226,6 @@ def _pillow() -> ModuleType:
     try:
         from PIL import Image  # noqa: PLC0415  # optional
     except ImportError as error:
-        reason = "reading and resizing images needs Pillow: pip install 'vitwire[images]'"
+        reason = f"reading and resizing images needs Pillow; {remedy('images')}"
         raise ImportError(reason, name="PIL") from error
     return Image

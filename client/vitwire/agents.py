@@ -11,12 +11,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from vitwire.extras import remedy
+
 _BACKEND = "UCX"
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The metapackage chooses by torch's CUDA version; each of the others works without it."""
 _MAX_NAME = 64
 _MAX_METADATA = 64 << 10
-MISSING = "NIXL is not installed: pip install 'vitwire[nixl]' (Linux only)"
+MISSING = f"NIXL is not installed; {remedy('nixl')} (Linux only)"
 
 
 class AgentError(Exception):

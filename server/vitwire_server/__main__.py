@@ -27,6 +27,8 @@ _SWITCH_SECONDS = 0.0005
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; the entry point of `vitwire-server`. Exits with its code."""
     _open_closed_streams()
+    # Read when torch is imported: else OpenMP's threads spin at barriers, for as long as one waits for a busy core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # PID 1 has no default, and imports take seconds
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: os._exit(0))
@@ -50,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vitwire"):
             raise
-        sys.stderr.write(f"vitwire-server: {error.name} is not installed: pip install 'vitwire[server]'\n")
+        from vitwire.extras import remedy  # noqa: PLC0415 - as above
+
+        extra = "plots" if (error.name or "").startswith("matplotlib") else "server"
+        sys.stderr.write(f"vitwire-server: {error.name} is not installed; {remedy(extra)}\n")
         sys.exit(1)
 
 
@@ -63,7 +68,7 @@ def _open_closed_streams() -> None:
 
 
 def _serve(words: list[str]) -> int:
-    """Settings are checked before torch is loaded, so that a wrong one is reported at once."""
+    """Settings and the model's directory are checked before torch is loaded and ports are announced."""
     # gRPC reads it when it is imported; else its core writes lines of its own, in no format and without bound: for each
     # failed handshake, and even as ERROR for each compressed message.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -74,6 +79,7 @@ def _serve(words: list[str]) -> int:
     from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
     from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
     from vitwire_server.process.heartbeat import inherited  # noqa: PLC0415 - as above
+    from vitwire_server.towers.files import CheckpointError, local_folder  # noqa: PLC0415 - as above
 
     heartbeat = inherited()
     try:
@@ -85,8 +91,9 @@ def _serve(words: list[str]) -> int:
         for warning in warnings(settings):
             logging.getLogger(__name__).warning("%s", warning)
     try:
+        local_folder(settings.model)
         _check_ports(settings)
-    except OSError as error:
+    except (CheckpointError, OSError) as error:
         return _fail(error, 1, settings.log_format)
     if not settings.device_list:
         return _serve_device(settings, heartbeat)

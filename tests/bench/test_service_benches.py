@@ -36,7 +36,7 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.matrix
 def test_wire_bench(tmp_path: Path) -> None:
     out = tmp_path / "wire.json"
-    flags = ("--quick", "--seconds", "0.2", "--turns", "1", "--rpc-processes", "1")
+    flags = ("--quick", "--seconds", "0.2", "--turns", "1", "--rpc-processes", "1", "--compile-seconds", "0.1")
     document = last_line("bench/wire.py", *flags, "--out", str(out))
     assert document == json.loads(out.read_text())
     assert all(isfinite(number) and number >= 0 for number in numbers(document["trips"] + document["cpu"]))
@@ -53,6 +53,10 @@ def test_wire_bench(tmp_path: Path) -> None:
     (batches,) = document["batches"]
     assert isfinite(batches["in_process_over_service"])
     assert batches["lowest"] <= batches["in_process_over_service"] <= batches["highest"]
+    for part in ("waiting", "compiling"):
+        assert [row["cores"] for row in document[part]] == ["idle", "busy"]
+        assert all(isfinite(number) and number >= 0 for number in numbers(document[part]))
+    assert [row["errors"] for row in document["waiting"]] == [0, 0]
 
 
 @pytest.mark.matrix

@@ -20,6 +20,7 @@ from manifests import (
     server,
     variables,
 )
+from vitwire_server.config.host import THREADS
 
 SECRETS = ("VITWIRE_TLS_CERT", "VITWIRE_TLS_KEY", "VITWIRE_TLS_CLIENT_CA", "VITWIRE_AUTH_TOKENS_FILE")
 
@@ -146,6 +147,13 @@ def test_the_demo_serves_the_checkpoint_it_wrote() -> None:
     mounts = [mount["name"] for mount in writer["volumeMounts"] if model.startswith(f"{mount['mountPath']}/")]
     assert mounts == ["models"]
     assert variables(documents)["VITWIRE_GRAPHS"] == "simulated"
+
+
+def test_the_demo_has_the_threads_that_it_requests() -> None:
+    container = server(documents_of("overlays/cpu-demo"))
+    (threads,) = [each for each in container["env"] if each["name"] == THREADS]
+    assert threads["valueFrom"] == {"resourceFieldRef": {"resource": "requests.cpu"}}
+    assert "cpu" not in container["resources"]["limits"], "it may use what others leave idle"
 
 
 @pytest.mark.parametrize(("overlay", "count"), [("overlays/gpu", 1), ("overlays/multi-gpu", 4)])

@@ -73,6 +73,16 @@ def test_check_and_watch(server: ServerProcess, service: str) -> None:
         watch.cancel()
 
 
+@pytest.mark.parametrize(("words", "policy"), [((), "PASSIVE"), (("OMP_WAIT_POLICY=ACTIVE",), "ACTIVE")])
+def test_threads_of_openmp_sleep_at_barriers_by_default(
+    checkpoints: Checkpoints, words: tuple[str], policy: str
+) -> None:
+    """OpenMP, which reads it when torch is imported, prints what it found."""
+    wrapper = ("env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=TRUE", *words)
+    with serving(checkpoints("qwen2_vl"), "--device", "cpu", wait=False, wrapper=wrapper) as server:
+        server.wait_for(f"OMP_WAIT_POLICY ?= ?'{policy}'")
+
+
 def test_metrics_port(server: ServerProcess) -> None:
     assert server.page("/healthz") == server.page("/livez") == (200, "ok\n")
     assert server.page("/")[1].startswith("<!DOCTYPE html>")
@@ -199,7 +209,8 @@ class TestExit:
     @pytest.mark.parametrize(
         ("words", "told"),
         [
-            (["serve"], "--model: Field required"),
+            (["serve"], "--model is required"),
+            (["serve", "--modle", "m"], "unknown flag --modle; did you mean --model?"),
             (["serve", "--model", "/nowhere"], "neither a directory nor a hub id"),
             (["serve", "--model", "m", "--port", "x"], "--port: "),
             (["bogus"], "unknown command: bogus"),
@@ -218,6 +229,14 @@ class TestExit:
         assert code == 1
         assert "model_type 'bert' is not supported; docs/models.md lists the " in error
         assert "Traceback" not in error
+
+    def test_a_wrong_directory_is_reported_before_ports_are_announced(self, tmp_path: Path) -> None:
+        words = ("--port", "0", "--metrics-port", "0")
+        for model, told in ((str(tmp_path / "none"), "neither a directory nor"), (str(tmp_path), "no config.json")):
+            command = [sys.executable, "-m", "vitwire_server", "serve", "--model", model, *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert told in done.stderr
 
     def test_port_taken(self, server: ServerProcess) -> None:
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):

@@ -330,7 +330,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     done = bench(running.target, "--requests", 1, "--plot", tmp_path / "x.png")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == "vitwire: --plot needs matplotlib: pip install 'vitwire[plots]'\n"
+    assert done.stderr == "vitwire: --plot needs matplotlib; in a checkout of Vitwire: pip install '.[plots]'\n"
     assert running.fake.methods == []
 
 

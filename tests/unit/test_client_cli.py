@@ -324,4 +324,4 @@ def test_shells_complete_commands_and_flags(words: str, completed: list[str]) ->
 def test_missing_extras_are_named(missing: str) -> None:
     done = process(f"import sys; sys.modules['{missing}'] = None\n" + MAIN, "info")
     assert done.returncode == 1
-    assert done.stderr == f"vitwire: {missing} is not installed: pip install 'vitwire[cli]'\n"
+    assert done.stderr == f"vitwire: {missing} is not installed; in a checkout of Vitwire: pip install '.[cli]'\n"

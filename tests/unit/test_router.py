@@ -385,7 +385,10 @@ def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:
 def test_the_extra_is_named() -> None:
     main = "import sys; sys.modules['starlette'] = None; from vitwire.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", main, "router"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "vitwire: starlette is not installed: pip install 'vitwire[router]'\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "vitwire: starlette is not installed; in a checkout of Vitwire: pip install '.[router]'\n",
+    )
 
 
 def test_a_taken_port_and_a_misspelt_variable_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

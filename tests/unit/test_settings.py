@@ -1,13 +1,16 @@
 """Where a setting comes from, and what is said of a wrong one."""
 
+import re
 import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from pydantic import ValidationError
+from tools.tables import flags_table
 
 from vitwire_server.config import resolving
+from vitwire_server.config.messages import FORMS
 from vitwire_server.config.resolving import resolve, warnings
 from vitwire_server.config.settings import ServeSettings, UsageError
 
@@ -34,10 +37,10 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--model: Field required"),
+        ([], "^--model is required: Hugging Face model id"),
         (["--model", "m", "--port", "99999"], "--port: .*65535.*'99999'"),
         (["--model", "m", "--device", "tpu"], "--device: .*'tpu'"),
-        (["--model", "m", "--pooling", "max"], "--pooling: .*'none', 'cls', 'mean' or 'attention'.*'max'"),
+        (["--model", "m", "--pooling", "max"], "--pooling: expected none, cls, mean or attention .got 'max'"),
         (["--model", "m", "--devices", "cpu,tpu"], "--devices: .*'cpu,tpu'"),
         (
             ["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"],
@@ -62,6 +65,16 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--model", "m", "--wedge-seconds", "1e300"], "--wedge-seconds: .*'1e300'"),
         (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
         (["--model", "m", "--config", "/dev/null"], "/dev/null: not a regular file"),
+        (["--model", "m", "--port", "many"], r"^--port: expected a whole number \(got 'many'\)$"),
+        (["--model", "m", "--max-queued-items", "0"], r"^--max-queued-items: expected at least 1 \(got '0'\)$"),
+        (["--model", "m", "--idle-seconds", "-1"], r"^--idle-seconds: expected more than 0 \(got '-1'\)$"),
+        (["--model", "m", "--drain-seconds", "nan"], r"^--drain-seconds: expected a finite number \(got 'nan'\)$"),
+        (["--model", "m", "--device", "tpu"], r"^--device: expected auto, cpu, cuda or cuda:N \(got 'tpu'\)$"),
+        (["--model", "m", "--port"], "^--port: expected one argument$"),
+        (["--model", "m", "--modle", "x"], r"^unknown flag --modle; did you mean --model\?$"),
+        (["--model", "m", "--cache-byte=1", "--zzz"], "^unknown flag --zzz; vitwire-server serve --help lists all$"),
+        (["--model", "m", "again"], "^unexpected argument again; "),
+        (["--model", "m", "--metrics=maybe"], "^--metrics/--no-metrics: takes no value, got 'maybe'$"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
@@ -88,6 +101,8 @@ def test_every_number_has_bounds() -> None:
     [
         ("port = \n", r"vitwire\.toml"),
         ("colour = 3\n", r"vitwire\.toml: unknown key colour$"),
+        ("cache_byte = 3\n", r"vitwire\.toml: unknown key cache_byte; did you mean cache_bytes\?$"),
+        ("port = 1.5\n", r"^--port: expected a whole number \(got 1.5\)$"),
         ("max-queued-items = 3\n", "unknown key max-queued-items; keys have underscores: max_queued_items$"),
         ("budgets = [[1]]\n", r"--budgets: a TOML list .*\[\[1\]\]"),
         ("port = " + "[" * 20000, r"vitwire\.toml: "),
@@ -106,6 +121,39 @@ def test_a_wrong_file_is_named(content: str, message: str, tmp_path: Path) -> No
     toml.write_text(content)
     with pytest.raises(UsageError, match=message):
         resolve(["--model", "m", "--config", str(toml)])
+
+
+def test_the_table_of_flags_has_defaults_in_whole_units() -> None:
+    defaults = {line.split(" | ")[0]: line.split(" | ")[1] for line in flags_table() if "`" in line}
+    assert (defaults["| `--max-encoded-bytes`"], defaults["| `--graph-memory`"]) == ("32 MiB", "4 GiB")
+
+
+def test_fields_with_a_pattern_say_what_they_take() -> None:
+    with_pattern = {
+        name
+        for name, field in ServeSettings.model_fields.items()
+        if any(getattr(m, "pattern", None) for m in field.metadata)
+    }
+    assert with_pattern == FORMS.keys()
+
+
+def test_help_has_every_flag_under_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resolve(["--help"])
+    headings: dict[str, str] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if line and not line.startswith(" "):
+            heading = line
+        elif flag := re.match(r"  (?:-h, )?--([\w-]+)", line):
+            headings[flag[1]] = heading
+    assert headings.keys() == {"help", "config", *(name.replace("_", "-") for name in ServeSettings.model_fields)}
+    assert {headings[name] for name in ServeSettings.model_fields if "_" not in name}.isdisjoint({"options:"})
+    assert (headings["config"], headings["tls-key"], headings["port"]) == (
+        "configuration:",
+        "TLS and tokens:",
+        "addresses:",
+    )
+    assert len(set(headings.values())) > 10
 
 
 def test_switches_are_booleans_in_a_file_and_words_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

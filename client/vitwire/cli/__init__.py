@@ -2,6 +2,8 @@
 
 import sys
 
+from vitwire.extras import remedy
+
 _EXTRAS = frozenset({"click", "PIL", "rich", "safetensors", "typer"})
 
 
@@ -13,6 +15,6 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRAS:
             raise
-        print(f"vitwire: {missing} is not installed: pip install 'vitwire[cli]'", file=sys.stderr)
+        print(f"vitwire: {missing} is not installed; {remedy('cli')}", file=sys.stderr)
         raise SystemExit(1) from None
     run()

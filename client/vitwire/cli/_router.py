@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from vitwire.cli._connection import fail, reported, warn
+from vitwire.extras import remedy
 from vitwire.router.settings import Flag, Settings
 
 PREFIX = "VITWIRE_ROUTER_"
@@ -57,5 +58,5 @@ def router(**values: Any) -> None:  # noqa: ANN401  # one value for each setting
             missing = (error.name or "").partition(".")[0]
             if missing not in _EXTRA:
                 raise
-            fail(f"{missing} is not installed: pip install 'vitwire[router]'")
+            fail(f"{missing} is not installed; {remedy('router')}")
         serve(settings)

@@ -22,6 +22,7 @@ from vitwire.cli._connection import (
     reported,
     warn,
 )
+from vitwire.extras import remedy
 
 if TYPE_CHECKING:
     from vitwire.integrations.sglang.serving import Settings
@@ -100,7 +101,7 @@ def sglang_encoder(
             missing = (error.name or "").partition(".")[0]
             if missing not in _EXTRA:
                 raise
-            fail(f"{missing} is not installed: pip install 'vitwire[sglang]'")
+            fail(f"{missing} is not installed; {remedy('sglang')}")
         if port < 0 and grpc_port < 0:
             raise ValueError("--port and --grpc-port are both -1: set one")
         if register and not advertise:

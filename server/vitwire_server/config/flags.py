@@ -208,10 +208,6 @@ class Flags(SourcedSettings):
         allow_inf_nan=False,
         description="seconds to keep serving at shutdown after the server turns not ready",
     )
-    record_trace: Path | None = Field(
-        default=None,
-        description="append the item sizes of each request to this regular file, for vitwire-server budgets --trace",
-    )
     tls_cert: Path | None = Field(default=None, description="certificate chain, PEM; reloaded when the file changes")
     tls_key: Path | None = Field(default=None, description="private key of the certificate, PEM, not encrypted")
     tls_client_ca: Path | None = Field(
@@ -238,6 +234,10 @@ class Flags(SourcedSettings):
         default=None,
         pattern=r"^(https?://)?[^/\s]+/?$",
         description="OpenTelemetry collector to send traces to: host:4317, or https://host:4317 for TLS",
+    )
+    record_trace: Path | None = Field(
+        default=None,
+        description="append the item sizes of each request to this regular file, for vitwire-server budgets --trace",
     )
     log_format: Literal["text", "json"] = Field(default="text", description="format of every line on stderr and stdout")
     strict_config: CliImplicitFlag[bool] = Field(

@@ -4,17 +4,15 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
 from vitwire_server.config.host import memory_limit
+from vitwire_server.config.messages import message
+from vitwire_server.config.parser import source_of
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.config.variables import PREFIX, ignored_settings, unknown_variables
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:
@@ -23,9 +21,9 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
     _refuse_negations()
     try:
         source = type("ServeSettings", (ServeSettings,), {"toml": config}) if config else ServeSettings
-        settings: ServeSettings = CliApp.run(source, cli_args=flags)
+        settings: ServeSettings = CliApp.run(source, cli_args=flags, cli_settings_source=source_of(source))
     except ValidationError as error:
-        raise UsageError("; ".join(_message(each, config) for each in error.errors())) from error
+        raise UsageError("; ".join(message(each, config) for each in error.errors())) from error
     except (SettingsError, ValueError, RecursionError) as error:
         raise UsageError(f"{config or 'settings'}: {error}") from error
     if settings.strict_config and (unknown := unknown_variables(ServeSettings.model_fields)):
@@ -91,18 +89,3 @@ def _refuse_negations() -> None:
         field = ServeSettings.model_fields.get(name.lower())
         if value and name != variable.upper() and field and field.annotation is bool:
             raise UsageError(f"{variable}: unknown variable; set {PREFIX}{name}=off instead")
-
-
-def _message(error: "ErrorDetails", config: Path | None) -> str:
-    if error["type"] == "extra_forbidden":  # only TOML: argparse checks flags, unknown variables are warnings
-        return _unknown_key(str(error["loc"][0]), config)
-    field = "-".join(map(str, error["loc"])).replace("_", "-")
-    given = "" if error["type"] == "missing" else f" (got {error['input']!r})" if field else ""
-    problem = error["msg"].removeprefix("Value error, ")
-    return f"--{field}: {problem}{given}" if field else problem
-
-
-def _unknown_key(key: str, config: Path | None) -> str:
-    name = key.replace("-", "_")
-    meant = f"; keys have underscores: {name}" if name != key and name in ServeSettings.model_fields else ""
-    return f"{config}: unknown key {key}{meant}"

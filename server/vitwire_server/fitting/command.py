@@ -124,7 +124,7 @@ def main(words: Sequence[str]) -> int:
     options = _parser().parse_args(words)
     try:
         return _run(options)
-    except (TraceError, ValueError, OSError, ImportError) as error:
+    except (TraceError, ValueError, OSError) as error:
         sys.stderr.write(f"vitwire-server budgets: {error}\n")
         return 1
 
@@ -223,10 +223,8 @@ def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> N
 
 
 def _plot(path: Path, tokens: Sequence[int], sizes: Sequence[int]) -> None:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
-    except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install 'vitwire[plots]'") from None
+    from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra [plots]
+
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.hist(tokens, bins=120, color="#8fb4d8", label="items")

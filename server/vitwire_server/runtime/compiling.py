@@ -15,6 +15,7 @@ import torch._dynamo
 import torch._inductor.config
 from torch import Tensor
 
+from vitwire_server.runtime.toolchain import idle_compiler
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tower import Metadata, Tower
 
@@ -101,7 +102,9 @@ class HotShapes:
     def _compile(self, pixels: Tensor, metadata: Metadata) -> None:
         start = time.perf_counter()
         compiled: Forward = torch.compile(self._tower.forward, dynamic=False)
-        with torch._inductor.config.patch(freezing=True):  # noqa: SLF001 - weights never change here
+        # Weights never change here; C++ is compiled by one process at a time, which leaves busy cores to the batches.
+        settings = {"freezing": True, "compile_threads": 1, "cpp.cxx": (None, idle_compiler())}
+        with torch._inductor.config.patch(settings):  # noqa: SLF001 - torch.compile's options have no compiler
             compiled(pixels, metadata)
         took = time.perf_counter() - start
         eager, fast = (_seconds(forward, pixels, metadata) for forward in (self._tower.forward, compiled))

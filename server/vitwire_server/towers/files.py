@@ -13,6 +13,17 @@ class CheckpointError(Exception):
     """The checkpoint cannot be served; the message is one sentence for the operator."""
 
 
+def local_folder(model: str) -> Path | None:
+    """The directory that `--model` names, with a configuration in it; None for a hub id. Raises CheckpointError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        read_json(folder / "config.json")
+        return folder
+    if folder.exists() or folder.is_absolute() or model.count("/") != 1 or model.startswith("."):
+        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
+    return None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError if there is none."""
     try:

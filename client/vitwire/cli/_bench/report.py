@@ -12,6 +12,7 @@ from rich.table import Table
 from vitwire.cli._bench.capacity import Verdict
 from vitwire.cli._bench.samples import Summary
 from vitwire.cli._bench.workload import Shape
+from vitwire.extras import remedy
 
 _BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 
@@ -68,7 +69,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415  # an optional dependency
     except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install 'vitwire[plots]'") from None
+        raise ImportError(f"--plot needs matplotlib; {remedy('plots')}") from None
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"--plot {path}: the suffix must be one of {', '.join(known)}")

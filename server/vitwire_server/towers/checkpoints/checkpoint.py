@@ -18,7 +18,7 @@ from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import Track, download, fingerprint, read_weights
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family
-from vitwire_server.towers.files import CheckpointError, read_json
+from vitwire_server.towers.files import CheckpointError, local_folder, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
 from vitwire_server.towers.registry import family_of, unsupported
@@ -83,7 +83,8 @@ def open_checkpoint(model: str) -> Checkpoint:
 
     Of a hub id, only the configuration is fetched here. Raises CheckpointError.
     """
-    folder, on_hub = _folder(model)
+    local = local_folder(model)
+    folder, on_hub = local or download(model, ["*.json"]), local is None
     settings = read_json(folder / "config.json")
     family = family_of(settings)
     if family is None:
@@ -146,12 +147,3 @@ def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> C
     if problem:
         raise CheckpointError(f"{folder / 'config.json'}: this {family.title} is not served: {problem}")
     return config
-
-
-def _folder(model: str) -> tuple[Path, bool]:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder, False
-    if folder.exists() or folder.is_absolute() or model.count("/") != 1 or model.startswith("."):
-        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
-    return download(model, ["*.json"]), True
