@@ -123,7 +123,7 @@ async def _until_stopped(
     trace: TraceWriter | None,
     stopping: asyncio.Event,
 ) -> int:
-    courier = await asyncio.to_thread(delivery.courier, settings, metrics, memory)
+    courier = await asyncio.to_thread(delivery.courier, settings, metrics)
     loading = _in_daemon_thread(lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory))
     watching_front = asyncio.create_task(front.watch())
     await _any_of(loading, stopping.wait(), asyncio.shield(watching_front))
