@@ -1,5 +1,6 @@
 """Delivery of rows through NIXL, to consumers in processes of their own."""
 
+import signal
 import sys
 import threading
 import time
@@ -207,6 +208,18 @@ def test_delivery_survives_a_factory_that_is_killed_and_cannot_be_started(monkey
         assert isinstance(deliveries.deliver(process.consumer(), HostRows(2, MIB)), NotDelivered)
         monkeypatch.undo()
         assert isinstance(_once_connected(deliveries, process), Delivered)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sender_that_ends_or_hangs_costs_its_deliveries_only(number: signal.Signals) -> None:
+    with delivering(seconds=3) as deliveries, consuming(MIB) as process, consuming(MIB) as other:
+        assert isinstance(_once_connected(deliveries, process), Delivered)
+        (factory,) = _factories()
+        eventually(lambda: len(factory.children()) == 2)  # the principal's, which began first, and a spare
+        min(factory.children(), key=psutil.Process.create_time).send_signal(number)
+        outcome = deliveries.deliver(process.consumer(), HostRows(1, MIB))
+        assert isinstance(outcome, NotDelivered) or number is signal.SIGKILL, "its death may be noticed before"
+        assert isinstance(_once_connected(deliveries, other), Delivered)
 
 
 def test_a_first_delivery_does_not_wait_forever() -> None:

@@ -29,7 +29,7 @@ from vitwire_server.delivery.messages import (
 from vitwire_server.delivery.staging import Staging
 
 _log = logging.getLogger(__name__)
-_START_SECONDS = 60.0
+_START_SECONDS = 30.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 """Seconds before a restart after a failure; doubled for each further one in a row."""
 _MOST_MESSAGES = 256
@@ -170,7 +170,11 @@ class Senders:
         return sender in self._spares
 
     def keep(self, count: int) -> None:
-        """Start spares until there are `count`."""
+        """Start spares until there are `count`, in place of those that hang."""
+        late = time.monotonic() - _START_SECONDS
+        for spare in [each for each in self._spares if not each.is_ready and each.heard < late]:
+            _log.warning("a process that delivers does not start and is replaced")
+            self.end(spare)
         while len(self._spares) < count and self._delays.is_over:
             try:
                 self._fork()
