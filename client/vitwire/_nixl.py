@@ -45,7 +45,7 @@ class Nixl:
         if nbytes < 1:
             raise ValueError(f"delivery_bytes must be positive, got {nbytes}")
         self.is_required = delivery == "nixl"
-        self._is_wanted = delivery != "stream"
+        self._is_wanted = self.is_required or (delivery == "auto" and device is not None)  # to the host, streams win
         self._device = device
         self._nbytes = nbytes
         self._lock = threading.Lock()

@@ -94,7 +94,7 @@ class Agent:
 
     def __init__(self, name: str) -> None:
         """Raises AgentError if NIXL is missing or cannot start."""
-        api = _load()
+        api = load()
         self._errors = _errors(api)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
         try:
@@ -164,8 +164,8 @@ class Agent:
         self._agent = None
 
 
-def _load() -> ModuleType:
-    """NIXL's Python API. Raises AgentError if it is missing."""
+def load() -> ModuleType:
+    """Import NIXL's Python API. Raises AgentError if it is missing."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # failed transfers are errors of ours, not lines on stderr
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     raise_exceptions = logging.raiseExceptions

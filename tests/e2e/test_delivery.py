@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
@@ -90,18 +92,18 @@ async def test_pruned_and_cached_rows(make: Call, server: ServerProcess) -> None
     np.testing.assert_array_equal(first.numpy(), second.numpy())
 
 
-def test_auto_uses_nixl_where_the_server_has_it(server: ServerProcess) -> None:
+def test_auto_uses_responses_for_host_memory(server: ServerProcess) -> None:
     with Client(server.target) as client:
         assert client.model().deliveries == ("stream", "nixl")
-        before = delivered(server, "stream")
+        before = delivered(server, "nixl")
         client.encode(items(2))
-        assert delivered(server, "stream") == before
+        assert delivered(server, "nixl") == before
 
 
 @pytest.mark.matrix
 def test_without_the_flag_auto_uses_responses(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
     with serving(checkpoints("qwen2_vl"), "--graphs", "off") as plain_server:
-        with Client(plain_server.target) as client, caplog.at_level(logging.INFO, "vitwire"):
+        with Client(plain_server.target, device="cuda:0") as client, caplog.at_level(logging.INFO, "vitwire"):
             assert client.model().deliveries == ("stream",)
             for _ in range(3):
                 client.encode(items(1))
@@ -144,7 +146,8 @@ async def test_a_client_without_room_waits(make: Call, server: ServerProcess) ->
 def test_auto_takes_what_has_no_room_from_the_response(server: ServerProcess) -> None:
     wanted = items(4)
     before = delivered(server, "nixl"), delivered(server, "stream")
-    with Client(server.target, delivery_bytes=8192) as client:
+    with Client(server.target, delivery="nixl", delivery_bytes=8192) as client:
+        client._shared.nixl.is_required = False  # as "auto" is for a device
         got = client.encode(wanted)
     for each, rows in zip(got, plain(server, wanted), strict=True):
         np.testing.assert_array_equal(each.numpy(), rows)
@@ -207,6 +210,45 @@ def test_wrong_deliveries_are_refused_by_field(server: ServerProcess) -> None:
                 list(EncoderServiceStub(channel).Encode(message, timeout=60))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert reason in caught.value.details()
+
+
+def test_regions_that_overlap_are_refused(server: ServerProcess) -> None:
+    """In one request, in one stream, and in requests at the same time."""
+    two = leased()
+    two.items.append(two.items[0])
+    two.items[1].region.CopyFrom(pb.Region(offset=4095, bytes=4096))
+    first = leased()
+    options = pb.EncodeStreamOptions(delivery=first.delivery)
+    header = pb.Item()
+    header.CopyFrom(first.items[0])
+    header.pixels.data = b""
+    begun = threading.Event()
+
+    def messages() -> Iterator[pb.EncodeStreamRequest]:
+        yield pb.EncodeStreamRequest(options=options)
+        for number in range(2):
+            yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=number, header=header))
+        assert begun.wait(60)
+
+    with grpc.insecure_channel(server.target) as channel:
+        stub = EncoderServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match=r"items\[1\].region: overlaps") as caught:
+            list(stub.Encode(two, timeout=60))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        stream = stub.EncodeStream(messages(), timeout=60)
+        answer = next(iter(stream))
+        assert (answer.item, answer.error.code) == (1, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+        with pytest.raises(grpc.RpcError, match=r"items\[0\].region: overlaps"):
+            list(stub.Encode(first, timeout=60))
+        stream.cancel()
+        begun.set()
+        deadline = time.monotonic() + 60
+        while True:  # until the stream's end has reached the server
+            try:
+                list(stub.Encode(first, timeout=60))
+                break
+            except grpc.RpcError:
+                assert time.monotonic() < deadline
 
 
 def test_agents_that_cannot_be_loaded_get_their_rows_in_the_response(server: ServerProcess) -> None:

@@ -14,7 +14,7 @@ from nixl_consumer import ConsumerProcess, consuming
 from servers import serving
 from vitwire import Client
 from vitwire._leases import DeviceMemory
-from vitwire.agents import Memory, is_installed
+from vitwire.agents import is_installed
 from vitwire.regions import Region as Part
 from vitwire_server.core.delivery import Delivered, MemoryKind, NotDelivered, Placing, Region
 from vitwire_server.delivery.courier import Courier
@@ -41,21 +41,24 @@ def outbox(device: torch.device) -> Outbox:
     return Outbox(device, 256 * MIB)
 
 
-def delivering(sources: list[Memory]) -> Courier:
+def delivering(outbox: Outbox) -> Courier:
     series = Series(CollectorRegistry())
-    return Courier(DeliveryMetrics(series, Shared(series)), sources, Bounds(seconds=SECONDS))
+    courier = Courier(DeliveryMetrics(series, Shared(series)), Bounds(seconds=SECONDS / 6, waiting_seconds=SECONDS))
+    courier.add_device(outbox.memory, outbox.exported(), outbox.uploaded)
+    return courier
 
 
-def deliver(courier: Courier, process: ConsumerProcess, rows: DeviceRows, offset: int) -> Delivered | NotDelivered:
+def deliver(
+    courier: Courier, process: ConsumerProcess, rows: DeviceRows, offset: int, **forged: object
+) -> Delivered | NotDelivered:
     outcomes: SimpleQueue[Delivered | NotDelivered] = SimpleQueue()
-    consumer = process.consumer(memory=MemoryKind.DEVICE, device=rows.device)
+    consumer = process.consumer(memory=MemoryKind.DEVICE, device=rows.device, **forged)
     courier.deliver(Placing(consumer, Region(offset, rows.nbytes)), rows, outcomes.put)
     return outcomes.get(timeout=SECONDS)
 
 
 def test_rows_go_from_device_to_device(device: torch.device, outbox: Outbox) -> None:
-    courier = delivering([])
-    courier.add_device(outbox.memory, outbox.make_current, outbox.uploaded)
+    courier = delivering(outbox)
     with consuming(64 * MIB, device.index) as process:
         taken = []
         for turn in range(20):
@@ -74,6 +77,41 @@ def test_rows_go_from_device_to_device(device: torch.device, outbox: Outbox) -> 
         assert isinstance(deliver(courier, process, uploaded, 0), Delivered)
         assert process.sums(0, MIB) == {"5": MIB}
         print(f"32 MiB to a device: median {sorted(taken)[10] * 1e3:.3f} ms")
+    courier.close()
+
+
+def test_forged_keys_of_cuda_ipc_reach_nobody(device: torch.device, outbox: Outbox) -> None:
+    """Bases, lengths and handles that the client does not have."""
+    courier = delivering(outbox)
+    random = np.random.default_rng(1)
+    with (
+        consuming(64 * MIB, device.index) as forger,
+        consuming(MIB, device.index) as bystander,
+        consuming(MIB, device.index) as honest,
+    ):
+        address = forger.address.to_bytes(8, "little")
+        start = forger.metadata.index(address) + 24
+        base, key = forger.metadata.find(address, start), len(forger.metadata) - start
+        outcomes = []
+        for number, change in enumerate((-2 * MIB, 2 * MIB, 1 << 40, None, None, None, None, None)):
+            name = f"{number:032x}"
+            forged = bytearray(forger.metadata)
+            if change is not None and base >= 0:
+                forged[base : base + 8] = (forger.address + change).to_bytes(8, "little")
+            else:
+                for at in random.integers(key, size=3):
+                    forged[start + at] = random.integers(256)
+            metadata = bytes(forged).replace(forger.agent.encode(), name.encode())
+            rows = outbox.copied(torch.full((MIB,), 9, dtype=torch.uint8, device=device))
+            assert rows
+            outcomes.append(deliver(courier, forger, rows, 0, agent=name, metadata=metadata))
+        print(f"base of the key found: {base >= 0}; {outcomes}")
+        assert bystander.sums(0, MIB) == {"0": MIB}
+        rows = outbox.copied(torch.full((MIB,), 3, dtype=torch.uint8, device=device))
+        assert rows
+        assert isinstance(deliver(courier, honest, rows, 0), Delivered)
+        assert honest.sums(0, MIB) == {"3": MIB}
+        assert int(torch.full((4,), 2, device=device).sum()) == 8
     courier.close()
 
 

@@ -3,8 +3,10 @@
 Run as a program, it reads commands from stdin: `sum OFFSET BYTES`, `zero`.
 """
 
+import ctypes
 import json
 import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +23,8 @@ import numpy as np
 
 from vitwire.agents import Agent, Memory
 from vitwire_server.core.delivery import Consumer, MemoryKind
+
+_MAP_FIXED_NOREPLACE = 0x100000
 
 
 @dataclass(slots=True)
@@ -62,10 +66,18 @@ class ConsumerProcess:
 
 
 @contextmanager
-def consuming(nbytes: int, device: int | None = None) -> Iterator[ConsumerProcess]:
-    """A consumer with so much memory, on the host or a CUDA device; killed at the end of the block."""
-    command = [sys.executable, str(Path(__file__)), str(nbytes), *([] if device is None else [str(device)])]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def consuming(
+    nbytes: int, device: int | None = None, *, at: int = 0, transports: str = ""
+) -> Iterator[ConsumerProcess]:
+    """A consumer with so much memory, on the host or a CUDA device; killed at the end of the block.
+
+    Host memory may be `at` an address; `transports` are those of UCX, all unless given.
+    """
+    command = [sys.executable, str(Path(__file__)), str(nbytes), "" if device is None else str(device), str(at)]
+    environment = os.environ | ({"UCX_TLS": transports} if transports else {})
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             assert process.stdout
             started = json.loads(process.stdout.readline())
@@ -75,10 +87,24 @@ def consuming(nbytes: int, device: int | None = None) -> Iterator[ConsumerProces
             process.kill()
 
 
-def main(nbytes: int, device: int | None) -> None:
+def mapped_at(address: int, nbytes: int) -> np.ndarray:
+    """New memory at an address that nothing else is at."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(3 * (ctypes.c_int,)), ctypes.c_long)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    found = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    assert found == address, "the address is free"
+    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), np.uint8)
+
+
+def main(nbytes: int, device: int | None, at: int) -> None:
     agent = Agent(uuid.uuid4().hex)
-    if device is None:
-        memory: Any = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    if at:
+        memory: Any = mapped_at(at, nbytes)
+        address = at
+    elif device is None:
+        memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         address = memory.ctypes.data
     else:
         import torch  # noqa: PLC0415 - slow, and not needed on the host
@@ -108,4 +134,4 @@ def main(nbytes: int, device: int | None) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(int(sys.argv[1]), int(sys.argv[2]) if sys.argv[2] else None, int(sys.argv[3]))

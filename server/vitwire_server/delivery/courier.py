@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -10,15 +10,16 @@ from threading import Lock, Thread
 
 from vitwire.agents import AgentError, Memory
 from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Placing, Rows
+from vitwire_server.delivery.messages import Outbox
 from vitwire_server.delivery.transfers import Bounds, Job, Transfers
-from vitwire_server.delivery.vetting import Vetter
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 10.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
-_IDLE_PAUSE = 1.0
-"""While agents are connected, of which some may have to be removed."""
+"""While rows are waited for, which do not say when they are ready."""
+_IDLE_PAUSE = 0.1
+"""While something may take too long."""
 Done = Callable[[Delivered | NotDelivered], None]
 Upload = Callable[[memoryview], Rows | None]
 
@@ -29,15 +30,13 @@ class Courier:
     def __init__(
         self,
         metrics: DeliveryMetrics,
-        sources: Sequence[Memory] = (),
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
-        """Register `sources`, which rows are sent from without a copy. Raises AgentError."""
+        """Start the processes that deliver. Raises AgentError."""
         self._metrics = metrics
         self._bounds = bounds
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._vetter = Vetter()
-        self._transfers = Transfers(sources, bounds, self._vet, self._answer)
+        self._transfers = Transfers(bounds, self._answer)
         self._done: dict[Job, Done] = {}
         """Of deliveries without an outcome; changed under the lock, like `_closed`."""
         self._closed = False
@@ -46,11 +45,7 @@ class Courier:
         started: Future[None] = Future()
         self._thread = Thread(target=self._run, args=(started,), name="delivery", daemon=True)
         self._thread.start()
-        try:
-            started.result()
-        except AgentError:
-            self._vetter.close()
-            raise
+        started.result()
 
     def deliver(self, placing: Placing, rows: Rows, done: Done) -> None:
         """Write rows to their place, which was checked. `done` is called in the delivery thread or in this call.
@@ -63,31 +58,25 @@ class Courier:
             if accepted:
                 self._done[job] = done
         if accepted:
-            self._inbox.put(lambda: self._transfers.accept(job))
+            self._send(lambda: self._transfers.accept(job))
         else:
             rows.release()
             self._metrics.fell_back(Fallback.BUSY)
             done(NotDelivered(Fallback.BUSY))
 
-    def add_device(
-        self, memory: Memory, prepare: Callable[[], None], upload: Callable[[memoryview], Rows | None]
-    ) -> None:
-        """Deliver from device memory as well. `prepare` makes the device current in the delivery thread.
-
-        `upload` copies rows from the host into the memory. Raises AgentError.
-        """
+    def add_device(self, memory: Memory, outbox: Outbox, upload: Upload) -> None:
+        """Deliver from device memory as well. `upload` copies rows from the host into it. Raises AgentError."""
         added: Future[None] = Future()
 
         def add() -> None:
-            prepare()
             try:
-                self._transfers.register(memory)
+                self._transfers.add_device(memory, outbox)
             except AgentError as error:
                 added.set_exception(error)
             else:
                 added.set_result(None)
 
-        self._inbox.put(add)
+        self._send(add)
         added.result()
         self._upload = upload
 
@@ -99,38 +88,42 @@ class Courier:
         """End all deliveries and disconnect from all agents."""
         with self._lock:
             self._closed = True
-        self._inbox.put(lambda: None)
+        self._send(lambda: None)
         self._thread.join(_CLOSE_SECONDS)
-        self._vetter.close()
+
+    def _send(self, call: Callable[[], None]) -> None:
+        """Have the delivery thread call something."""
+        self._inbox.put(call)
+        self._transfers.senders.wake()
 
     def _run(self, started: "Future[None]") -> None:
         try:
             self._transfers.start()
         except AgentError as error:
+            self._transfers.close()
             started.set_exception(error)
             return
         started.set_result(None)
         pause = _SHORTEST_PAUSE
         try:
             while not self._closed:
-                moved = self._handle_inbox(pause)
-                moved |= self._transfers.advance()
+                timeout = pause if self._transfers.is_waiting else _IDLE_PAUSE
+                heard = list(self._transfers.senders.wait(timeout))
+                for sender, messages in heard:
+                    self._transfers.receive(sender, messages)
+                self._handle_inbox()
+                moved = self._transfers.advance() or bool(heard)
                 self._metrics.agents.set(self._transfers.agents)
                 pause = _SHORTEST_PAUSE if moved else min(2 * pause, _LONGEST_PAUSE)
         except Exception:  # noqa: BLE001 - the thread's loop: rows then go out in responses
             _log.exception("NIXL delivery is off from now on")
         self._end()
 
-    def _handle_inbox(self, pause: float) -> bool:
-        """Handle what other threads sent; waits for it, shortly while transfers are to be polled."""
-        timeout = pause if self._transfers.is_active else _IDLE_PAUSE if self._transfers.agents else None
-        handled = False
+    def _handle_inbox(self) -> None:
+        """Handle what other threads sent."""
         with suppress(Empty):
-            self._inbox.get(timeout=timeout)()
-            handled = True
             while True:
                 self._inbox.get_nowait()()
-        return handled
 
     def _end(self) -> None:
         """Answer everything that has no outcome."""
@@ -149,9 +142,6 @@ class Courier:
         for done in left.values():  # lost to an error, or accepted just before the end; their rows may be in use
             self._metrics.fell_back(Fallback.FAILED)
             done(NotDelivered(Fallback.FAILED))
-
-    def _vet(self, metadata: bytes, vetted: Callable[[bool], None]) -> None:
-        self._vetter.ask(metadata, lambda accepted: self._inbox.put(lambda: vetted(accepted)))
 
     def _answer(self, job: Job, failure: Fallback | None) -> None:
         """The outcome of a delivery is known; None if its rows are in place."""

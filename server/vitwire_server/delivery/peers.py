@@ -2,24 +2,30 @@
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from vitwire.agents import problem_of
 from vitwire_server.core.delivery import Consumer, Fallback
+from vitwire_server.delivery.senders import Sender
 
 _log = logging.getLogger(__name__)
+_MOST_NEW = 16
+"""New agents of one principal at a time."""
+_MOST_REFUSED = 4096
+"""Digests of metadata that are remembered."""
 
 
 class State(Enum):
     """What may be sent to an agent."""
 
-    VETTING = auto()
-    """Nothing yet."""
+    NEW = auto()
+    """One delivery at a time, by a sender that delivers nothing else."""
     READY = auto()
     REFUSED = auto()
-    """Nothing: its metadata cannot be loaded."""
+    """Nothing: its metadata cannot be loaded, or ended a process."""
     BROKEN = auto()
     """Nothing any more: a transfer failed or took too long."""
 
@@ -29,12 +35,21 @@ class Peer:
     """A consumer's agent."""
 
     consumer: Consumer
-    state: State = State.VETTING
+    state: State = State.NEW
+    trial: Sender | None = None
+    """The sender of the first delivery."""
+    began: float = 0.0
+    """When the state allowed more than before."""
     jobs: int = 0
     """Deliveries that wait, are under way, or took too long and have not ended."""
     transfers: int = 0
     """Those of them that were posted."""
     used: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether its first delivery has not begun."""
+        return self.state is State.NEW and self.trial is None
 
     def refusal(self) -> Fallback | None:
         """Why nothing can be sent; None if it can, perhaps later."""
@@ -50,12 +65,13 @@ class Peer:
 class Peers:
     """At most `most` agents by name. An agent belongs to the principal that named it first."""
 
-    def __init__(self, most: int, idle_seconds: float, disconnect: Callable[[str], None]) -> None:
+    def __init__(self, most: int, idle_seconds: float, disconnect: Callable[[Peer], None]) -> None:
         """An agent that is not used for `idle_seconds` is disconnected."""
         self._most = most
         self._idle_seconds = idle_seconds
         self._disconnect = disconnect
         self._peers: dict[str, Peer] = {}
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -65,8 +81,12 @@ class Peers:
         if problem := problem_of(consumer.agent, consumer.metadata):
             _log.info("a NIXL agent is refused: %s", problem)
             return Fallback.REFUSED
+        if consumer.digest in self._refused:
+            return Fallback.REFUSED
         peer = self._peers.get(consumer.agent)
         if peer is None:
+            if self._new(consumer.principal) >= _MOST_NEW:
+                return Fallback.BUSY
             if len(self._peers) >= self._most and not self._make_room():
                 return Fallback.BUSY
             peer = self._peers[consumer.agent] = Peer(consumer)
@@ -76,17 +96,25 @@ class Peers:
         peer.used = time.monotonic()
         return peer.refusal() or peer
 
+    def refuse(self, peer: Peer) -> None:
+        """Never again send to an agent with this metadata."""
+        peer.state = State.REFUSED
+        self._refused[peer.consumer.digest] = None
+        if len(self._refused) > _MOST_REFUSED:
+            self._refused.popitem(last=False)
+
     def remove_unused(self) -> None:
         """Disconnect agents that are broken, or were idle for long, once nothing is under way to them."""
         oldest = time.monotonic() - self._idle_seconds
         for peer in [each for each in self._idle() if each.state is State.BROKEN or each.used < oldest]:
             self._drop(peer)
 
-    def clear(self) -> None:
-        """Forget all agents: they were disconnected together."""
-        for peer in self._peers.values():
-            peer.state = State.BROKEN
-        self._peers.clear()
+    def has(self, principal: str) -> bool:
+        """Whether there are agents of a principal that can be sent to."""
+        return any(each.consumer.principal == principal and not each.refusal() for each in self._peers.values())
+
+    def _new(self, principal: str) -> int:
+        return sum(each.state is State.NEW and each.consumer.principal == principal for each in self._peers.values())
 
     def _make_room(self) -> bool:
         """Disconnect the agent that was idle for longest; False if all are in use."""
@@ -96,9 +124,8 @@ class Peers:
         return peer is not None
 
     def _idle(self) -> Iterator[Peer]:
-        return (peer for peer in self._peers.values() if not peer.jobs and peer.state is not State.VETTING)
+        return (peer for peer in self._peers.values() if not peer.jobs)
 
     def _drop(self, peer: Peer) -> None:
         del self._peers[peer.consumer.agent]
-        if peer.state is not State.REFUSED:  # else it was never added
-            self._disconnect(peer.consumer.agent)
+        self._disconnect(peer)

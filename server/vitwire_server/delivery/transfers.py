@@ -1,23 +1,28 @@
-"""Transfers to consumers, from the vetting of their agents to the release of the rows. One thread uses them.
+"""Deliveries to consumers, from the first to a new agent to the release of the rows. One thread uses them.
 
-A released transfer may still read its source memory, as UCX keeps it queued. So a transfer that takes too long is
-answered, and its rows are kept until it ends. If too many do not end, closing the server's agent ends them all.
+The first delivery to an agent is made by a sender that delivers nothing else, since UCX may end the process on what a
+client says. Agents that passed it share one sender per principal. What ends that costs its deliveries only.
+A transfer that takes too long is answered, and its rows are kept until it ends, as UCX may still read them.
 """
 
 import logging
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
-from vitwire.agents import Agent, AgentError, Memory, Transfer
+from vitwire.agents import AgentError, Memory
+from vitwire.regions import Region
 from vitwire_server.core.delivery import Fallback, MemoryKind, Placing, Rows
+from vitwire_server.delivery.assignments import Assignments
+from vitwire_server.delivery.messages import Add, Ended, FromSender, Outbox, Remove, Write
 from vitwire_server.delivery.peers import Peer, Peers, State
-from vitwire_server.delivery.staging import Direct, Source, Staging, memory_of
+from vitwire_server.delivery.senders import Sender, Senders
 
 _log = logging.getLogger(__name__)
 _CLEANING_SECONDS = 0.1
+_SILENT_SECONDS = 2.0
+"""After which a sender with transfers hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +30,22 @@ class Bounds:
     """Limits of a courier."""
 
     seconds: float = 5.0
-    """Most that a delivery may take, once its agent was vetted."""
-    vetting_seconds: float = 30.0
-    """Most that a delivery waits for the vetting of its agent."""
+    """Most that a delivery may take."""
+    waiting_seconds: float = 5.0
+    """Most that a delivery waits for the first one to its agent, or for a sender."""
     agents: int = 1024
     idle_seconds: float = 60.0
     """After which an unused agent is disconnected."""
     deliveries: int = 1024
     """Most that wait or are under way."""
     transfers_per_agent: int = 32
+    principals: int = 16
+    """Most that have a sender."""
     staging_bytes: int = 256 << 20
-    """Room for copies of rows in memory that is not registered."""
+    """Room for copies of rows on the host, in each sender."""
     overdue: int = 64
     overdue_bytes: int = 128 << 20
-    """Transfers that took too long and have not ended, and their bytes, before the server's agent is replaced."""
+    """Transfers that took too long and have not ended, and their bytes, before their sender is replaced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,16 +56,15 @@ class Job:
     rows: Rows
     started: float
     peer: Peer | None = None
-    source: Source | None = None
-    transfer: Transfer | None = None
-    vetted: float = 0.0
-    """When its agent was vetted, if it had to wait for that."""
+    sender: Sender | None = None
+    """Of a delivery that is under way."""
+    copy: Region | None = None
+    """In the sender's staging memory; the rows are released already."""
+    posted: float = 0.0
     is_overdue: bool = False
     """The transfer took too long, and was answered, but has not ended."""
 
 
-Vet = Callable[[bytes, Callable[[bool], None]], None]
-"""Finds out whether metadata can be loaded, and calls back in the thread of the transfers."""
 Answer = Callable[[Job, Fallback | None], None]
 """Called once for each job, with None if its rows are in place."""
 
@@ -66,22 +72,22 @@ Answer = Callable[[Job, Fallback | None], None]
 class Transfers:
     """All deliveries that have begun."""
 
-    def __init__(self, sources: Sequence[Memory], bounds: Bounds, vet: Vet, answer: Answer) -> None:
+    def __init__(self, bounds: Bounds, answer: Answer) -> None:
         self._bounds = bounds
-        self._vet = vet
         self._answer = answer
-        self._staging = Staging(bounds.staging_bytes)
-        self._sources = [self._staging.memory, *sources]
+        self.senders = Senders(bounds.staging_bytes)
+        self._outbox: Memory | None = None
         self._peers = Peers(bounds.agents, bounds.idle_seconds, self._disconnect)
         self._waiting: list[Job] = []
-        self._posted: list[Job] = []
-        self._agent: Agent | None = None
+        self._posted: dict[int, Job] = {}
+        self._numbers = count()
+        self._assignments = Assignments(self.senders, bounds.principals)
         self._cleaned = 0.0
 
     @property
-    def is_active(self) -> bool:
-        """Whether `advance` has work."""
-        return bool(self._waiting or self._posted)
+    def is_waiting(self) -> bool:
+        """Whether `advance` may have work soon."""
+        return bool(self._waiting)
 
     @property
     def agents(self) -> int:
@@ -89,17 +95,13 @@ class Transfers:
         return len(self._peers)
 
     def start(self) -> None:
-        """Make the server's agent. Raises AgentError."""
-        agent = Agent(f"vitwire-{uuid.uuid4().hex}")
-        for memory in self._sources:
-            agent.register(memory)
-        self._agent = agent
+        """Start the delivery processes. Raises AgentError."""
+        self.senders.start()
 
-    def register(self, memory: Memory) -> None:
-        """Register more memory that rows are sent from. Raises AgentError."""
-        assert self._agent, "started"
-        self._agent.register(memory)
-        self._sources.append(memory)
+    def add_device(self, memory: Memory, outbox: Outbox) -> None:
+        """Deliver from the outbox, whose memory in this process is `memory`. Raises AgentError."""
+        self.senders.start(outbox)
+        self._outbox = memory
 
     def accept(self, job: Job) -> None:
         """Begin a delivery."""
@@ -107,164 +109,193 @@ class Transfers:
         if isinstance(peer, Fallback):
             self._end(job, peer)
             return
-        if peer.state is State.VETTING and not peer.jobs:
-            self._vet(peer.consumer.metadata, lambda accepted: self._vetted(peer, accepted=accepted))
         job.peer = peer
         peer.jobs += 1
         self._waiting.append(job)
 
+    def receive(self, sender: Sender, messages: list[FromSender] | None) -> None:
+        """A sender sent something, or has ended."""
+        if self.senders.is_spare(sender):
+            try:
+                self.senders.started(sender, messages)
+            except AgentError as error:
+                _log.warning("%s", error)
+            return
+        for message in messages or []:
+            if isinstance(message, Ended):
+                job = self._posted.get(message.number)
+                if job and job.sender is sender:
+                    self._ended(message.number, job, message)
+        if messages is None:
+            _log.warning("a process that delivers has ended: embeddings under way are sent in responses")
+            self._lose(sender, is_to_blame=self.senders.is_running)
+
     def advance(self) -> bool:
-        """Post, poll and clean up; returns whether a job began or ended."""
-        before = len(self._waiting), len(self._posted)
+        """Begin what can begin, and clean up; returns whether a job began or ended."""
+        before = len(self._waiting)
+        self._assignments.begin_trials(self._new())
         waiting, self._waiting = self._waiting, []
         self._waiting += [job for job in waiting if not self._post(job)]
-        posted, self._posted = self._posted, []
-        self._posted += [job for job in posted if not self._has_ended(job)]
-        self._bound_overdue()
         if (now := time.monotonic()) > self._cleaned + _CLEANING_SECONDS:
             self._cleaned = now
+            self._end_late()
             self._peers.remove_unused()
-        return before != (len(self._waiting), len(self._posted))
+            for principal, sender in list(self._assignments.shared.items()):
+                if not self._peers.has(principal):
+                    self._lose(sender, is_to_blame=False)
+            self.senders.keep(1)
+        return before != len(self._waiting)
 
     def close(self) -> None:
         """End everything."""
-        waiting, self._waiting = self._waiting, []
-        for job in waiting:
+        self.senders.close()
+        jobs = [*self._waiting, *self._posted.values()]
+        self._waiting, self._posted = [], {}
+        for job in jobs:
             self._end(job, Fallback.BUSY)
-        self._close_agent()
 
-    def _vetted(self, peer: Peer, *, accepted: bool) -> None:
-        if peer.state is not State.VETTING:
-            return  # all agents were disconnected in the meantime
-        peer.state = State.REFUSED
-        if accepted and self._agent:
-            try:
-                self._agent.add(peer.consumer.metadata)
-                peer.state = State.READY
-                for job in self._waiting:
-                    if job.peer is peer:
-                        job.vetted = time.monotonic()
-            except AgentError as error:
-                _log.info("a NIXL agent is refused: %s", error)
+    def _new(self) -> list[Peer]:
+        """New agents with rows that could be sent now, in order of arrival."""
+        new = (job.peer for job in self._waiting if job.peer and job.peer.is_untried and job.rows.is_ready())
+        return list(dict.fromkeys(new))
 
     def _post(self, job: Job) -> bool:
         """Post a waiting job, or end it; False if it has to wait on."""
         peer = job.peer
         assert peer, "only jobs with a peer wait"
-        is_late = self._is_late(job)
-        refusal = peer.refusal() or (Fallback.TIMEOUT if is_late else None)
-        if refusal:
+        if refusal := peer.refusal() or (Fallback.TIMEOUT if self._is_late(job) else None):
             self._end(job, refusal)
             return True
-        can_start = peer.state is State.READY and peer.transfers < self._bounds.transfers_per_agent
-        if not can_start or not job.rows.is_ready():
+        most = 1 if peer.state is State.NEW else self._bounds.transfers_per_agent
+        if peer.transfers >= most or not job.rows.is_ready():
             return False
-        job.source = self._source(job.rows)
-        if job.source is None:
+        sender = self._assignments.sender_of(peer)
+        return sender is not None and self._sent(job, peer, sender)
+
+    def _sent(self, job: Job, peer: Peer, sender: Sender) -> bool:
+        """Send a job to a sender; False if there is no room for it."""
+        consumer, region = peer.consumer, job.placing.region
+        if consumer.agent not in sender.agents:
+            if not sender.send(Add(consumer.agent, consumer.metadata)):
+                return False
+            sender.agents.add(consumer.agent)
+        if job.rows.device is None:
+            job.copy = sender.staging.copied(job.rows)
+            if job.copy is None:
+                return False
+            offset = job.copy.offset
+        else:
+            assert self._outbox, "rows that cannot be sent were refused"
+            offset = job.rows.address - self._outbox.address
+        number, nbytes = next(self._numbers), job.rows.nbytes
+        device = consumer.device if consumer.memory is MemoryKind.DEVICE else None
+        if not sender.send(Write(number, consumer.agent, offset, nbytes, consumer.address + region.offset, device)):
+            if job.copy:
+                sender.staging.give_back(job.copy)
+            job.copy = None
             return False
-        try:
-            job.transfer = self._written(job.source.memory, job.placing)
-        except AgentError as error:
-            self._break(job, error)
-            self._end(job, Fallback.FAILED)
-            return True
+        if job.copy:
+            job.rows.release()
+        job.sender, job.posted = sender, time.monotonic()
         peer.transfers += 1
-        self._posted.append(job)
+        self._posted[number] = job
         return True
+
+    def _ended(self, number: int, job: Job, message: Ended) -> None:
+        """The transfer of a job is done, or failed."""
+        del self._posted[number]
+        sender, peer = job.sender, job.peer
+        assert sender, "it was posted"
+        assert peer, "it was posted"
+        failure: Fallback | None = None
+        if message.fault:
+            failure = Fallback.REFUSED if message.refused else Fallback.FAILED
+            _log.info("a transfer to a NIXL agent failed, which is not used any more: %s", message.fault)
+            if peer.state is not State.REFUSED:
+                peer.state = State.REFUSED if message.refused else State.BROKEN
+        if job.copy:
+            sender.staging.give_back(job.copy)
+        self._end(job, failure)
+        self._assignments.ended(sender, peer)
+
+    def _lose(self, sender: Sender, *, is_to_blame: bool) -> None:
+        """A sender has ended or is killed; if its agents may have caused that, they are refused from now on."""
+        lost = [job for job in self._posted.values() if job.sender is sender]
+        self._posted = {number: job for number, job in self._posted.items() if job.sender is not sender}
+        self._assignments.lose(sender, is_to_blame=is_to_blame)
+        for job in lost:
+            assert job.peer, "it was posted"
+            if is_to_blame:
+                self._peers.refuse(job.peer)
+            self._settle(job, job.peer.refusal() or Fallback.FAILED)
+
+        def release() -> None:
+            for job in lost:
+                _release(job)
+
+        if sender.is_gone:
+            release()
+        else:
+            self.senders.end(sender, release)
+
+    def _end_late(self) -> None:
+        """Answer transfers that take too long, and replace senders that hang or have too many of them."""
+        overdue: dict[Sender, list[Job]] = {}
+        for job in self._posted.values():
+            if not self._is_late(job):
+                continue
+            assert job.sender, "it was posted"
+            overdue.setdefault(job.sender, []).append(job)
+            if not job.is_overdue and job.peer:
+                _log.info("a transfer to a NIXL agent is not done after %g s", self._bounds.seconds)
+                if job.peer.state is not State.REFUSED:
+                    job.peer.state = State.BROKEN
+                self._settle(job, Fallback.TIMEOUT)
+                job.is_overdue = True
+        for sender, jobs in overdue.items():
+            hangs = time.monotonic() > sender.heard + _SILENT_SECONDS
+            nbytes = sum(job.rows.nbytes for job in jobs)
+            is_too_much = len(jobs) >= self._bounds.overdue or nbytes > self._bounds.overdue_bytes
+            if hangs or is_too_much or self._assignments.is_trial(sender):
+                _log.warning("a process that delivers is replaced: %d transfers do not end", len(jobs))
+                self._lose(sender, is_to_blame=hangs)
 
     def _can_send(self, rows: Rows) -> bool:
-        """Whether rows are, or can be copied to, registered memory."""
-        return self._is_registered(rows) or (rows.device is None and rows.nbytes <= self._bounds.staging_bytes)
-
-    def _is_registered(self, rows: Rows) -> bool:
-        return any(_contains(each, memory_of(rows)) for each in self._sources)
-
-    def _source(self, rows: Rows) -> Source | None:
-        """Registered memory with the rows; None while there is no room for a copy."""
-        return Direct(rows) if self._is_registered(rows) else self._staging.copied(rows)
-
-    def _written(self, source: Memory, placing: Placing) -> Transfer:
-        """The transfer that was posted. Raises AgentError."""
-        assert self._agent, "an agent that is ready was added to one"
-        consumer = placing.consumer
-        device = consumer.device if consumer.memory is MemoryKind.DEVICE else None
-        memory = Memory(consumer.address, consumer.nbytes, device)
-        return self._agent.write(source, memory.part(placing.region.offset, source.nbytes), consumer.agent)
-
-    def _has_ended(self, job: Job) -> bool:
-        """Whether a posted transfer is done, or failed; answers one that takes too long."""
-        assert job.transfer, "the job was posted"
-        failure: Fallback | None = None
-        try:
-            if not job.transfer.is_done():
-                if not job.is_overdue and self._is_late(job):
-                    job.is_overdue = True
-                    self._break(job, AgentError(f"not done after {self._bounds.seconds:g} s"))
-                    self._answer(job, Fallback.TIMEOUT)
-                return False
-        except AgentError as error:
-            self._break(job, error)
-            failure = Fallback.FAILED
-        self._end(job, failure)
-        return True
-
-    def _break(self, job: Job, error: AgentError) -> None:
-        """Use the job's agent no longer; it is disconnected once nothing is under way to it."""
-        if job.peer and job.peer.state is not State.BROKEN:
-            job.peer.state = State.BROKEN
-            _log.info("a transfer to a NIXL agent failed, which is not used any more: %s", error)
+        """Whether rows are in the outbox, or can be copied to staging memory."""
+        if rows.device is None:
+            return rows.nbytes <= self._bounds.staging_bytes
+        return self._outbox is not None and rows.device == self._outbox.device
 
     def _end(self, job: Job, failure: Fallback | None) -> None:
-        """Release what a job holds, and answer it unless it was answered when it took too long."""
-        _release_transfer(job)
-        (job.source or job.rows).release()
+        """Answer a job, unless it was answered when it took too long, and release what it holds."""
+        self._settle(job, failure)
+        _release(job)
+
+    def _settle(self, job: Job, failure: Fallback | None) -> None:
         if job.peer:
-            job.peer.jobs -= 1
             job.peer.used = time.monotonic()
         if not job.is_overdue:
             self._answer(job, failure)
 
-    def _bound_overdue(self) -> None:
-        """If too many transfers do not end, end all by closing the server's agent, and start a new one."""
-        overdue = [job.rows.nbytes for job in self._posted if job.is_overdue]
-        if len(overdue) < self._bounds.overdue and sum(overdue) <= self._bounds.overdue_bytes:
-            return
-        _log.warning("%d transfers do not end: the server's NIXL agent is replaced", len(overdue))
-        self._close_agent()
-        self.start()
-
-    def _close_agent(self) -> None:
-        jobs, self._posted = self._posted, []
-        for job in jobs:
-            _release_transfer(job)
-        if self._agent:
-            self._agent.close()
-        self._agent = None
-        self._peers.clear()
-        for job in jobs:  # their sources are not read any more
-            self._end(job, Fallback.FAILED)
-
-    def _disconnect(self, name: str) -> None:
-        assert self._agent, "it was added to an agent"
-        try:
-            self._agent.remove(name)
-        except AgentError as error:
-            _log.debug("a NIXL agent cannot be disconnected: %s", error)
+    def _disconnect(self, peer: Peer) -> None:
+        name = peer.consumer.agent
+        if peer.trial:
+            self._lose(peer.trial, is_to_blame=False)
+        for sender in self._assignments.shared.values():
+            if name in sender.agents and sender.send(Remove(name)):
+                sender.agents.discard(name)
 
     def _is_late(self, job: Job) -> bool:
-        is_vetting = job.peer is not None and job.peer.state is State.VETTING
-        limit = self._bounds.vetting_seconds if is_vetting else self._bounds.seconds
-        return time.monotonic() - max(job.started, job.vetted) > limit
+        assert job.peer, "it was accepted"
+        limit = self._bounds.waiting_seconds if job.peer.is_untried else self._bounds.seconds
+        return time.monotonic() - max(job.started, job.posted, job.peer.began) > limit
 
 
-def _release_transfer(job: Job) -> None:
-    if job.transfer and job.peer:
-        with suppress(AgentError):
-            job.transfer.release()
-        job.transfer = None
-        job.peer.transfers -= 1
-
-
-def _contains(memory: Memory, part: Memory) -> bool:
-    end = memory.address + memory.nbytes
-    return memory.device == part.device and memory.address <= part.address <= part.address + part.nbytes <= end
+def _release(job: Job) -> None:
+    """Nothing reads the rows any more."""
+    if not job.copy:
+        job.rows.release()
+    if job.peer:
+        job.peer.jobs -= 1
+        if job.sender:
+            job.peer.transfers -= 1

@@ -127,7 +127,7 @@ async def _until_stopped(
     trace: TraceWriter | None,
     stopping: asyncio.Event,
 ) -> int:
-    courier = await asyncio.to_thread(delivery.courier, settings, metrics, memory)
+    courier = await asyncio.to_thread(delivery.courier, settings, metrics)
     loading = in_daemon_thread(
         lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory), "loading"
     )

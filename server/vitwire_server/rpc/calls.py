@@ -3,26 +3,27 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
 from vitwire.wire import Buffer
 from vitwire_server.caching.keys import Digest, digest_of
-from vitwire_server.core.errors import InvalidTensors
+from vitwire_server.core.errors import InvalidRequest, InvalidTensors, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
 from vitwire_server.rpc.codec import Codec, EncodedItem
 from vitwire_server.rpc.decodes import Decodes, Decoding, Prepared
+from vitwire_server.rpc.deliveries import Claims
 from vitwire_server.rpc.principals import Caller
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.session import Opening, Session, Sessions
 
 if TYPE_CHECKING:
-    from vitwire_server.core.delivery import Consumer
+    from vitwire_server.core.delivery import Consumer, Region
 
 _OTHER_SEED = 1
 """Changes the seed for digests of files, so that no pixels have the digest of a file."""
@@ -39,6 +40,7 @@ class Serving:
     sessions: Sessions
     decoding: Decoding | None = None
     """None if items must be pixels."""
+    claims: Claims = field(default_factory=Claims)
 
 
 @dataclass(slots=True)
@@ -67,6 +69,8 @@ class Call:
         self.consumer: Consumer | None = None
         """Both are set before the first item is reserved or submitted."""
         self._sessions = serving.sessions
+        self._claims = serving.claims
+        self._claimed: dict[int, Region] = {}
         self.decodes = Decodes(serving.decoding, serving.codec, self) if serving.decoding else None
         self.principal = principal
         self.caller = caller
@@ -94,6 +98,15 @@ class Call:
         """A new digest for an item's bytes, if the engine needs one."""
         seed = self._sessions.digest_seed
         return None if seed is None else Digest(seed)
+
+    def claim(self, index: int, region: "Region | None") -> None:
+        """Claim the region of an item, until its last message is sent. Raises InvalidRequest if it overlaps."""
+        if region is None or not region.nbytes or self.consumer is None:
+            return
+        if not self._claims.take(self.consumer, region):
+            reason = "overlaps with the region of another item in flight: lease each item a region of its own"
+            raise InvalidRequest([Violation(f"items[{index}].region", reason)])
+        self._claimed[index] = region
 
     async def reserve(self, index: int, item: Item) -> memoryview:
         """Admit an item whose bytes are still to come; returns the memory to write them into. Raises as Session."""
@@ -197,6 +210,7 @@ class Call:
     def free(self, index: int) -> None:
         """The item's last message is about to be sent: the client may use its number again."""
         self._sending = self._items.pop(index)
+        self._unclaim(index)
         self._freed.set()
 
     def sent(self) -> None:
@@ -220,6 +234,8 @@ class Call:
             self.decodes.close()
         self._session.close()
         self._indices.clear()
+        for index in list(self._claimed):
+            self._unclaim(index)
         items, self._items = list(self._items.values()), {}
         if self._sending:
             items.append(self._sending)
@@ -251,6 +267,11 @@ class Call:
         item = self._items[index] = _InFlight(next(self._keys))
         self._indices[item.key] = index
         return item
+
+    def _unclaim(self, index: int) -> None:
+        if region := self._claimed.pop(index, None):
+            assert self.consumer, "regions were claimed for it"
+            self._claims.give_back(self.consumer, region)
 
     def _completed(self, key: int, outcome: Outcome) -> None:
         """Called by the session."""

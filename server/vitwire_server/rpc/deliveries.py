@@ -1,5 +1,7 @@
 """Where rows are to be written: the consumer of an RPC and the regions of its items, checked."""
 
+from bisect import bisect
+
 from vitwire.agents import problem_of
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Consumer, MemoryKind, Region
@@ -45,3 +47,33 @@ def wrong_region(region: Region | None, consumer: Consumer | None, needed: int) 
         return []
     reason = region.problem(consumer, needed) if consumer else "needs the delivery of the request"
     return [Violation("region", reason)] if reason else []
+
+
+class Claims:
+    """The regions of items in flight, of all RPCs of this process. No two of a consumer overlap."""
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        """First address and end of each region, ascending."""
+
+    def take(self, consumer: Consumer, region: Region) -> bool:
+        """Claim a region; False if it overlaps with one that is claimed."""
+        spans = self._spans.setdefault((consumer.principal, consumer.agent), [])
+        start, end = _span(consumer, region)
+        at = bisect(spans, (start, end))
+        if (at and spans[at - 1][1] > start) or (at < len(spans) and spans[at][0] < end):
+            return False
+        spans.insert(at, (start, end))
+        return True
+
+    def give_back(self, consumer: Consumer, region: Region) -> None:
+        """Give back what `take` claimed, once."""
+        spans = self._spans[consumer.principal, consumer.agent]
+        spans.remove(_span(consumer, region))
+        if not spans:
+            del self._spans[consumer.principal, consumer.agent]
+
+
+def _span(consumer: Consumer, region: Region) -> tuple[int, int]:
+    start = consumer.address + region.offset
+    return start, start + region.nbytes

@@ -11,7 +11,7 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRe
 from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec, EncodedItem
-from vitwire_server.rpc.deliveries import consumer_of
+from vitwire_server.rpc.deliveries import consumer_of, region_of
 from vitwire_server.scheduling.admission import Permit
 
 _SLOWEST = 64 << 10
@@ -126,6 +126,7 @@ class Uploads:
                 self._unfinished[number] = self._begin_encoded(number, item, message.encoded_bytes)
                 return
             header = self.codec.header(f"items[{number}]", item, self.output, self.call.consumer)
+            self.call.claim(number, region_of(item))
             if isinstance(header, CacheLookup):
                 await self.call.submit({number: header})
                 return
@@ -138,6 +139,7 @@ class Uploads:
     def _begin_encoded(self, number: int, item: pb.Item, nbytes: int) -> _Upload:
         """The upload of a file. Raises InvalidRequest or Overloaded."""
         header = self.codec.encoded_header(f"items[{number}]", item, nbytes, self.output)
+        self.call.claim(number, region_of(item))
         decodes = self.call.decodes
         assert decodes, "else the header was refused"
         permit = decodes.promise(nbytes)

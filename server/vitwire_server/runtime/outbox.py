@@ -1,4 +1,4 @@
-"""Device memory that rows are delivered from: one allocation, made once, which NIXL registers.
+"""Device memory that rows are delivered from: one allocation, made once, which senders map.
 
 Used on the engine's thread, but for `uploaded` and the methods of rows, which any thread may call.
 """
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from vitwire.agents import Memory
 from vitwire.regions import Region, Regions
+from vitwire_server.delivery import cuda
+from vitwire_server.delivery.messages import Outbox as Exported
 
 
 class DeviceRows:
@@ -72,9 +74,11 @@ class Outbox:
         self._uploads.synchronize()  # `data` may be pinned, and is not kept
         return rows
 
-    def make_current(self) -> None:
-        """Make the device the current one of the calling thread."""
-        torch.cuda.set_device(self._tensor.device)
+    def exported(self) -> Exported:
+        """What the processes that deliver map the memory by. Raises CudaError."""
+        with torch.cuda.device(self._tensor.device):
+            handle, offset = cuda.exported(self.memory.address)
+        return Exported(self._tensor.device.index, self.memory.nbytes, handle, offset)
 
     def _room(self, nbytes: int) -> Region | None:
         while self._freed:

@@ -1,0 +1,79 @@
+"""Run as a program: forks the processes that deliver, each in a sandbox. Does not read what clients sent.
+
+NIXL is imported once, before the first fork, so a sender starts fast and shares most of its memory.
+"""
+
+import array
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from vitwire.agents import load
+from vitwire_server.delivery.messages import MAX_MESSAGE, TO_FACTORY, End
+from vitwire_server.delivery.sandbox import dies_with
+from vitwire_server.delivery.sender import serve
+
+_REAPING_SECONDS = 1.0
+
+
+def main() -> NoReturn:
+    """Serve the socket whose descriptor is the first argument, until it is closed or the parent, the second, ends."""
+    descriptor, parent = (int(each) for each in sys.argv[1:3])
+    dies_with(parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    load()
+    link = socket.socket(fileno=descriptor)
+    children: dict[int, int] = {}
+    while True:
+        readable, _, _ = select.select([link], [], [], _REAPING_SECONDS)
+        _reap(children)
+        if not readable:
+            continue
+        raw, ancillary, _, _ = link.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(2 * array.array("i").itemsize))
+        if not raw:
+            os._exit(0)
+        message = TO_FACTORY.decode(raw)
+        if isinstance(message, End):
+            if pid := children.get(message.number):
+                os.kill(pid, signal.SIGKILL)
+        else:
+            children[message.number] = _forked(link, _descriptors(ancillary))
+
+
+def _forked(link: socket.socket, descriptors: tuple[int, int]) -> int:
+    """The id of a new sender."""
+    factory = os.getpid()
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            link.close()
+            serve(*descriptors, factory)
+        os._exit(1)
+    for each in descriptors:
+        os.close(each)
+    return pid
+
+
+def _reap(children: dict[int, int]) -> None:
+    """Forget senders that have ended, before their ids belong to other processes."""
+    for number, pid in list(children.items()):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            del children[number]
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, int]:
+    """The sender's socket and the file of its staging memory."""
+    found = array.array("i")
+    for _, _, data in ancillary:
+        found.frombytes(data)
+    link, memory = found
+    return link, memory
+
+
+if __name__ == "__main__":
+    main()

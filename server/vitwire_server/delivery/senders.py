@@ -1,0 +1,290 @@
+"""The delivery processes of a server: a factory, and the senders that it forks. Used by the delivery thread only."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from selectors import EVENT_READ, DefaultSelector
+from socket import send_fds
+from weakref import finalize
+
+from msgspec import DecodeError, msgpack
+
+from vitwire.agents import AgentError
+from vitwire_server.delivery.messages import (
+    FROM_SENDER,
+    MAX_MESSAGE,
+    End,
+    Fork,
+    FromSender,
+    Outbox,
+    Ready,
+    Setup,
+    ToSender,
+)
+from vitwire_server.delivery.staging import Staging
+
+_log = logging.getLogger(__name__)
+_START_SECONDS = 30.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
+"""Seconds before a restart after a failure; doubled for each further one in a row."""
+_MOST_MESSAGES = 256
+"""Read from a sender before others have their turn."""
+_STEADY_SECONDS = 60.0
+"""After which a failure counts as the first."""
+_KEPT_VARIABLES = (
+    *("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+    *("UCX_NET_DEVICES", "UCX_IB_GID_INDEX", "UCX_IB_SL", "UCX_IB_TRAFFIC_CLASS", "UCX_TCP_PORT_RANGE"),
+)
+TRANSPORTS = "tcp,rc,cuda_copy,cuda_ipc"
+"""UCX's transports that name no process and no file of this host in a remote key."""
+_SET_VARIABLES = {
+    "UCX_TLS": TRANSPORTS,
+    "UCX_LOG_LEVEL": "fatal",
+    "NIXL_LOG_LEVEL": "FATAL",
+    "HOME": "/",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+
+
+class Delays:
+    """Pauses after failures: doubled with each, until there was none for a while."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._failed = self._until = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def failed(self) -> None:
+        """Begin a pause."""
+        now = time.monotonic()
+        self._failures = 1 if now > self._failed + _STEADY_SECONDS else self._failures + 1
+        self._failed = now
+        self._until = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self._failures - 1))
+
+
+class Sender:
+    """A delivery process as the server sees it."""
+
+    def __init__(self, number: int, link: socket.socket, staging: Staging) -> None:
+        self.number = number
+        self.link = link
+        self.staging = staging
+        self.agents: set[str] = set()
+        """Names of those that were added."""
+        self.is_ready = self.is_gone = False
+        self.heard = time.monotonic()
+        self.when_ended: Callable[[], None] | None = None
+        """Set once it was killed: called when it has ended."""
+
+    def send(self, message: ToSender) -> bool:
+        """Whether the message was sent; else the sender is busy, or gone."""
+        try:
+            self.link.send(msgpack.encode(message))
+        except OSError:
+            return False
+        return True
+
+    def received(self) -> list[FromSender] | None:
+        """What it sent; None if it is gone."""
+        messages: list[FromSender] = []
+        with suppress(BlockingIOError):
+            while len(messages) < _MOST_MESSAGES:
+                try:
+                    raw = self.link.recv(MAX_MESSAGE)
+                    if not raw:
+                        return None
+                    messages.append(FROM_SENDER.decode(raw))
+                except (ConnectionError, DecodeError):
+                    return None
+        self.heard = time.monotonic()
+        return messages
+
+
+class Senders:
+    """Starts senders ahead, and notices what they send and when they end."""
+
+    def __init__(self, staging_bytes: int) -> None:
+        self._staging_bytes = staging_bytes
+        self._outbox: Outbox | None = None
+        self._selector = DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        finalize(self, os.close, self._wake)
+        self._selector.register(self._wake, EVENT_READ)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._spares: list[Sender] = []
+        self._started = 0
+        self._delays = Delays()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a sender that ends does so by itself: a factory's socket is closed before its senders end with it."""
+        try:
+            return self._link is not None and bool(self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def start(self, outbox: Outbox | None = None) -> None:
+        """Wait until a sender can be taken. Raises AgentError."""
+        before, self._outbox = self._outbox, outbox
+        for spare in list(self._spares):
+            self.end(spare)
+        try:
+            self._fork()
+            deadline = time.monotonic() + _START_SECONDS
+            while not any(each.is_ready for each in self._spares):
+                if time.monotonic() > deadline:
+                    raise AgentError("the process that delivers does not start")
+                for sender, messages in self.wait(0.1):
+                    self.started(sender, messages)
+        except AgentError:
+            self._outbox = before
+            raise
+
+    def started(self, sender: Sender, messages: list[FromSender] | None) -> None:
+        """A spare has reported. Raises AgentError if it cannot start."""
+        fault = "it ended"
+        for message in messages or []:
+            if isinstance(message, Ready):
+                fault = message.fault
+        if not fault:
+            sender.is_ready = True
+        else:
+            self.end(sender)
+            self._delays.failed()
+            raise AgentError(f"the process that delivers cannot start: {fault}")
+
+    def is_spare(self, sender: Sender) -> bool:
+        """Whether it was not taken."""
+        return sender in self._spares
+
+    def keep(self, count: int) -> None:
+        """Start spares until there are `count`, in place of those that hang."""
+        late = time.monotonic() - _START_SECONDS
+        for spare in [each for each in self._spares if not each.is_ready and each.heard < late]:
+            _log.warning("a process that delivers does not start and is replaced")
+            self.end(spare)
+        while len(self._spares) < count and self._delays.is_over:
+            try:
+                self._fork()
+            except AgentError as error:
+                self._delays.failed()
+                _log.warning("%s", error)
+
+    def take(self) -> Sender | None:
+        """A sender that is ready; None if there is none yet."""
+        for sender in self._spares:
+            if sender.is_ready:
+                self._spares.remove(sender)
+                return sender
+        return None
+
+    def end(self, sender: Sender, when_ended: Callable[[], None] = lambda: None) -> None:
+        """Kill a sender, unless it was. `when_ended` is called once it does not read the server's memory any more."""
+        if sender in self._spares:
+            self._spares.remove(sender)
+        self._kill(sender)
+        sender.when_ended = when_ended
+
+    def _kill(self, sender: Sender) -> None:
+        if not sender.is_gone and self._link:
+            with suppress(OSError):  # the factory has ended, and its children end with it
+                self._link.send(msgpack.encode(End(sender.number)))
+
+    def wake(self) -> None:
+        """End a wait. Called by any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def wait(self, seconds: float | None) -> Iterator[tuple[Sender, list[FromSender] | None]]:
+        """Senders that sent something, or are gone; waits for one, or for `wake`."""
+        for key, _ in self._selector.select(seconds):
+            if not isinstance(key.data, Sender):
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+                continue
+            sender, messages = key.data, key.data.received()
+            if messages is None:
+                self._kill(sender)  # one that was taken over may live on
+                sender.is_gone = True
+                self._selector.unregister(sender.link)
+                sender.link.close()
+                sender.staging.close()
+            if sender.when_ended is None:
+                yield sender, messages
+            elif messages is None:
+                sender.when_ended()
+
+    def close(self) -> None:
+        """End the factory, and with it all senders."""
+        self._end_factory()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Sender):
+                key.data.link.close()
+                key.data.staging.close()
+        self._selector.close()
+
+    def _fork(self) -> None:
+        """Start a sender. Raises AgentError."""
+        link = self._factory()
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own.setblocking(False)
+        self._started += 1
+        try:
+            sender = Sender(self._started, own, Staging(self._staging_bytes))
+            fork = msgpack.encode(Fork(sender.number))
+            send_fds(link, [fork], [other.fileno(), sender.staging.descriptor])
+        except OSError as error:
+            own.close()
+            self._end_factory()
+            raise AgentError(f"a process that delivers cannot be started: {error}") from error
+        finally:
+            other.close()
+        sender.send(Setup(self._staging_bytes, self._outbox))
+        self._selector.register(own, EVENT_READ, sender)
+        self._spares.append(sender)
+
+    def _factory(self) -> socket.socket:
+        """The socket of the factory, which is started if there is none. Raises AgentError."""
+        if self._link and self.is_running:
+            return self._link
+        self._end_factory()
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own.setblocking(False)
+        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        program = (sys.executable, "-P", "-m", "vitwire_server.delivery.factory")
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - this package
+                [*program, str(other.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment | _SET_VARIABLES,
+                pass_fds=[other.fileno()],
+                start_new_session=True,  # Ctrl-C is for the server
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            own.close()
+            raise AgentError(f"the process that delivers cannot be started: {error}") from error
+        finally:
+            other.close()
+        self._link = own
+        return own
+
+    def _end_factory(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        if self._link:
+            self._link.close()
+        self._process = self._link = None
