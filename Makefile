@@ -81,7 +81,10 @@ GPU_PYTHON ?= python3
 GPU_PATH := client:server:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH}
 
 gpu-test: ## tests of the engine on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: with simulated graphs)
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu $(FLAGS)
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini $(GPU_WORKERS) tests/gpu $(FLAGS)
+
+# In several processes where pytest-xdist is installed: most of the time goes into compiling kernels.
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses logical --maxprocesses 12 --dist worksteal)
 
 kernel-test: $(READY) ## the Triton kernels on the CPU: interpreted, and compiled for each architecture (installs Triton, 1 GB)
 	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0

@@ -10,6 +10,7 @@ from threading import Lock, Thread
 
 from vitwire.agents import AgentError, Memory
 from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Placing, Rows
+from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox
 from vitwire_server.delivery.transfers import Bounds, Job, Transfers
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
@@ -65,13 +66,17 @@ class Courier:
             done(NotDelivered(Fallback.BUSY))
 
     def add_device(self, memory: Memory, outbox: Outbox, upload: Upload) -> None:
-        """Deliver from device memory as well. `upload` copies rows from the host into it. Raises AgentError."""
+        """Deliver from device memory as well. `upload` copies rows from the host into it.
+
+        Raises AgentError or CudaError.
+        """
         added: Future[None] = Future()
 
         def add() -> None:
             try:
+                cuda.make_current(outbox.device)  # this thread asks whether rows on the device are ready
                 self._transfers.add_device(memory, outbox)
-            except AgentError as error:
+            except (AgentError, cuda.CudaError) as error:
                 added.set_exception(error)
             else:
                 added.set_result(None)

@@ -76,8 +76,8 @@ class Outbox:
 
     def exported(self) -> Exported:
         """What the processes that deliver map the memory by. Raises CudaError."""
-        with torch.cuda.device(self._tensor.device):
-            handle, offset = cuda.exported(self.memory.address)
+        cuda.make_current(self._tensor.device.index)  # torch sets it only once it differs
+        handle, offset = cuda.exported(self.memory.address)
         return Exported(self._tensor.device.index, self.memory.nbytes, handle, offset)
 
     def _room(self, nbytes: int) -> Region | None:

@@ -154,6 +154,7 @@ _MODERNVBERT = replace(
     },
     encoder=ModernVBert,
     special="rows that the text encoder reads",
+    transformers="5.23.0",
 )
 
 _COLMODERNVBERT = _MODERNVBERT.nested(
