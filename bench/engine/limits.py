@@ -1,0 +1,60 @@
+"""A run that ends in time, and leaves no process behind."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+GRACE = 60
+"""Seconds for an orderly end after the time limit."""
+
+
+class OutOfTime(SystemExit):
+    """The time is over, or SIGTERM came. Not an Exception, so that neither asyncio nor vLLM keeps it."""
+
+
+class Clock:
+    """What is left of a time limit in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+
+@contextmanager
+def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
+    """Raise OutOfTime in the block when the time is over; `GRACE` later say the last words, kill children and exit."""
+
+    def interrupt(*_: object) -> None:
+        raise OutOfTime("the time limit is over, or the benchmark was ended")
+
+    def give_up() -> None:
+        last_words()
+        kill_children()
+        os._exit(1)
+
+    last = threading.Timer(max(0.0, clock.left) + GRACE, give_up)
+    last.daemon = True
+    last.start()
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGALRM, signal.SIGTERM)}
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, clock.left))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        kill_children()
+        last.cancel()
+
+
+def kill_children() -> None:
+    """Processes of engines that are still there."""
+    for child in multiprocessing.active_children():
+        child.kill()
