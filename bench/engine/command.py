@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -55,14 +56,15 @@ def main() -> None:
         try:
             Bench(report, options, clock).run()
         except (OutOfTime, Exception) as error:  # noqa: BLE001 - what was measured is worth more
-            report.note("error", repr(error))
+            traceback.print_exception(error)
+            report.note("error", repr(_cause(error)))
     if options.plot and "device" in report.document():
         try:
             plot(report.document(), options.plot)
         except ImportError as error:
             report.skip("plot", f"{error.name} is not installed")
     report.end(TITLES)
-    sys.exit("error" in report.document())
+    sys.exit(int("error" in report.document()))
 
 
 class Bench:
@@ -100,6 +102,7 @@ class Bench:
             for size in options.sizes:
                 asked = await draw(size, options.requests, options.text, client)
                 await self._size(size, asked, {name: _ways(name, engines, client) for name in options.ways})
+                self._report.note("connector", vllm_engine.connector_counts())
 
     def _engine(self, target: str, device: int | None) -> Any:
         options, began = self._options, time.monotonic()
@@ -129,7 +132,9 @@ class Bench:
                     self._report.skip(" ".join(place.values()), error)
                 local = local or (answers if name == "local" else [])
                 if name != "local" and local:
-                    ratios = {column: _ratio(rows, name, column) for column in ("ttft_p50_ms", "requests_per_s")}
+                    ratios = {
+                        f"{column}_ratio": _ratio(rows, name, column) for column in ("ttft_p50_ms", "requests_per_s")
+                    }
                     self._report.add("against_local", place | ratios | compared(answers, local))
 
     async def _stream(self, ways: list[Way], asked: Sequence[Asked], load: Load) -> list[Answer]:
@@ -171,6 +176,13 @@ def _server(options: argparse.Namespace) -> "Iterator[tuple[str, Future[ServerPr
     with ExitStack() as stack, ThreadPoolExecutor(1) as starter:
         starting = serving(options.model, *flags, wait=False, wrapper=_environment(options))
         yield f"127.0.0.1:{port}", starter.submit(stack.enter_context, starting)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What an error of several tasks, or of vLLM, comes from."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error.__cause__ or error
 
 
 def _environment(options: argparse.Namespace) -> list[str]:

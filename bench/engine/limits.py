@@ -39,19 +39,22 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
         kill_children()
         os._exit(1)
 
-    last = threading.Timer(max(0.0, clock.left) + GRACE, give_up)
-    last.daemon = True
-    last.start()
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGALRM, signal.SIGTERM)}
-    signal.setitimer(signal.ITIMER_REAL, max(0.001, clock.left))
+    main = threading.main_thread().ident or 0
+    timers = [
+        threading.Timer(max(0.0, clock.left), signal.pthread_kill, (main, signal.SIGTERM)),
+        threading.Timer(max(0.0, clock.left) + GRACE, give_up),
+    ]
+    before = signal.signal(signal.SIGTERM, interrupt)
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for timer in timers:
+            timer.cancel()
+        signal.signal(signal.SIGTERM, before)
         kill_children()
-        last.cancel()
 
 
 def kill_children() -> None:

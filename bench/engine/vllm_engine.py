@@ -88,6 +88,19 @@ def _rotated(first: int) -> list[int]:
     return [(first + index) % count for index in range(count)]
 
 
+def connector_counts() -> dict[str, float]:
+    """Counters of the EC connector since the engines' start, as on vLLM's metrics page."""
+    from prometheus_client import REGISTRY  # noqa: PLC0415 - as above
+
+    samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+    counts: dict[str, float] = {}
+    for sample in samples:
+        if sample.name.startswith("vllm:vitwire_ec_") and sample.name.endswith("_total"):
+            name = sample.name.removeprefix("vllm:vitwire_ec_").removesuffix("_total")
+            counts[name] = counts.get(name, 0) + sample.value
+    return counts
+
+
 async def answered(way: Way, asked: Asked, ready: Any, name: str, tokens: int) -> Answer:
     """One request through the way's engine, `tokens` long; an error of the server or of this request is noted."""
     from vllm.exceptions import GenerationError, VLLMClientError  # noqa: PLC0415 - seconds
