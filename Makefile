@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench fleet-study kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
+.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench engine-bench fleet-study kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -98,6 +98,9 @@ gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--siz
 
 service-bench: ## servers under load, beside bare gRPC; FLAGS="--devices cuda:0,cuda:1 --rpc-processes 1 4 --delivery stream nixl"
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/service.py $(FLAGS)
+
+engine-bench: ## vLLM with a language model, with its tower and with a server, on GPUs; GPU_PYTHON has vLLM; FLAGS="--quick --devices 1"
+	PYTHONPATH=client:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m bench.engine $(FLAGS)
 
 ENGINES := vllm sglang
 

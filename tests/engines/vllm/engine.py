@@ -99,13 +99,14 @@ class Engine:
         """Queue a chat completion with these content parts; returns its id."""
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
         (_,), (prompt,) = self.frontend.renderer.render_chat([messages], ChatParams(**chat or {}))
-        name = f"request-{next(self._numbers)}"
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra_args or None)
-        core = self.frontend.process_inputs(name, prompt, params, ("generate",))
-        request = Request.from_engine_core_request(core, None)
-        self._requests[name] = request
+        return self.queue(self.frontend.process_inputs(f"request-{next(self._numbers)}", prompt, params, ("generate",)))
+
+    def queue(self, core: Any) -> str:
+        """Queue what the front end made of a request; returns its id."""
+        request = self._requests[core.request_id] = Request.from_engine_core_request(core, None)
         self.scheduler.add_request(request)
-        return name
+        return str(core.request_id)
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

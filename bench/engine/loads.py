@@ -1,0 +1,78 @@
+"""Loads: closed loops (`c8`: 8 requests in flight) and Poisson arrivals (`p20`: 20 requests a second)."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Side of the square images, and images in each request."""
+
+    side: int
+    images: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """SIDExIMAGES."""
+        side, _, images = text.partition("x")
+        return cls(int(side), int(images or 1))
+
+    def __str__(self) -> str:
+        return f"{self.side}x{self.images}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests arrive."""
+
+    closed: bool
+    amount: float
+    """Requests in flight of a closed loop, else requests per second."""
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """cN or pN. Raises ValueError for anything else."""
+        if text[:1] not in ("c", "p") or not float(text[1:]) > 0:
+            raise ValueError(f"a load is cN, N in flight, or pN, N requests per second; got {text!r}")
+        return cls(text[0] == "c", int(text[1:]) if text[0] == "c" else float(text[1:]))
+
+    def __str__(self) -> str:
+        return f"{'c' if self.closed else 'p'}{self.amount:g}"
+
+
+async def drive(load: Load, count: int, call: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Make the calls 0 to `count` - 1; returns their results in this order."""
+    if not load.closed:
+        return await _arrivals(load.amount, count, call)
+    results: dict[int, T] = {}
+    numbers = iter(range(count))
+
+    async def loop() -> None:
+        for number in numbers:
+            results[number] = await call(number)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(int(load.amount), count)):
+            group.create_task(loop())
+    return [results[number] for number in range(count)]
+
+
+async def _arrivals(rate: float, count: int, call: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Calls at the times of a Poisson process, the same in every run."""
+    clock, rng = asyncio.get_running_loop(), random.Random(0)
+    due, tasks = clock.time(), []
+
+    async def one(number: int) -> T:
+        return await call(number)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            due += rng.expovariate(rate)
+            await asyncio.sleep(due - clock.time())
+            tasks.append(group.create_task(one(number)))
+    return [task.result() for task in tasks]

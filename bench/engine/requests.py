@@ -1,0 +1,52 @@
+"""Requests: prompts of random text around pictures, which differ from request to request and are equal in each way."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from bench.engine.checkpoint import FIRST_BYTE, SPECIAL
+from bench.engine.loads import Size
+from PIL import Image
+
+from vitwire import AsyncClient, Item
+from vitwire._prepare import image_items
+
+_IMAGE = [SPECIAL["<|vision_start|>"], SPECIAL["<|image_pad|>"], SPECIAL["<|vision_end|>"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, before anyone has prepared it for an engine."""
+
+    prompt: Sequence[int]
+    pictures: Sequence[Any]
+    """Pillow's, decoded."""
+    items: Sequence[Item]
+    """The same as uint8 patches; none without a server."""
+
+
+async def draw(size: Size, count: int, text: int, client: AsyncClient | None, seed: int = 0) -> list[Asked]:
+    """Requests of a size, with `text` tokens of text each; the pictures are decoded and split into patches."""
+    model = await client.model() if client else None
+
+    def one(number: int) -> Asked:
+        key = (seed, size.side, size.images, number)
+        pictures = [_picture(size.side, (*key, index)) for index in range(size.images)]
+        rng = random.Random(str(key))
+        words = [rng.randrange(FIRST_BYTE, FIRST_BYTE + 256) for _ in range(text)]
+        prompt = [*words[: text // 2], *_IMAGE * size.images, *words[text // 2 :]]
+        return Asked(prompt, pictures, image_items(pictures, model) if model else [])
+
+    return list(await asyncio.gather(*(asyncio.to_thread(one, number) for number in range(count))))
+
+
+def _picture(side: int, seed: Sequence[int]) -> Any:
+    """Low and high frequencies."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (max(1, side // 16), max(1, side // 16), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC), np.int16)
+    noise = rng.integers(-24, 25, (side, side, 3), np.int16)
+    return Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8))

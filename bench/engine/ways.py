@@ -1,0 +1,120 @@
+"""Ways of a request's images into an engine: encoded there, as embeddings inline, or by reference to a server."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from bench.engine.answers import Answer
+from bench.engine.requests import Asked
+
+from vitwire import Accepted, AsyncClient, Item, Stored, VitwireError
+from vitwire.integrations.vllm import image_embeds
+
+
+@dataclass(slots=True)
+class Way(ABC):
+    """Makes inputs of an engine. `front` is vLLM's front end: an `AsyncLLM`, or an `InputProcessor`."""
+
+    front: Any
+
+    @abstractmethod
+    async def prepare(self, asked: Asked, name: str) -> Any:
+        """What precedes the request: pictures become patches. `name` differs for each request of a run."""
+
+    @abstractmethod
+    async def inputs(self, asked: Asked, ready: Any, answer: Answer) -> Any:
+        """The engine's input; notes the moments of the request."""
+
+    async def render(self, asked: Asked, data: Any, names: Sequence[str]) -> Any:
+        """As vLLM's API server does. Names keep images apart in its encoder cache."""
+        prompt = {"prompt_token_ids": list(asked.prompt), "multi_modal_data": {"image": data}}
+        prompt["multi_modal_uuids"] = {"image": list(names)}
+        (rendered,) = await self.front.renderer.render_cmpl_async([prompt])
+        return rendered
+
+
+class Local(Way):
+    """The engine's own tower; vLLM's processor has run before."""
+
+    async def prepare(self, asked: Asked, name: str) -> Any:
+        return await self.render(asked, list(asked.pictures), _names(name, len(asked.pictures)))
+
+    async def inputs(self, asked: Asked, ready: Any, answer: Answer) -> Any:  # noqa: ARG002  # as declared
+        return ready
+
+
+@dataclass(slots=True)
+class Inline(Way):
+    """Embeddings from a server, in the request."""
+
+    client: AsyncClient
+
+    async def prepare(self, asked: Asked, name: str) -> Any:  # noqa: ARG002  # as declared
+        return name
+
+    async def inputs(self, asked: Asked, ready: Any, answer: Answer) -> Any:
+        embeddings = await self.client.encode(asked.items)
+        answer.moments["encoded"] = time.monotonic()
+        _note_server(answer, [embedding.report for embedding in embeddings])
+        data = image_embeds(embeddings, await self.client.model())["image"]
+        return await self.render(asked, data, _names(ready, len(embeddings)))
+
+
+@dataclass(slots=True)
+class Reference(Way):
+    """The server stores the rows; the request goes on once it has accepted the items, and the engine fetches them."""
+
+    client: AsyncClient
+    sending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def prepare(self, asked: Asked, name: str) -> list[Item]:
+        names = _names(name, len(asked.items))
+        return [replace(item, content_id=each) for item, each in zip(asked.items, names, strict=True)]
+
+    async def inputs(self, asked: Asked, ready: list[Item], answer: Answer) -> Any:
+        accepted: asyncio.Future[list[tuple[int, int, int]]] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._store(ready, accepted, answer))
+        self.sending.add(task)
+        task.add_done_callback(self.sending.discard)
+        grids = await accepted
+        answer.moments["accepted"] = time.monotonic()
+        return await self.render(
+            asked, {"image_grid_thw": torch.tensor(grids)}, [str(each.content_id) for each in ready]
+        )
+
+    async def _store(self, items: Sequence[Item], accepted: asyncio.Future[Any], answer: Answer) -> None:
+        """Failures before all items are accepted are the future's; the engine reports later ones."""
+        grids: dict[int, tuple[int, int, int]] = {}
+        stored: list[Stored] = []
+        try:
+            async with aclosing(self.client.iter_store(items)) as results:
+                async for index, result in results:
+                    if isinstance(result, VitwireError):
+                        raise result
+                    if isinstance(result, Stored):
+                        stored.append(result)
+                    if isinstance(result, Accepted):
+                        grids[index] = result.grid
+                        if len(grids) == len(items):
+                            accepted.set_result([grids[each] for each in range(len(items))])
+        except VitwireError as error:
+            if not accepted.done():
+                accepted.set_exception(error)
+            return
+        answer.moments["stored"] = time.monotonic()
+        _note_server(answer, [each.report for each in stored])
+
+
+def _names(name: str, images: int) -> list[str]:
+    return [f"{name}-{index}" for index in range(images)]
+
+
+def _note_server(answer: Answer, reports: Sequence[Any]) -> None:
+    """The longest of a request's items."""
+    answer.spans["server_queued"] = max(report.queued for report in reports)
+    answer.spans["server_encoded"] = max(report.encoded for report in reports)

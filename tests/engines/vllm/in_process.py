@@ -1,0 +1,79 @@
+"""vLLM's AsyncLLM around the engine of `engine.py`, which runs in this process and has a tower of ones."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tests.engines.vllm.engine import Engine
+from vllm.v1.engine.input_processor import InputProcessor
+
+
+class WithTower(Engine):
+    """Keeps the outputs of its steps for the front end."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, InputProcessor(config))
+        self.outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self.encoded: list[str] = []
+        """Images that the engine's tower encoded."""
+
+    def _execute(self, scheduled: Any) -> Any:
+        requests = {new.req_id: new.mm_features for new in scheduled.scheduled_new_reqs}
+        for name, indices in scheduled.scheduled_encoder_inputs.items():
+            for feature in (requests.get(name, self.request(name).mm_features)[index] for index in indices):
+                self.cache.encoder_outputs[feature.identifier] = self._rows(feature)
+        return super()._execute(replace(scheduled, scheduled_encoder_inputs={}))
+
+    def _rows(self, feature: Any) -> torch.Tensor:
+        """As the model does, which takes embeddings as they are."""
+        if "image_embeds" in feature.data:
+            rows: torch.Tensor = feature.data["image_embeds"].data
+            return rows
+        self.encoded.append(feature.identifier)
+        vision = self.config.model_config.hf_config.vision_config
+        width = vision.out_hidden_size * (1 + len(vision.deepstack_visual_indexes))
+        return torch.ones(feature.mm_position.length, width, dtype=torch.bfloat16)
+
+    def _update(self, outputs: Any) -> None:
+        super()._update(outputs)
+        for each in outputs.values():
+            self.outputs.put_nowait(each)
+
+
+class CoreClient:
+    """What AsyncLLM asks of its engine's process."""
+
+    engine_ranks_managed = (0,)
+    resources = SimpleNamespace(engine_dead=False)
+
+    def __init__(self, *, vllm_config: Any, **_: Any) -> None:
+        self.engine = WithTower(vllm_config)
+        self._steps: asyncio.Task[None] | None = None
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def add_request_async(self, request: Any) -> None:
+        self.engine.queue(request)
+        self._steps = self._steps or asyncio.create_task(self._run())
+
+    async def abort_requests_async(self, names: list[str]) -> None:
+        for name in names:
+            self.engine.abort(name)
+
+    async def get_output_async(self) -> Any:
+        return await self.engine.outputs.get()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if self._steps:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._steps.cancel()
+        self.engine.close()
+
+    async def _run(self) -> None:
+        while True:
+            self.engine.step()
+            await asyncio.sleep(0.001)
