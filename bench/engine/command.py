@@ -114,8 +114,8 @@ class Bench:
         images = max(4, *(size.images for size in options.sizes))
         chosen = vllm_engine.arguments(options.model, target, images=images, delivery=options.delivery)
         engine = vllm_engine.start(chosen | json.loads(options.engine_args), device)
-        self._report.note("device", _device())
-        self._report.note("engine", _engine_name())
+        for name, value in vllm_engine.described().items():
+            self._report.note(name, value)
         self._report.note("engine_start_s", round(time.monotonic() - began, 1))
         return engine
 
@@ -210,18 +210,6 @@ def _environment(options: argparse.Namespace) -> list[str]:
     """Prefix of commands that run what the server runs."""
     path = options.server_pythonpath or f"client:server:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     return ["env", f"PYTHONPATH={path}"]
-
-
-def _device() -> str:
-    import torch  # noqa: PLC0415 - seconds
-
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "cpu"
-
-
-def _engine_name() -> str:
-    import vllm  # noqa: PLC0415 - seconds
-
-    return f"vLLM {vllm.__version__}"
 
 
 def _parser() -> argparse.ArgumentParser:
