@@ -38,13 +38,21 @@ def figures(answers: Sequence[Answer], load: Load) -> Row:
     good = [answer for answer in answers if not answer.error]
     row: Row = {"requests": len(answers), "errors": len(answers) - len(good)}
     first = [1e3 * (answer.arrivals[0] - answer.start) for answer in good]
-    between = [1e3 * (later - earlier) for answer in good for earlier, later in pairwise(answer.arrivals)]
-    for name, values, shares in (("ttft", first, (50, 90, 99)), ("itl", between, (50, 99))):
-        if values:
-            row |= {f"{name}_p{share}_ms": round(quantile(values, share / 100), 2) for share in shares}
+    row |= quantiles("ttft", first, 50, 90, 99) | between_tokens(good)
     if good:
         row["requests_per_s"] = round(rate(good, load), 2)
     return row
+
+
+def between_tokens(answers: Sequence[Answer]) -> Row:
+    """Quantiles of the times between tokens."""
+    gaps = [1e3 * (later - earlier) for answer in answers for earlier, later in pairwise(answer.arrivals)]
+    return quantiles("itl", gaps, 50, 99)
+
+
+def quantiles(name: str, values: Sequence[float], *percent: int) -> Row:
+    """Columns with these percentiles, of values in milliseconds; none without values."""
+    return {f"{name}_p{each}_ms": round(quantile(values, each / 100), 2) for each in percent if values}
 
 
 def rate(answers: Sequence[Answer], load: Load) -> float:

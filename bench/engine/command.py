@@ -18,17 +18,18 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from bench.engine import checkpoint, loads, vllm_engine
-from bench.engine.answers import Answer, compared, figures, timeline
+from bench.engine.answers import Answer, between_tokens, compared, figures, timeline
 from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size
 from bench.engine.plots import plot
 from bench.engine.requests import Asked, draw
-from bench.engine.ways import Inline, Local, Reference, Way
+from bench.engine.running import running
+from bench.engine.ways import Inline, Local, Reference, Text, Way
 from bench.report import Report
 
 from servers import PYTHON, ServerProcess, serving
@@ -37,6 +38,7 @@ from vitwire import AsyncClient
 TITLES = {
     "streams": "streams of requests",
     "timeline": "milliseconds since the start of a request, medians; the server's stages are lengths",
+    "itl": "times between the tokens of four generations that run beside each way",
     "against_local": "beside the engine's own tower: ratios, and tokens that are equal",
 }
 WAYS = ("local", "inline", "reference", "again")
@@ -74,7 +76,7 @@ class Bench:
         self._report = report
         self._options = options
         self._clock = clock
-        self._numbers = count()
+        self._names = (f"request-{number}" for number in count())
 
     def run(self) -> None:
         if not self._options.model.exists():
@@ -101,7 +103,10 @@ class Bench:
                 client = await stack.enter_async_context(AsyncClient(target))
             for size in options.sizes:
                 asked = await draw(size, options.requests, options.text, client)
-                await self._size(size, asked, {name: _ways(name, engines, client) for name in options.ways})
+                ways = {name: _ways(name, engines, client) for name in options.ways}
+                await self._size(size, asked, ways)
+                if options.itl:
+                    await self._beside(size, asked, ways)
                 self._report.note("connector", vllm_engine.connector_counts())
 
     def _engine(self, target: str, device: int | None) -> Any:
@@ -109,8 +114,8 @@ class Bench:
         images = max(4, *(size.images for size in options.sizes))
         chosen = vllm_engine.arguments(options.model, target, images=images, delivery=options.delivery)
         engine = vllm_engine.start(chosen | json.loads(options.engine_args), device)
-        self._report.note("device", _device())
-        self._report.note("engine", _engine_name())
+        for name, value in vllm_engine.described().items():
+            self._report.note(name, value)
         self._report.note("engine_start_s", round(time.monotonic() - began, 1))
         return engine
 
@@ -122,8 +127,7 @@ class Bench:
             local: list[Answer] = []
             for name, each in ways.items():
                 place = {"size": str(size), "load": str(load), "way": name}
-                if self._clock.left < self._options.reserve:
-                    self._report.skip(" ".join(place.values()), "no time")
+                if not self._has_time("stream", place):
                     continue
                 answers = await self._stream(each, asked, load)
                 rows[name] = self._report.add("streams", place | figures(answers, load))
@@ -137,9 +141,26 @@ class Bench:
                     }
                     self._report.add("against_local", place | ratios | compared(answers, local))
 
-    async def _stream(self, ways: list[Way], asked: Sequence[Asked], load: Load) -> list[Answer]:
+    async def _beside(self, size: Size, asked: Sequence[Asked], ways: dict[str, list[Way]]) -> None:
+        """Times between the tokens of generations that run alone, beside prompts of text, and beside each way."""
+        texts = [Text(way.front) for way in next(iter(ways.values()))]
+        load = self._options.loads[-1]
+        for name, each in ({"alone": [], "text": texts} | ways).items():
+            place = {"size": str(size), "load": str(load), "way": name}
+            if self._has_time("itl", place):
+                async with running(texts, asked, self._names) as answers:
+                    await (self._stream(each, asked, load) if each else asyncio.sleep(1))
+                self._report.add("itl", place | between_tokens(answers))
+
+    def _has_time(self, what: str, place: dict[str, str]) -> bool:
+        if self._clock.left >= self._options.reserve:
+            return True
+        self._report.skip(f"{what} {' '.join(place.values())}", "no time")
+        return False
+
+    async def _stream(self, ways: Sequence[Way], asked: Sequence[Asked], load: Load) -> list[Answer]:
         """One stream over all engines in turn; what precedes the requests is done before it starts."""
-        names = [f"request-{next(self._numbers)}" for _ in asked]
+        names = list(islice(self._names, len(asked)))
         turns = [ways[number % len(ways)] for number in range(len(asked))]
         prepared = zip(turns, asked, names, strict=True)
         ready = await asyncio.gather(*(way.prepare(each, name) for way, each, name in prepared))
@@ -191,18 +212,6 @@ def _environment(options: argparse.Namespace) -> list[str]:
     return ["env", f"PYTHONPATH={path}"]
 
 
-def _device() -> str:
-    import torch  # noqa: PLC0415 - seconds
-
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "cpu"
-
-
-def _engine_name() -> str:
-    import vllm  # noqa: PLC0415 - seconds
-
-    return f"vLLM {vllm.__version__}"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("engine-bench", description=__doc__)
     add = parser.add_argument
@@ -213,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", type=int, default=96, help="of each stream")
     add("--text", type=int, default=64, help="tokens of text in a prompt")
     add("--tokens", type=int, default=16, help="tokens to generate")
+    add("--itl", action="store_true", help="times between tokens of generations beside the last load, too")
     add("--devices", type=int, default=2, help="the server is on the last of them, the engines are on the first ones")
     add("--engines", type=int, default=1, help="engines, each on a device; their front ends share this process")
     add("--delivery", default="auto", help="auto, nixl or stream, from the server into the engine")

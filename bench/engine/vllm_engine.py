@@ -88,6 +88,14 @@ def _rotated(first: int) -> list[int]:
     return [(first + index) % count for index in range(count)]
 
 
+def described() -> dict[str, str]:
+    """The engine and its device, without a CUDA context in this process."""
+    import vllm  # noqa: PLC0415 - as above
+    from vllm.platforms import current_platform  # noqa: PLC0415 - as above
+
+    return {"engine": f"vLLM {vllm.__version__}", "device": current_platform.get_device_name()}
+
+
 def connector_counts() -> dict[str, float]:
     """Counters of the EC connector since the engines' start, as on vLLM's metrics page."""
     from prometheus_client import REGISTRY  # noqa: PLC0415 - as above

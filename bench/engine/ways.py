@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from bench.engine.answers import Answer
+from bench.engine.checkpoint import SPECIAL
 from bench.engine.requests import Asked
 
 from vitwire import Accepted, AsyncClient, Item, Stored, VitwireError
@@ -46,6 +47,25 @@ class Local(Way):
 
     async def inputs(self, asked: Asked, ready: Any, answer: Answer) -> Any:  # noqa: ARG002  # as declared
         return ready
+
+
+class Text(Way):
+    """No images: text of the same length."""
+
+    async def prepare(self, asked: Asked, name: str) -> Any:  # noqa: ARG002  # as declared
+        return await self.render_text(
+            asked, len(asked.prompt) + sum(each.width * each.height for each in asked.pictures) // 1024
+        )
+
+    async def inputs(self, asked: Asked, ready: Any, answer: Answer) -> Any:  # noqa: ARG002  # as declared
+        return ready
+
+    async def render_text(self, asked: Asked, length: int) -> Any:
+        """A prompt of `length` tokens."""
+        words = list(asked.prompt[: asked.prompt.index(SPECIAL["<|vision_start|>"])])
+        tokens = (words * (length // len(words) + 1))[:length]
+        (rendered,) = await self.front.renderer.render_cmpl_async([{"prompt_token_ids": tokens}])
+        return rendered
 
 
 @dataclass(slots=True)

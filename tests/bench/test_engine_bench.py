@@ -48,7 +48,7 @@ async def test_a_load_makes_each_call_once(load: str, most: int) -> None:
 
 
 def test_figures() -> None:
-    row = answers.figures([answer(0, 1, first=at / 1000) for at in range(1, 101)] + [Answer(error="x")], Load.of("p1"))
+    row = answers.figures([answer(0, at, first=at / 1000) for at in range(1, 101)] + [Answer(error="x")], Load.of("p1"))
     assert (row["requests"], row["errors"]) == (101, 1)
     assert [row[f"ttft_p{share}_ms"] for share in (50, 90, 99)] == [50, 90, 99]
     assert (row["itl_p50_ms"], row["itl_p99_ms"]) == (5, 5)

@@ -105,7 +105,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[CoreClient]:
 
 def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
-    document = run("--sizes", "64x2", "--loads", "c1,p50", "--requests", "5", "--out", str(out))
+    document = run("--sizes", "64x2", "--loads", "c1,p50", "--requests", "5", "--itl", "--out", str(out))
     assert document == json.loads(out.read_text())
     assert "error" not in document, document
     places = [(load, way) for load in ("c1", "p50") for way in ("local", "inline", "reference", "again")]
@@ -122,9 +122,12 @@ def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     for row in document["against_local"]:
         assert (row["compared"], row["first_equal"], row["all_equal"]) == (5, 5, 5)
         assert row["ttft_p50_ms_ratio"] > 0
+    assert [row["way"] for row in document["itl"]] == ["alone", "text", "local", "inline", "reference", "again"]
+    assert all(row["itl_p99_ms"] >= row["itl_p50_ms"] > 0 for row in document["itl"])
     (core,) = in_process
-    assert len(core.engine.encoded) == 2 * 2 * (5 + 2 * 5)  # images of `local` and `again`, warmed up and at each load
-    assert document["connector"]["fetched_items"] == core.engine.stats["fetched"] == 2 * (5 + 2 * 5)
+    images = 2 * 5 * 4  # warmed up, at each load, and beside running generations
+    assert len(core.engine.encoded) == 2 * images
+    assert document["connector"]["fetched_items"] == core.engine.stats["fetched"] == images
     assert not core.engine.errors
 
 
