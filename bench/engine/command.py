@@ -112,7 +112,9 @@ class Bench:
     def _engine(self, target: str, device: int | None) -> Any:
         options, began = self._options, time.monotonic()
         images = max(4, *(size.images for size in options.sizes))
-        chosen = vllm_engine.arguments(options.model, target, images=images, delivery=options.delivery)
+        graphs = "inline" not in options.ways
+        chosen = vllm_engine.arguments(options.model, target, images=images, graphs=graphs, delivery=options.delivery)
+        self._report.note("encoder_graphs", graphs)
         engine = vllm_engine.start(chosen | json.loads(options.engine_args), device)
         for name, value in vllm_engine.described().items():
             self._report.note(name, value)
@@ -218,7 +220,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, default=Path("/tmp/engine-bench"), help="checkpoint; written if it is not there")
     add("--sizes", type=_list(Size.of), default="448x1,1024x1", help="SIDExIMAGES of a request, ...")
     add("--loads", type=_list(Load.of), default="c1,c8", help="cN: N in flight; pN: N requests/s, Poisson; ...")
-    add("--ways", type=_list(str), default=",".join(WAYS), help=f"of {', '.join(WAYS)}; local alone needs no server")
+    add(
+        "--ways",
+        type=_list(str),
+        default="local,reference,again",
+        help=f"of {', '.join(WAYS)}; local alone needs no server",
+    )
     add("--requests", type=int, default=96, help="of each stream")
     add("--text", type=int, default=64, help="tokens of text in a prompt")
     add("--tokens", type=int, default=16, help="tokens to generate")

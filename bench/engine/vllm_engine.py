@@ -29,10 +29,13 @@ ENVIRONMENT = {
 _CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
-def arguments(model: Path, target: str, *, images: int, delivery: str = "auto", wait: float = 10) -> dict[str, Any]:
-    """An engine with its own tower, in graphs, that takes embeddings too, and references to `target` unless empty.
+def arguments(
+    model: Path, target: str, *, images: int, graphs: bool = True, delivery: str = "auto", wait: float = 10
+) -> dict[str, Any]:
+    """An engine with its own tower that takes embeddings too, and references to `target` unless empty.
 
-    Nothing is reused between requests. images: the most of one request.
+    Nothing is reused between requests. images: the most of one request. graphs: of its tower; with them, vLLM 0.33
+    ends at the first request with embeddings inline.
     """
     chosen: dict[str, Any] = {
         "model": str(model),
@@ -48,7 +51,7 @@ def arguments(model: Path, target: str, *, images: int, delivery: str = "auto", 
         "limit_mm_per_prompt": {"image": images, "video": 0},
         "enable_mm_embeds": True,
         "mm_tensor_ipc": "torch_shm",
-        "compilation_config": {"cudagraph_capture_sizes": _CAPTURE_SIZES, "cudagraph_mm_encoder": True},
+        "compilation_config": {"cudagraph_capture_sizes": _CAPTURE_SIZES, "cudagraph_mm_encoder": graphs},
         "renderer_num_workers": 4,
         "seed": 0,
     }

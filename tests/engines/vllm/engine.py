@@ -46,7 +46,7 @@ def vllm_config(model: Path, target: str, extra: dict[str, Any] | None = None, *
         "max_num_seqs": 8,
         "enforce_eager": True,
         "async_scheduling": False,
-        "limit_mm_per_prompt": {"image": 0, "video": 0},
+        "limit_mm_per_prompt": {"image": 8, "video": 8},
         "ec_transfer_config": transfer,
     }
     config = EngineArgs(model=str(model), **defaults | arguments).create_engine_config()

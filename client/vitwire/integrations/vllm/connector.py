@@ -162,6 +162,11 @@ def _check(vllm_config: VllmConfig) -> None:
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:
         raise ValueError(f"VitwireECConnector: {vllm_config.model_config.model} takes no images")
+    if _levels(vllm_config) and not any(multimodal.get_limit_per_prompt(each) for each in _MODALITIES):
+        raise ValueError(
+            "VitwireECConnector: this model has deepstack levels, which vLLM drops with the tower: do not set "
+            "--limit-mm-per-prompt to 0 for both images and videos"
+        )
     if getattr(multimodal, "video_pruning_rate", None):
         raise ValueError("VitwireECConnector: --video-pruning-rate changes embeddings in the worker; turn it off")
     if vllm_config.lora_config and getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
@@ -176,12 +181,17 @@ def _reporting_workers(vllm_config: VllmConfig) -> int:
     return int(parallel.tensor_parallel_size) * int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
-def _expected(vllm_config: VllmConfig) -> Expected:
-    model = vllm_config.model_config
-    vision = getattr(model.hf_config, "vision_config", None) or getattr(
-        getattr(model.hf_config, "thinker_config", None), "vision_config", None
+def _levels(vllm_config: VllmConfig) -> int:
+    """Deepstack levels of the model."""
+    config = vllm_config.model_config.hf_config
+    vision = getattr(config, "vision_config", None) or getattr(
+        getattr(config, "thinker_config", None), "vision_config", None
     )
-    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
+def _expected(vllm_config: VllmConfig) -> Expected:
+    model, levels = vllm_config.model_config, _levels(vllm_config)
     kind = current_platform.device_type or "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     return Expected(model.get_inputs_embeds_size() * (1 + levels), model.dtype, device)
