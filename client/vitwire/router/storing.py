@@ -1,0 +1,49 @@
+"""Images that the encoder stores for one request, which goes on as soon as they are accepted."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Self
+
+from vitwire import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Referenced:
+    """The id and the grid by which an engine asks for an image's embedding."""
+
+    content_id: str
+    grid: tuple[int, int, int]
+    model: Model
+
+
+class Stores:
+    """Tasks by digest of the image; those that have not ended when the block does are cancelled."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[bytes, asyncio.Task[None]] = {}
+
+    async def begin(
+        self, digest: bytes, work: Callable[[Callable[[Referenced], None]], Coroutine[None, None, None]]
+    ) -> Referenced:
+        """What the work accepted first; the work goes on. Raises its error if it ends before."""
+        accepted: asyncio.Future[Referenced] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(work(lambda found: None if accepted.done() else accepted.set_result(found)))
+        self._tasks[digest] = task
+        await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
+        if not accepted.done():
+            await task
+        return accepted.result()
+
+    async def ended(self, digest: bytes) -> None:
+        """Wait for the end of the work on an image, if there is any. Raises its error."""
+        if task := self._tasks.get(digest):
+            await task
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
