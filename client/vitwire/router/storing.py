@@ -18,7 +18,7 @@ class Referenced:
 
 
 class Stores:
-    """Tasks by digest of the image; those that have not ended when the block does are cancelled."""
+    """Tasks by digest of the image. The block ends with the last of them, and cancels them if it fails."""
 
     def __init__(self) -> None:
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
@@ -43,7 +43,7 @@ class Stores:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks.values():
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for task in self._tasks.values() if kind else ():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
