@@ -129,7 +129,16 @@ class Encoder:
         """
         return await self.stores.begin(image.digest, lambda accept: self._store(image, accept))
 
-    async def _store(self, image: ImageFile, accept: Callable[[Referenced], None]) -> None:
+    async def check_stored(self, image: ImageFile, *, still: bool) -> None:
+        """Wait until an image that the server accepted is stored. Raises as `store`.
+
+        still: raises also if the server does not have it any more.
+        """
+        content_id = await self.stores.ended(image.digest)
+        if content_id and still:
+            await self.client.store([Item(content_id=content_id)], self.seconds)
+
+    async def _store(self, image: ImageFile, accept: Callable[[Referenced], None]) -> str:
         async with self.turns.turn(self.caller):
             model = await self.description.current()
             if not model.limits.cached_bytes:
@@ -147,6 +156,7 @@ class Encoder:
                         accept(Referenced(content_id, answer.grid, model))
             else:
                 accept(Referenced(content_id, stored.grid, model))
+        return content_id
 
     async def _item(self, image: ImageFile, model: Model) -> Item:
         return await item_of(

@@ -83,11 +83,11 @@ class Images:
         """The same with the images themselves, for the engine to encode. Raises ApiError."""
         return await self._parts(loaded, Unchanged(), ticket)
 
-    async def check_stored(self, loaded: Loaded) -> None:
-        """Wait until the encoder has stored what it accepted. Raises ApiError if it does not."""
+    async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
+        """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
         for image, param in zip(loaded.files, loaded.params, strict=True):
             with _naming(param):
-                await self.encoder.stores.ended(image.digest)
+                await self.encoder.check_stored(image, still=still)
 
     async def _parts(self, loaded: Loaded, dialect: Dialect, ticket: Ticket) -> list[Part]:
         async def part(number: int) -> Part:

@@ -74,7 +74,7 @@ class Router:
             await self._forward(exchange, b"".join(request.pieces) or body, as_json=True)
 
     async def _with_images(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
-        async def forward(parts: Sequence[Part], check: Callable[[], Awaitable[None]] | None = None) -> None:
+        async def forward(parts: Sequence[Part], check: Callable[[bool], Awaitable[None]] | None = None) -> None:
             body = await images.encoder.in_thread(lambda: filled(request.pieces, parts))
             ticket.hold(len(body))
             await self._forward(exchange, body, as_json=True, check=check)
@@ -84,7 +84,7 @@ class Router:
                 with self._timed("images"):
                     loaded = await images.load(request, ticket)
                     parts = await images.parts(loaded, ticket)
-                await forward(parts, lambda: images.check_stored(loaded))
+                await forward(parts, lambda failed: images.check_stored(loaded, still=failed))
                 return
         except ApiError as error:  # of the encoder only before the response has begun
             reason = error.code.removeprefix("encoder_")
@@ -101,11 +101,11 @@ class Router:
         body: bytes,
         *,
         as_json: bool = False,
-        check: Callable[[], Awaitable[None]] | None = None,
+        check: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
         """Send the request to the engine, and its response to the caller.
 
-        check: raises what kept the engine from its images, before a response that may lack them is passed on.
+        check: called before a response that may lack images is passed on; with whether it is an error. Raises ApiError.
         """
         exchange.stage = "engine"
         request = exchange.request
@@ -120,8 +120,9 @@ class Router:
             headers.append((b"authorization", f"Bearer {self.engine_key}".encode()))
         began = time.perf_counter()
         async with self.engine.send(request.method, exchange.target, headers, body) as response:
-            if check and (response.status_code >= 500 or is_of_events(response)):
-                await check()
+            has_failed = response.status_code >= 500
+            if check and (has_failed or is_of_events(response)):
+                await check(has_failed)
             self.metrics.seconds.labels("engine").observe(time.perf_counter() - began)
             await exchange.relay(response)
 

@@ -21,10 +21,10 @@ class Stores:
     """Tasks by digest of the image. The block ends with the last of them, and cancels them if it fails."""
 
     def __init__(self) -> None:
-        self._tasks: dict[bytes, asyncio.Task[None]] = {}
+        self._tasks: dict[bytes, asyncio.Task[str]] = {}
 
     async def begin(
-        self, digest: bytes, work: Callable[[Callable[[Referenced], None]], Coroutine[None, None, None]]
+        self, digest: bytes, work: Callable[[Callable[[Referenced], None]], Coroutine[None, None, str]]
     ) -> Referenced:
         """What the work accepted first; the work goes on. Raises its error if it ends before."""
         accepted: asyncio.Future[Referenced] = asyncio.get_running_loop().create_future()
@@ -35,10 +35,10 @@ class Stores:
             await task
         return accepted.result()
 
-    async def ended(self, digest: bytes) -> None:
-        """Wait for the end of the work on an image, if there is any. Raises its error."""
-        if task := self._tasks.get(digest):
-            await task
+    async def ended(self, digest: bytes) -> str | None:
+        """What the work on an image returned, once it has ended; None if there is none. Raises its error."""
+        task = self._tasks.get(digest)
+        return await task if task else None
 
     async def __aenter__(self) -> Self:
         return self
