@@ -70,8 +70,11 @@ class Router:
         exchange.images = len(request.places)
         if request.places:
             await self._with_images(exchange, ticket, images, request)
-        else:
-            await self._forward(exchange, b"".join(request.pieces) or body, as_json=True)
+            return
+        if request.pieces:  # of a form
+            body = b"".join(request.pieces)
+            ticket.hold(len(body))
+        await self._forward(exchange, body, as_json=True)
 
     async def _with_images(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
         async def forward(parts: Sequence[Part], check: Callable[[bool], Awaitable[None]] | None = None) -> None:
