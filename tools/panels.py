@@ -162,7 +162,8 @@ ROWS = (
         Panel("Time by stage", "s", _quantiles("vitwire_router_stage_seconds", "stage"),
               "engine: until its first byte."),
         Panel("Failures of upstreams per second", "short", [
-            Query(_rate("vitwire_router_failures_total", "upstream, code"), "{{upstream}} {{code}}")]),
+            Query(_rate("vitwire_router_failures_total", "upstream, code"), "{{upstream}} {{code}}"),
+            Query(_rate("vitwire_router_fallbacks_total", "reason"), "left to the engine: {{reason}}")]),
         Panel("Images per second", "short", [
             Query(_rate("vitwire_router_images_total", "source, result"), "{{source}} {{result}}")]),
         Panel("Requests in flight", "short", [

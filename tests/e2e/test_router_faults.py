@@ -1,8 +1,6 @@
 """`vitwire router` at its limits, and when clients, engine or encoder fail. The encoder is a fake one."""
 
-import base64
 import http.client
-import io
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -19,10 +17,9 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 from openai import OpenAI
-from PIL import Image
 
 from fake_service import Fake, Running, abort, retry_info, serving
-from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
+from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, picture, router, until, user
 
 pytestmark = pytest.mark.matrix
 
@@ -64,18 +61,6 @@ def proxy(encoder: Running, stand_in: EngineProcess) -> Iterator[RouterProcess]:
 def llm(proxy: RouterProcess) -> Iterator[OpenAI]:
     with client_of(proxy) as client:
         yield client
-
-
-def picture(width: int = 32, height: int = 32, seed: int = 0) -> str:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def user(*urls: str) -> list[Any]:
-    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [{"type": "text", "text": "Describe"}, *parts]}]
 
 
 def request_body(model: str, *urls: str, **fields: Any) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The answer to a chat completion is chosen by its model: `slow` sends its first event, and the others once the test posts
 to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
-nothing, `flood` without end.
+nothing, `flood` without end. `rows-from-HOST:PORT` fetches the embeddings of references from a Vitwire server, as the
+EC connector does, and fails without them: with status 500, or with an event.
 """
 
 import asyncio
@@ -18,6 +19,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from vitwire import AsyncClient, Item, VitwireError
+
+_FETCH_SECONDS = 10.0
 WORDS = ["Two", " cats", " on", " a", " sofa"]
 
 
@@ -34,6 +38,9 @@ class Engine:
         body = await request.json()
         self._record(request, body)
         model = body.get("model", "")
+        fetched = asyncio.create_task(_fetch(model.partition("rows-from-")[2], body))
+        if not body.get("stream") and not await fetched:
+            model = "status-500"
         if model.startswith("status-"):
             status = int(model.removeprefix("status-"))
             error = {"message": f"the engine says {status}", "type": "engine", "param": None, "code": status}
@@ -47,7 +54,7 @@ class Engine:
         if model == "silent":
             await self._until_cancelled()
         if body.get("stream"):
-            return StreamingResponse(self._events(model), media_type="text/event-stream")
+            return StreamingResponse(self._events(model, fetched), media_type="text/event-stream")
         message = {"role": "assistant", "content": "".join(WORDS)}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return JSONResponse(_completion("chat.completion", choice), headers={"x-engine": "stand-in"})
@@ -87,7 +94,10 @@ class Engine:
             }
         )
 
-    async def _events(self, model: str) -> AsyncGenerator[bytes, None]:
+    async def _events(self, model: str, fetched: asyncio.Task[bool]) -> AsyncGenerator[bytes, None]:
+        if not await fetched:
+            yield _event({"error": {"message": "no embedding"}})
+            return
         for position, word in enumerate(WORDS):
             if model == "slow" and position == 1:
                 await self._until_cancelled(self.proceed)
@@ -123,6 +133,19 @@ class _Broken(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
+
+
+async def _fetch(target: str, body: dict[str, Any]) -> bool:
+    """Whether the embeddings of all references arrived; nothing is fetched without a target."""
+    if not target:
+        return True
+    parts = [part for message in body["messages"] for part in message["content"] if part["type"] == "image_embeds"]
+    items = [Item(None, part["image_embeds"]["image_grid_thw"], content_id=part["uuid"]) for part in parts]
+    async with AsyncClient(target, timeout=_FETCH_SECONDS) as client:
+        try:
+            return len(await client.encode(items)) == len(items)
+        except VitwireError:
+            return False
 
 
 def _event(value: object) -> bytes:

@@ -1,5 +1,7 @@
 """`vitwire router` and what stands around it, as real processes on free ports."""
 
+import base64
+import io
 import json
 import os
 import socket
@@ -13,7 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
 from openai import OpenAI
+from PIL import Image
 
 from servers import ServerProcess
 
@@ -105,3 +109,17 @@ def leaving(proxy: RouterProcess, body: dict[str, Any]) -> socket.socket:
     content = json.dumps(body).encode()
     sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return sock
+
+
+def picture(width: int = 32, height: int = 32, seed: int = 0) -> str:
+    """The data URI of a PNG of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def user(*urls: str) -> list[Any]:
+    """The messages of a question about images."""
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [{"type": "text", "text": "Describe"}, *parts]}]

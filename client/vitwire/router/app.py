@@ -102,11 +102,11 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
         workers,
         max_pixels=settings.max_image_pixels,
         max_encoding=settings.max_encoding,
-        seconds=settings.encode_seconds,
+        seconds=settings.encoder_wait,
         at_encoder=settings.decode == "auto",
     )
     stack.callback(encoder.close)
-    images = Images(encoder, fetcher, prepared.dialect, metrics, settings.encode_seconds)
+    images = Images(encoder, fetcher, prepared.dialect, metrics, settings.encode_seconds, settings.encoder_wait)
     own_keys = bool(prepared.keys or prepared.engine_key)
     router = Router(settings, metrics, engine, images, own_keys, prepared.engine_key)
     admission = Admission(settings.max_requests, settings.max_buffered_bytes, metrics)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from vitwire.router.encoding import Encoded, Encoder, ImageFile
 from vitwire.router.rewriting import Hole
 from vitwire.router.settings import Mode, Settings
+from vitwire.router.storing import Referenced
 
 Part = dict[str, Any]
 
@@ -42,12 +43,12 @@ class Reference:
 
     hole: Hole = "part"
 
-    def __init__(self, make: Callable[[Encoded], Part]) -> None:
+    def __init__(self, make: Callable[[Referenced], Part]) -> None:
         self._make = make
 
     async def part(self, image: ImageFile, encoder: Encoder) -> Part:
         """Raises as `Dialect.part`."""
-        return self._make(await encoder.encode(image, cached=True))
+        return self._make(await encoder.store(image))
 
 
 class PassOn:
@@ -61,6 +62,16 @@ class PassOn:
         return {"url": await encoder.in_thread(lambda: _data_uri(kind, image.content))}
 
 
+class Unchanged:
+    """The request carries the image, checked, in place of its embedding: the engine encodes it."""
+
+    hole: Hole = "part"
+
+    async def part(self, image: ImageFile, encoder: Encoder) -> Part:
+        """Raises as `Dialect.part`."""
+        return {"type": "image_url", "image_url": await PassOn().part(image, encoder)}
+
+
 def mode_of(settings: Settings) -> Mode:
     """`--mode`, or the engine's default."""
     return settings.mode or ("reference" if settings.engine == "sglang" else "inline")
@@ -72,12 +83,14 @@ def dialect_of(settings: Settings) -> Dialect:
     if settings.engine == "sglang":
         if mode == "inline":
             raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
+        if settings.on_encoder_failure == "engine":
+            raise ValueError("--on-encoder-failure engine: SGLang requests embeddings itself; leave it out with SGLang")
         return PassOn()
     from vitwire.integrations import vllm  # noqa: PLC0415  # only for this engine
 
     if mode == "inline":
         return Inline(lambda each: vllm.image_part(each.embedding, each.model, uuid=each.content_id))
-    return Reference(lambda each: vllm.reference_part(each.embedding.grid, each.model, each.content_id))
+    return Reference(lambda each: vllm.reference_part(each.grid, each.model, each.content_id))
 
 
 def _data_uri(kind: str, content: bytes) -> str:

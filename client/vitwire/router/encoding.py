@@ -6,14 +6,15 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from vitwire import AsyncClient, DType, Embedding, Item, Model, NotCached
-from vitwire._items import without_pixels
+from vitwire import AsyncClient, DType, Embedding, Item, Model, NotCached, VitwireError
 from vitwire.router.errors import ApiError
 from vitwire.router.reading import Header, header_of, item_of
 from vitwire.router.shares import Caller, Turns
+from vitwire.router.storing import Referenced, Stores
 from vitwire.router.workers import Workers
 from vitwire.wire import Buffer
 
@@ -38,7 +39,7 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An image's embedding, and the id of its content in the caches of encoder and engine."""
+    """An image's embedding, and the id of its content in the engine's caches."""
 
     content_id: str
     embedding: Embedding
@@ -51,8 +52,6 @@ class Description:
 
     client: AsyncClient
     seconds: float | None
-    caching: set[str] = field(default_factory=set)
-    """Fingerprints of the weights under which an embedding was found in the server's cache."""
     _model: Model | None = None
     _until: float = 0.0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -82,6 +81,8 @@ class Encoder:
     threads: ThreadPoolExecutor
     """For work that takes milliseconds."""
     caller: Caller
+    stores: Stores
+    """Of one request, which ends them."""
 
     @classmethod
     def of(
@@ -105,43 +106,66 @@ class Encoder:
             workers,
             ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images"),
             Caller.of("anybody"),
+            Stores(),
         )
 
     def serving(self, caller: Caller, metadata: Mapping[str, str] | None = None) -> "Encoder":
         """The same encoder for a request, whose calls carry this metadata."""
         client = self.client.with_options(metadata=metadata) if metadata else self.client
-        return replace(self, client=client, caller=caller)
+        return replace(self, client=client, caller=caller, stores=Stores())
 
-    async def encode(self, image: ImageFile, *, cached: bool = False, output_type: DType | None = None) -> Encoded:
-        """The embedding of an image file; `cached` leaves it in the server's cache under its content id.
-
-        Raises VitwireError, or ApiError if no worker is left, or if `cached` and the server has no cache.
-        """
+    async def encode(self, image: ImageFile, *, output_type: DType | None = None) -> Encoded:
+        """The embedding of an image file. Raises VitwireError, or ApiError if no worker is left."""
         async with self.turns.turn(self.caller):
             model = await self.description.current()
+            item = await self._item(image, model)
+            (embedding,) = await self.client.encode([item], self.seconds, output_type)
+        return Encoded(content_id_of(image.digest, model), embedding, model)
+
+    async def store(self, image: ImageFile) -> Referenced:
+        """Let the server cache the embedding of an image file: returns as soon as requests for it wait for it.
+
+        The rest happens in `stores`. Raises VitwireError, or ApiError if no worker is left, or the server has no cache.
+        """
+        return await self.stores.begin(image.digest, lambda accept: self._store(image, accept))
+
+    async def check_stored(self, image: ImageFile, *, still: bool) -> None:
+        """Wait until an image that the server accepted is stored. Raises as `store`.
+
+        still: raises also if the server does not have it any more.
+        """
+        content_id = await self.stores.ended(image.digest)
+        if content_id and still:
+            await self.client.store([Item(content_id=content_id)], self.seconds)
+
+    async def _store(self, image: ImageFile, accept: Callable[[Referenced], None]) -> str:
+        async with self.turns.turn(self.caller):
+            model = await self.description.current()
+            if not model.limits.cached_bytes:
+                message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
+                raise ApiError(502, message, "encoder_without_cache")
             content_id = content_id_of(image.digest, model)
-            item = await item_of(
-                self.workers, self.caller, image.content, model, self.max_pixels, at_encoder=self.at_encoder
-            )
-            if cached:
-                item = replace(item, content_id=content_id)
-            (embedding,) = await self.client.encode_cached([item], self.seconds, output_type)
-            if cached and model.weights_fingerprint not in self.description.caching:
-                await self._check_cached(item)
-                self.description.caching.add(model.weights_fingerprint)
-        return Encoded(content_id, embedding, model)
+            try:
+                (stored,) = await self.client.store([Item(content_id=content_id)], self.seconds)
+            except NotCached:
+                item = replace(await self._item(image, model), content_id=content_id)
+                async with aclosing(self.client.iter_store([item], self.seconds)) as answers:
+                    async for _, answer in answers:
+                        if isinstance(answer, VitwireError):
+                            raise answer from None
+                        accept(Referenced(content_id, answer.grid, model))
+            else:
+                accept(Referenced(content_id, stored.grid, model))
+        return content_id
+
+    async def _item(self, image: ImageFile, model: Model) -> Item:
+        return await item_of(
+            self.workers, self.caller, image.content, model, self.max_pixels, at_encoder=self.at_encoder
+        )
 
     async def header(self, image: ImageFile) -> Header:
         """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
         return await header_of(self.workers, self.caller, image.content, self.max_pixels)
-
-    async def _check_cached(self, item: Item) -> None:
-        """Raises ApiError if the server did not keep the embedding of an item that it has just encoded."""
-        try:
-            await self.client.encode([without_pixels(item)], timeout=self.seconds)
-        except NotCached as error:
-            message = "the encoder did not keep an embedding: --mode reference needs --cache-bytes on every server"
-            raise ApiError(502, message, "encoder_without_cache") from error
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """The result of work that would block the event loop."""

@@ -13,13 +13,12 @@ from starlette.types import Receive, Scope, Send
 from vitwire.router.admission import Ticket
 from vitwire.router.bodies import read_body
 from vitwire.router.errors import ApiError
-from vitwire.router.upstream import Headers, chunks, from_transport, returned
+from vitwire.router.upstream import Headers, chunks, from_transport, is_of_events, returned
 
 Stage = Literal["receive", "images", "engine", "response"]
 
 _MAX_REQUEST_ID = 128
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
-_EVENTS = "text/event-stream"
 
 
 class Exchange:
@@ -94,8 +93,7 @@ class Exchange:
             async for chunk in chunks(response):
                 await self._write(chunk, more=True)
         except httpx2.TransportError as error:
-            is_open = "content-length" not in response.headers
-            if not (is_open and response.headers.get("content-type", "").startswith(_EVENTS)):
+            if "content-length" in response.headers or not is_of_events(response):
                 raise from_transport(error) from error
             await self._write(b"\n\ndata: " + from_transport(error).body + b"\n\n", more=True)
         await self._write(b"", more=False)

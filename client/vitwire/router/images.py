@@ -1,13 +1,14 @@
 """The images of one request: their bytes, embeddings, and the engine's content parts."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vitwire import VitwireError
 from vitwire.router.admission import Ticket
-from vitwire.router.dialects import Dialect, Part
+from vitwire.router.dialects import Dialect, Part, Unchanged
 from vitwire.router.encoding import Encoder, ImageFile
 from vitwire.router.errors import ApiError, from_encoder
 from vitwire.router.fetching import Fetcher
@@ -22,6 +23,18 @@ _MAX_AT_ONCE = 8
 """Images of one request that are fetched or encoded at a time."""
 
 
+class Loaded(NamedTuple):
+    """The image files of a request, equal ones once."""
+
+    files: Sequence[ImageFile]
+    params: Sequence[str]
+    """The name of each file in errors."""
+    order: Sequence[int]
+    """For each image of the request, its file."""
+    until: float
+    """When all images must be encoded, on the loop's clock."""
+
+
 @dataclass(frozen=True, slots=True)
 class Images:
     """Turns images of requests into content parts."""
@@ -31,26 +44,60 @@ class Images:
     dialect: Dialect
     metrics: Metrics
     seconds: float
+    """To load and encode the images of a request."""
+    wait: float
+    """Of these, for the encoder."""
 
     def serving(self, caller: Caller, metadata: Mapping[str, str]) -> "Images":
         """The same for a request, with metadata for the encoder's logs and traces."""
         return replace(self, encoder=self.encoder.serving(caller, metadata))
 
-    async def parts(self, request: ChatRequest, ticket: Ticket) -> list[Part]:
-        """The engine's part for each image, in order; equal images are encoded once. Raises ApiError."""
+    async def load(self, request: ChatRequest, ticket: Ticket) -> Loaded:
+        """The image files of a request. Raises ApiError."""
+        until = asyncio.get_running_loop().time() + self.seconds
         first: dict[int, str] = {}
         for place in request.places:
             first.setdefault(place.source, place.param)
         try:
-            async with asyncio.timeout(self.seconds):
+            async with asyncio.timeout_at(until):
                 images = await _each(lambda key: self._load(request.sources[key], first[key], ticket), first)
-                equal: dict[bytes, int] = {}
-                for key, image in images.items():
-                    equal.setdefault(image.digest, key)
-                parts = await _each(lambda key: self._part(images[key], first[key], ticket), equal.values())
         except TimeoutError as error:
             raise ApiError(504, f"the images took longer than {self.seconds:g} s", "images_timeout") from error
-        return [parts[equal[images[place.source].digest]] for place in request.places]
+        equal: dict[bytes, int] = {}
+        for key, image in images.items():
+            equal.setdefault(image.digest, key)
+        numbers = {digest: number for number, digest in enumerate(equal)}
+        order = [numbers[images[place.source].digest] for place in request.places]
+        return Loaded([images[key] for key in equal.values()], [first[key] for key in equal.values()], order, until)
+
+    async def parts(self, loaded: Loaded, ticket: Ticket) -> list[Part]:
+        """The engine's part for each image of the request, in order. Raises ApiError."""
+        until = min(loaded.until, asyncio.get_running_loop().time() + self.wait)
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._parts(loaded, self.dialect, ticket)
+        except TimeoutError as error:
+            raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+
+    async def unchanged(self, loaded: Loaded, ticket: Ticket) -> list[Part]:
+        """The same with the images themselves, for the engine to encode. Raises ApiError."""
+        return await self._parts(loaded, Unchanged(), ticket)
+
+    async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
+        """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
+        for image, param in zip(loaded.files, loaded.params, strict=True):
+            with _naming(param):
+                await self.encoder.check_stored(image, still=still)
+
+    async def _parts(self, loaded: Loaded, dialect: Dialect, ticket: Ticket) -> list[Part]:
+        async def part(number: int) -> Part:
+            with _naming(loaded.params[number]):
+                part = await dialect.part(loaded.files[number], self.encoder)
+            ticket.hold(sum(len(value) for value in _strings(part)))
+            return part
+
+        parts = await _each(part, range(len(loaded.files)))
+        return [parts[number] for number in loaded.order]
 
     async def _load(self, source: Source, param: str, ticket: Ticket) -> ImageFile:
         image = source.content
@@ -67,17 +114,16 @@ class Images:
         self.metrics.images.labels(source.kind, "loaded").inc()
         return await self.encoder.in_thread(lambda: ImageFile.of(image))
 
-    async def _part(self, image: ImageFile, param: str, ticket: Ticket) -> Part:
-        try:
-            part = await self.dialect.part(image, self.encoder)
-        except VitwireError as error:
-            raise from_encoder(error, param) from error
-        except ValueError as error:
-            raise ApiError(
-                502, f"the engine has no input for this model's images: {error}", "unsupported_model"
-            ) from error
-        ticket.hold(sum(len(value) for value in _strings(part)))
-        return part
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Errors of the encoder in the block as those of an image."""
+    try:
+        yield
+    except VitwireError as error:
+        raise from_encoder(error, param) from error
+    except ValueError as error:
+        raise ApiError(502, f"the engine has no input for this model's images: {error}", "unsupported_model") from error
 
 
 async def _each(work: Callable[[K], Coroutine[None, None, T]], keys: Iterable[K]) -> dict[K, T]:

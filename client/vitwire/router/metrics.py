@@ -5,6 +5,8 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
+FALLBACKS = ("unavailable", "overloaded", "timeout", "failed")
+"""Reasons; as codes of errors they begin with `encoder_`."""
 _CODES = frozenset(str(status.value) for status in HTTPStatus) | {"0"}
 
 
@@ -54,6 +56,12 @@ class Metrics:
             ["upstream", "code"],
             registry=self.registry,
         )
+        self.fallbacks = Counter(
+            "vitwire_router_fallbacks",
+            "requests whose images were left to the engine, by reason: " + ", ".join(FALLBACKS),
+            ["reason"],
+            registry=self.registry,
+        )
 
         self._show_labels()
 
@@ -63,6 +71,8 @@ class Metrics:
             self.rejected.labels(reason)
         for stage in ("receive", "images", "engine", "response"):
             self.cancelled.labels(stage)
+        for reason in FALLBACKS:
+            self.fallbacks.labels(reason)
         for source in ("data", "upload", "url"):
             for result in ("loaded", "refused"):
                 self.images.labels(source, result)

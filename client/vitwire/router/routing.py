@@ -1,19 +1,23 @@
 """What the router does with requests, once they are admitted."""
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vitwire.router.admission import Ticket
+from vitwire.router.dialects import Part
 from vitwire.router.errors import ApiError
 from vitwire.router.exchange import Exchange
 from vitwire.router.images import Images
-from vitwire.router.metrics import Metrics
-from vitwire.router.reading import ChatLimits, read_chat
+from vitwire.router.metrics import FALLBACKS, Metrics
+from vitwire.router.reading import ChatLimits, ChatRequest, read_chat
 from vitwire.router.rewriting import filled
 from vitwire.router.settings import Settings
-from vitwire.router.upstream import Engine, forwarded
+from vitwire.router.upstream import Engine, forwarded, is_of_events
+
+logger = logging.getLogger("vitwire.router")
 
 _PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
 """Paths that are passed on, with those under them: the engine's API, not its administration."""
@@ -64,34 +68,64 @@ class Router:
         content_type = exchange.request.headers.get("content-type", "")
         request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
         exchange.images = len(request.places)
-        parts = []
         if request.places:
-            with self._timed("images"):
-                parts = await images.parts(request, ticket)
-        if request.pieces:
+            await self._with_images(exchange, ticket, images, request)
+            return
+        if request.pieces:  # of a form
+            body = b"".join(request.pieces)
+            ticket.hold(len(body))
+        await self._forward(exchange, body, as_json=True)
+
+    async def _with_images(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
+        async def forward(parts: Sequence[Part], check: Callable[[bool], Awaitable[None]] | None = None) -> None:
             body = await images.encoder.in_thread(lambda: filled(request.pieces, parts))
             ticket.hold(len(body))
-        await self._forward(exchange, body, without=(b"content-type",), extra=[(b"content-type", _JSON.encode())])
+            await self._forward(exchange, body, as_json=True, check=check)
+
+        try:
+            async with images.encoder.stores:
+                with self._timed("images"):
+                    loaded = await images.load(request, ticket)
+                    parts = await images.parts(loaded, ticket)
+                await forward(parts, lambda failed: images.check_stored(loaded, still=failed))
+                return
+        except ApiError as error:  # of the encoder only before the response has begun
+            reason = error.code.removeprefix("encoder_")
+            if self.settings.on_encoder_failure == "error" or reason == error.code or reason not in FALLBACKS:
+                raise
+            logger.warning("request %s: the engine encodes the images: %s", exchange.request_id, error)
+            self.metrics.fallbacks.labels(reason).inc()
+        exchange.stage = "images"
+        await forward(await images.unchanged(loaded, ticket))
 
     async def _forward(
         self,
         exchange: Exchange,
         body: bytes,
         *,
-        without: tuple[bytes, ...] = (),
-        extra: list[tuple[bytes, bytes]] | None = None,
+        as_json: bool = False,
+        check: Callable[[bool], Awaitable[None]] | None = None,
     ) -> None:
-        """Send the request to the engine, and its response to the caller."""
+        """Send the request to the engine, and its response to the caller.
+
+        check: called before a response that may lack images is passed on; with whether it is an error. Raises ApiError.
+        """
         exchange.stage = "engine"
         request = exchange.request
+        without = (b"x-request-id", *((b"content-type",) if as_json else ()))
         if self.drops_authorization:
             without += (b"authorization",)
-        headers = forwarded(request.headers.raw, without=(*without, b"x-request-id")) + (extra or [])
+        headers = forwarded(request.headers.raw, without=without)
+        if as_json:
+            headers.append((b"content-type", _JSON.encode()))
         headers.append((b"x-request-id", exchange.request_id.encode()))
         if self.engine_key:
             headers.append((b"authorization", f"Bearer {self.engine_key}".encode()))
         began = time.perf_counter()
         async with self.engine.send(request.method, exchange.target, headers, body) as response:
+            has_failed = response.status_code >= 500
+            if check and (has_failed or is_of_events(response)):
+                await check(has_failed)
             self.metrics.seconds.labels("engine").observe(time.perf_counter() - began)
             await exchange.relay(response)
 

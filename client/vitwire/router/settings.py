@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 Engine = Literal["vllm", "sglang"]
 Mode = Literal["inline", "reference"]
+OnFailure = Literal["error", "engine"]
 MIB = 1 << 20
 
 
@@ -67,6 +68,14 @@ class Settings:
         "auto"
     )
     encoder_retries: Annotated[int, Flag("number of retries when the encoder is unavailable or overloaded", 0)] = 3
+    encoder_wait: Annotated[
+        float,
+        Flag("seconds to wait for the encoder: in mode inline for the rows, in mode reference to accept images", 0.001),
+    ] = 30.0
+    on_encoder_failure: Annotated[
+        OnFailure,
+        Flag("if the encoder fails or the wait is over: answer with an error, or let the engine encode the images"),
+    ] = "error"
     body_seconds: Annotated[float, Flag("seconds for a request's body to arrive", 0.001)] = 60.0
     fetch_seconds: Annotated[float, Flag("seconds to fetch one image URL, with redirects", 0.001)] = 10.0
     encode_seconds: Annotated[float, Flag("seconds to fetch, decode and encode the images of a request", 0.001)] = 60.0

@@ -104,6 +104,11 @@ def returned(response: httpx2.Response) -> Headers:
     return [(name, value) for name, value in headers if name not in dropped]
 
 
+def is_of_events(response: httpx2.Response) -> bool:
+    """Whether the body is a stream of events, which begins before the engine has computed anything."""
+    return bool(response.headers.get("content-type", "").startswith("text/event-stream"))
+
+
 def chunks(response: httpx2.Response) -> AsyncIterator[bytes]:
     """The body as it arrives."""
     return aiter(cast("httpx2.AsyncByteStream", response.stream))
