@@ -105,7 +105,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[CoreClient]:
 
 def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
-    document = run("--sizes", "64x2", "--loads", "c1,p50", "--requests", "5", "--itl", "--out", str(out))
+    ways = ("--ways", "local,inline,reference,again")
+    document = run("--sizes", "64x2", "--loads", "c1,p50", "--requests", "5", "--itl", *ways, "--out", str(out))
     assert document == json.loads(out.read_text())
     assert "error" not in document, document
     places = [(load, way) for load in ("c1", "p50") for way in ("local", "inline", "reference", "again")]

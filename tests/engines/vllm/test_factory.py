@@ -73,6 +73,13 @@ def test_configurations_that_it_refuses(config: Any, monkeypatch: pytest.MonkeyP
         make(config)
 
 
+def test_a_deepstack_model_needs_its_tower(checkpoint: Any) -> None:
+    limits = {"image": 0, "video": 0}
+    with pytest.raises(ValueError, match="deepstack levels, which vLLM drops with the tower"):
+        make(vllm_config(checkpoint, "localhost:1", limit_mm_per_prompt=limits))
+    make(vllm_config(checkpoint, "localhost:1", limit_mm_per_prompt=limits | {"image": 1})).shutdown()
+
+
 def test_tensor_parallel_workers_fetch_for_themselves(engine: Engine, cached: Cached, model: Model) -> None:
     """Two workers, whose outputs vLLM's aggregator merges: loaded once both have it, failed once one has not."""
     embedding = cached("parallel")
