@@ -18,6 +18,7 @@ _USAGE = """\
 usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
        vitwire-server demo-checkpoint [FLAGS]  write a tiny VLM with random weights
        vitwire-server budgets [FLAGS]          fit budgets to a trace of item sizes
+       vitwire-server completion SHELL         completion of flags: eval "$(vitwire-server completion bash)"
        vitwire-server COMMAND --help           flags of a command
 """
 _SWITCH_SECONDS = 0.0005
@@ -41,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         sys.stdout.write(f"vitwire-server {release()}\n")
         sys.exit(0)
-    commands = {"serve": _serve, "demo-checkpoint": _demo_checkpoint, "budgets": _budgets}
+    commands = {
+        "serve": _serve,
+        "demo-checkpoint": _demo_checkpoint,
+        "budgets": _budgets,
+        "completion": _completion,
+    }
     if command == "edge":
         _serve_edge()
     if command not in commands:
@@ -100,6 +106,12 @@ def _serve(words: list[str]) -> int:
     from vitwire_server.process.supervisor import supervise  # noqa: PLC0415 - as above
 
     return asyncio.run(supervise(words, settings))
+
+
+def _completion(words: list[str]) -> int:
+    from vitwire_server.config.completion import main as completion  # noqa: PLC0415 - each command loads what it needs
+
+    return completion(words)
 
 
 def _serve_edge() -> NoReturn:
