@@ -593,3 +593,20 @@ def test_requests_before_the_model_is_loaded_are_refused() -> None:
     assert reply.number == 7
     assert "loading" in str(unpickled(reply.error, Unavailable))
     assert not_ready(Close(1)) is None
+
+
+def lookup(content_id: str) -> CacheLookup:
+    return CacheLookup(content_id, None, None, DType.FLOAT32, 0.0)
+
+
+async def test_a_session_that_waits_for_its_own_upload_can_be_closed(caching: Rig) -> None:
+    """It ends alone: whoever waits for the same item is answered."""
+    rpc, other = caching.session(), caching.session()
+    await rpc.session.reserve(1, item(content_id="x"))
+    for each in (rpc, other):
+        await each.submit({2: lookup("x"), 3: lookup("x")})
+    rpc.close()
+    assert [type(await other.outcome(key)) for key in (2, 3)] == [NotCached, NotCached]
+    other.close()
+    await caching.settle()
+    assert caching.local.single_flight._expected == {}

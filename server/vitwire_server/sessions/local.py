@@ -245,6 +245,9 @@ class LocalSession:
         held, self._held = self._held, {}
         self._engine.single_flight.leave([item.waiter for item in held.values() if item.waiter])
         for item in held.values():
+            if item.joining:  # before any item of this session answers what waits for its name
+                self._engine.single_flight.quit(item.joining)
+        for item in held.values():
             self._give_back(item)
         self._engine.monitor.session_closed()
 
