@@ -1,6 +1,7 @@
 """Items whose rows are only stored, through real requests: accepted early, joined in flight, fetched by content id."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -115,6 +116,11 @@ class Upload:
         self._outgoing.put(pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=7, header=header)))
         self.responses = EncoderServiceStub(self._channel).EncodeStream(iter(self._outgoing.get, None))
 
+    def ask(self, item: int, content_id: str) -> None:
+        """Ask for rows on the same stream."""
+        header = pb.EncodeStreamHeader(item=item, header=pb.Item(content_id=content_id))
+        self._outgoing.put(pb.EncodeStreamRequest(header=header))
+
     def send(self) -> None:
         chunk = pb.EncodeStreamChunk(item=7, data=self._raw)
         self._outgoing.put(pb.EncodeStreamRequest(chunk=chunk))
@@ -193,6 +199,20 @@ def test_a_lookup_that_leaves_harms_nobody(server: ServerProcess, client: Client
         (last,) = upload.responses
         assert last.WhichOneof("result") == "stored"
     assert client.encode([ask("left alone")])[0].shape[0] == 8
+
+
+def test_a_stream_may_wait_for_its_own_upload_however_often(server: ServerProcess, client: Client) -> None:
+    """Its lookups never keep the server from reading the bytes that they wait for; those beyond a bound are refused."""
+    most = client.model().limits.items_per_request
+    with Upload(server, "own", 12) as upload:
+        next(upload.responses)
+        for item in range(100, 100 + most + 10):
+            upload.ask(item, "own")
+        upload.send()
+        answers = [each for each in upload.responses if each.WhichOneof("result") != "chunk" or each.chunk.last]
+    kinds = Counter(each.WhichOneof("result") for each in answers)
+    assert kinds == {"stored": 1, "chunk": most, "error": 10}
+    assert {each.error.code for each in answers if each.HasField("error")} == {8}, "RESOURCE_EXHAUSTED"
 
 
 async def test_the_asyncio_client_stores(server: ServerProcess) -> None:
