@@ -30,6 +30,7 @@ from vitwire import (
     Item,
     NotCached,
     Stored,
+    Unavailable,
 )
 from vitwire._items import to_wire
 from vitwire.v1 import encoder_pb2 as pb
@@ -276,3 +277,16 @@ def test_a_server_without_a_cache_says_so(checkpoints: Checkpoints) -> None:
         assert client.model().limits.cached_bytes == 0
         with pytest.raises(InvalidItem, match="--cache-bytes"):
             client.store([image(1, "one")])
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_lookups_that_wait_are_answered_when_the_server_stops(checkpoints: Checkpoints, processes: str) -> None:
+    flags = (*CACHE, "--rpc-processes", processes, "--drain-seconds", "1")
+    with serving(checkpoints("qwen3_vl"), *flags) as server, Upload(server, "never", 13) as upload:
+        next(upload.responses)
+        with Client(server.target, timeout=60, max_retries=0) as client, ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(client.encode, [ask("never")])
+            assert waits(waiting)
+            assert server.stop() == 0
+            with pytest.raises((Unavailable, NotCached)):
+                waiting.result(60)
