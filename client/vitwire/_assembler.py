@@ -64,6 +64,11 @@ class Assembler:
                 return index, from_status(message.error, index, self._indices)
             case "accepted" | "stored" if self._store_only:
                 return self._stored(index, message)
+            case "placement" | "chunk" if self._store_only:
+                raise EncodeFailed(
+                    f"items[{index}]: the server returned rows that it was to store: it is older than this client",
+                    item=index,
+                )
             case "placement":
                 return self._placement(index, message)
             case "chunk":

@@ -1,6 +1,7 @@
 """Items whose rows are only stored, through real requests: accepted early, joined in flight, fetched by content id."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from vitwire import (
     Item,
     NotCached,
     Stored,
+    Unavailable,
 )
 from vitwire._items import to_wire
 from vitwire.v1 import encoder_pb2 as pb
@@ -115,6 +117,11 @@ class Upload:
         self._outgoing.put(pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=7, header=header)))
         self.responses = EncoderServiceStub(self._channel).EncodeStream(iter(self._outgoing.get, None))
 
+    def ask(self, item: int, content_id: str) -> None:
+        """Ask for rows on the same stream."""
+        header = pb.EncodeStreamHeader(item=item, header=pb.Item(content_id=content_id))
+        self._outgoing.put(pb.EncodeStreamRequest(header=header))
+
     def send(self) -> None:
         chunk = pb.EncodeStreamChunk(item=7, data=self._raw)
         self._outgoing.put(pb.EncodeStreamRequest(chunk=chunk))
@@ -195,6 +202,20 @@ def test_a_lookup_that_leaves_harms_nobody(server: ServerProcess, client: Client
     assert client.encode([ask("left alone")])[0].shape[0] == 8
 
 
+def test_a_stream_may_wait_for_its_own_upload_however_often(server: ServerProcess, client: Client) -> None:
+    """Its lookups never keep the server from reading the bytes that they wait for; those beyond a bound are refused."""
+    most = client.model().limits.items_per_request
+    with Upload(server, "own", 12) as upload:
+        next(upload.responses)
+        for item in range(100, 100 + most + 10):
+            upload.ask(item, "own")
+        upload.send()
+        answers = [each for each in upload.responses if each.WhichOneof("result") != "chunk" or each.chunk.last]
+    kinds = Counter(each.WhichOneof("result") for each in answers)
+    assert kinds == {"stored": 1, "chunk": most, "error": 10}
+    assert {each.error.code for each in answers if each.HasField("error")} == {8}, "RESOURCE_EXHAUSTED"
+
+
 async def test_the_asyncio_client_stores(server: ServerProcess) -> None:
     async with AsyncClient(server.target) as client:
         (stored,) = await client.store([image(8, "eight")])
@@ -256,3 +277,16 @@ def test_a_server_without_a_cache_says_so(checkpoints: Checkpoints) -> None:
         assert client.model().limits.cached_bytes == 0
         with pytest.raises(InvalidItem, match="--cache-bytes"):
             client.store([image(1, "one")])
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_lookups_that_wait_are_answered_when_the_server_stops(checkpoints: Checkpoints, processes: str) -> None:
+    flags = (*CACHE, "--rpc-processes", processes, "--drain-seconds", "1")
+    with serving(checkpoints("qwen3_vl"), *flags) as server, Upload(server, "never", 13) as upload:
+        next(upload.responses)
+        with Client(server.target, timeout=60, max_retries=0) as client, ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(client.encode, [ask("never")])
+            assert waits(waiting)
+            assert server.stop() == 0
+            with pytest.raises((Unavailable, NotCached)):
+                waiting.result(60)

@@ -220,6 +220,11 @@ def test_a_server_that_breaks_the_contract_is_not_believed(frames: list[Any], re
         assembler.feed(frames[-1])
 
 
+def test_rows_of_an_item_that_is_only_stored_come_from_an_older_server() -> None:
+    with pytest.raises(EncodeFailed, match=r"items\[3\]: .*older than this client"):
+        Assembler((3,), 2, store_only=True).feed(chunk(FULL, last=True))
+
+
 def rules(make: Item) -> list[Expected]:
     return [Expected.of(make, MODEL)]
 

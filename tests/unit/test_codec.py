@@ -1,6 +1,7 @@
 """What a client may send, and what is said of the rest."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name, nbytes_of
 from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
-from vitwire_server.core.items import CacheLookup, DType, Item, Modality
+from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality
 from vitwire_server.core.models import Encoding, Geometry, Limits, ModelCard, Preprocessing
 from vitwire_server.decoding.messages import Measured
 from vitwire_server.rpc.codec import Codec, EncodedItem, parsed
@@ -100,10 +102,10 @@ def test_a_measured_file_is_checked_as_pixels_are() -> None:
     (item,) = ENCODED.items(file_request(sent))
     assert isinstance(item, EncodedItem)
     assert bytes(item.data) == b"file"
-    found = ENCODED.measured("items[4]", item, Measured((1, 4, 2), (8, SINGLE), None), None)
+    found = ENCODED.measured("items[4]", item, Measured((1, 4, 2), (8, SINGLE), None, cost=0), None)
     assert (found.grid, found.content_id, found.nbytes) == (Grid(1, 4, 2), "name", 8 * SINGLE)
     with pytest.raises(InvalidRequest, match=r"items\[4\].grid: has 128 patches, at most 64"):
-        ENCODED.measured("items[4]", item, Measured((1, 8, 16), (128, SINGLE), None), None)
+        ENCODED.measured("items[4]", item, Measured((1, 8, 16), (128, SINGLE), None, cost=0), None)
 
 
 def request(*items: pb.Item, data: bytes = bytes(8 * SINGLE), **options: int) -> wire.Request:
@@ -265,6 +267,19 @@ def test_no_bytes_get_past_the_codec_but_as_an_error_it_names(
             CODEC.items(outcome)
     except InvalidRequest as wrong:
         assert all(violation.field for violation in wrong.violations)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_what_is_only_stored_fits_the_cache(room: int) -> None:
+    """With its name and all else that it takes there: else it would be answered as stored, and not be found."""
+    name, most = Name("", "", DType.BFLOAT16, 0.0, "stored"), nbytes_of(32, "stored") - 1 + room
+    cache = EmbeddingCache(most)
+    key = Key("", "", DType.BFLOAT16, 0.0, Content(Modality.IMAGE, Grid(1, 4, 2), (), b""))
+    cache.put(key, Embedding(memoryview(bytes(32)), DType.BFLOAT16, (2, 8)), {name})
+    assert (cache.find(name) is not None) == room
+    codec = Codec(replace(CARD, limits=replace(CARD.limits, cached_bytes=most)), CODEC._footprints)
+    with nullcontext() if room else pytest.raises(InvalidRequest, match=r"items\[0\].store_only: the rows would take"):
+        codec.items(request(message(content_id="stored", store_only=True)))
 
 
 def test_the_model_names_the_attention_of_each_budget_and_what_is_unavailable() -> None:

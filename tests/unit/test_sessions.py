@@ -3,10 +3,12 @@
 import asyncio
 import gc
 import os
+import random
 import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
 
@@ -593,3 +595,54 @@ def test_requests_before_the_model_is_loaded_are_refused() -> None:
     assert reply.number == 7
     assert "loading" in str(unpickled(reply.error, Unavailable))
     assert not_ready(Close(1)) is None
+
+
+def lookup(content_id: str) -> CacheLookup:
+    return CacheLookup(content_id, None, None, DType.FLOAT32, 0.0)
+
+
+async def test_a_session_that_waits_for_its_own_upload_can_be_closed(caching: Rig) -> None:
+    """It ends alone: whoever waits for the same item is answered."""
+    rpc, other = caching.session(), caching.session()
+    await rpc.session.reserve(1, item(content_id="x"))
+    for each in (rpc, other):
+        await each.submit({2: lookup("x"), 3: lookup("x")})
+    rpc.close()
+    assert [type(await other.outcome(key)) for key in (2, 3)] == [NotCached, NotCached]
+    other.close()
+    await caching.settle()
+    assert caching.local.single_flight._expected == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_sessions_that_join_each_other_leave_nothing_behind(caching: Rig, seed: int) -> None:
+    """Uploads, lookups, releases and cancellations of equal names in any order."""
+    chance = random.Random(seed)
+    rpcs = [caching.session(caller=str(number)) for number in range(2)]
+    for key in range(200):
+        rpc, name = chance.choice(rpcs), chance.choice("xy")
+        sent = item(chance.choice([1, 2, BAD, BROKEN]), content_id=name)
+        task: asyncio.Task[object]
+        match chance.choice(["reserve", "upload", "submit", "ask", "ask", "ask", "release", "close", "close"]):
+            case "reserve":
+                task = asyncio.ensure_future(rpc.session.reserve(key, sent))
+            case "upload":
+                task = asyncio.ensure_future(rpc.upload(key, sent))
+            case "submit":
+                task = asyncio.ensure_future(rpc.submit({key: sent}))
+            case "ask":
+                task = asyncio.ensure_future(rpc.submit({key: lookup(name)}))
+            case "release":
+                for each in list(rpc.outcomes):
+                    rpc.forget(each)
+                continue
+            case _:
+                rpc.close()
+                rpcs[rpcs.index(rpc)] = caching.session(caller=str(key))
+                continue
+        with suppress(Overloaded, TimeoutError):
+            await asyncio.wait_for(task, chance.choice([0.0, 0.001, 0.05]))
+    for rpc in rpcs:
+        rpc.close()
+    await caching.settle()
+    assert caching.local.single_flight._expected == {}

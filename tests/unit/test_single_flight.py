@@ -1,12 +1,14 @@
 """Items of one content are encoded once, and waiters survive the caller that was encoding."""
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
-from vitwire_server.caching.single_flight import SingleFlight, Waiter
-from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, NotCached, Unavailable
+from vitwire_server.caching.single_flight import Joining, SingleFlight, Waiter
+from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, EncoderError, NotCached, Unavailable
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Modality
 from vitwire_server.core.plans import Fallback
@@ -15,6 +17,8 @@ from vitwire_server.scheduling.tickets import Priority, Ticket
 
 KEY = Key("", "", DType.FLOAT32, 0.5, Content(Modality.VIDEO, Grid(2, 2, 2), (), b"x"))
 NAME = Name("", "", DType.FLOAT32, 0.5, "clip")
+OTHERS = [Name("", "", DType.FLOAT32, 0.5, content_id) for content_id in "ab"]
+ERRORS = [None, EncodeFailed("not finite"), DeadlineExceeded("too late"), Unavailable("closed")]
 
 
 def encoded() -> Encoded:
@@ -163,3 +167,101 @@ def test_a_lookup_is_answered_by_name(single_flight: SingleFlight, monitor: Cach
     )
     assert isinstance(single_flight.find(NAME, CacheLookup("clip", None, Grid(1, 4, 2), DType.FLOAT32, 0.5)), NotCached)
     assert (monitor.hits, monitor.misses) == (4, 4)
+
+
+@dataclass
+class Asking:
+    """An item without pixels, and what became of it."""
+
+    single_flight: SingleFlight
+    name: Name = NAME
+    grid: Grid | None = None
+    then: Callable[[], object] = lambda: None
+    outcomes: list[Outcome] = field(default_factory=list)
+    joining: Joining | None = None
+
+    def ask(self) -> "Asking":
+        lookup = CacheLookup(self.name.content_id, Modality.VIDEO, self.grid, DType.FLOAT32, 0.5)
+        if found := self.single_flight.find(self.name, lookup):
+            self.outcomes.append(found)
+        else:
+            self.joining = Joining(self.name, lookup, self._settle)
+            self.single_flight.join(self.joining)
+        return self
+
+    def quit(self) -> None:
+        assert self.joining
+        self.single_flight.quit(self.joining)
+
+    def _settle(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.then()
+
+
+def test_every_item_that_waits_is_answered_although_the_first_expects_the_name_again(
+    single_flight: SingleFlight,
+) -> None:
+    single_flight.expect(NAME)
+    first = Asking(single_flight, then=lambda: single_flight.expect(NAME)).ask()
+    others = [Asking(single_flight).ask() for _ in range(3)]
+    single_flight.settled(NAME)
+    assert [len(each.outcomes) for each in (first, *others)] == [1, 1, 1, 1]
+    later = Asking(single_flight).ask()
+    assert later.outcomes == [], "it waits for the new one"
+    single_flight.settled(NAME)
+    assert len(later.outcomes) == 1
+    assert single_flight._expected == {}
+
+
+def test_the_rows_of_any_item_of_the_name_will_do(single_flight: SingleFlight) -> None:
+    """Other pixels of the name are still in flight; who wants another grid waits for them."""
+    single_flight.expect(NAME)
+    single_flight.expect(NAME)
+    any_grid, other_grid = Asking(single_flight).ask(), Asking(single_flight, grid=Grid(9, 2, 2)).ask()
+    outcome = encoded()
+    single_flight._cache.put(KEY, outcome.embedding, {NAME})
+    single_flight.settled(NAME)
+    assert [len(each.outcomes) for each in (any_grid, other_grid)] == [1, 0]
+    single_flight.settled(NAME, EncodeFailed("broken"))
+    assert [type(outcome) for outcome in any_grid.outcomes + other_grid.outcomes] == [Encoded, EncodeFailed]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_left_of_items_that_waited(single_flight: SingleFlight, seed: int) -> None:
+    chance = random.Random(seed)
+    expected: list[Name] = []
+    asked: list[Asking] = []
+    given_up: set[int] = set()
+    names = [NAME, *OTHERS]
+
+    def settle(name: Name, error: EncoderError | None) -> None:
+        expected.remove(name)
+        single_flight.settled(name, error)
+
+    for _ in range(300):
+        name = chance.choice(names)
+        match chance.choice(["expect", "ask", "ask", "quit", "settle", "rows"]):
+            case "expect":
+                expected.append(name)
+                single_flight.expect(name)
+            case "ask":
+                asked.append(Asking(single_flight, name, chance.choice([None, Grid(9, 9, 9)])).ask())
+            case "quit" if waiting := [each for each in asked if not each.outcomes and id(each) not in given_up]:
+                leaver = chance.choice(waiting)
+                given_up.add(id(leaver))
+                leaver.quit()
+            case "settle" if name in expected:
+                settle(name, chance.choice(ERRORS))
+            case "rows" if name in expected:
+                content = KEY.content._replace(digest=chance.randbytes(1))
+                single_flight._cache.put(KEY._replace(content=content), encoded().embedding, {name})
+                settle(name, None)
+        pending = {each.name for each in asked if not each.outcomes and id(each) not in given_up}
+        assert pending <= set(expected), "who waits, waits for an item"
+    while expected:
+        settle(expected[0], chance.choice(ERRORS))
+    assert single_flight._expected == {}
+    for each in asked:
+        assert len(each.outcomes) == (id(each) not in given_up)
+    assert any(isinstance(outcome, Encoded) for each in asked for outcome in each.outcomes)
+    assert any(isinstance(outcome, NotCached) for each in asked for outcome in each.outcomes)

@@ -52,8 +52,12 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        names = sum(_NAME_OVERHEAD + len(name.content_id) for name in self.names)
-        return _OVERHEAD + len(self.embedding.data) + names
+        return nbytes_of(len(self.embedding.data), *(name.content_id for name in self.names))
+
+
+def nbytes_of(rows: int, *content_ids: str) -> int:
+    """Bytes that an embedding takes in the cache, with `rows` bytes of rows and these names."""
+    return _OVERHEAD + rows + sum(_NAME_OVERHEAD + len(content_id) for content_id in content_ids)
 
 
 class EmbeddingCache:

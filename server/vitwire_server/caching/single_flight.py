@@ -91,12 +91,12 @@ class SingleFlight:
         expected.items -= 1
         if not expected.items:
             del self._expected[name]
-        for joining in list(expected.joining):
-            found = self.find(name, joining.lookup)
-            if found is not None:
-                del expected.joining[joining]
-                is_cause = isinstance(found, NotCached) and not isinstance(error, _OF_THE_REQUEST)
-                joining.settle(error if error and is_cause else found)
+        answers = [(each, found) for each in expected.joining if (found := self.find(name, each.lookup))]
+        for joining, _ in answers:  # all before the first `settle`, which may expect the name again
+            del expected.joining[joining]
+        for joining, found in answers:
+            is_cause = isinstance(found, NotCached) and not isinstance(error, _OF_THE_REQUEST)
+            joining.settle(error if error and is_cause else found)
 
     def join(self, joining: Joining) -> None:
         """Wait for an item of a name that `find` returned None for. Ends with its `settle`, or with `quit`."""

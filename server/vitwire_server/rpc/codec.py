@@ -8,6 +8,7 @@ import numpy as np
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.caching.cache import nbytes_of
 from vitwire_server.core.delivery import Consumer, MemoryKind
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
@@ -225,8 +226,8 @@ class Codec:
         )
         nbytes, cached = made.rows_nbytes(self._card.geometry.width), self._card.limits.cached_bytes
         wrong = wrong_region(region, consumer, nbytes)
-        if item.store_only and nbytes > cached:
-            wrong.append(Violation("store_only", f"the rows have {nbytes} bytes, the cache holds {cached}"))
+        if item.store_only and (taken := nbytes_of(nbytes, item.content_id)) > cached:
+            wrong.append(Violation("store_only", f"the rows would take {taken} bytes of the cache, which has {cached}"))
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
         return None if wrong else made
 

@@ -174,7 +174,8 @@ class EncoderService:
             while (message := await self._message(uploads, call, context)) is not None:
                 frame = parsed(message)
                 await uploads.take(frame.message, frame.data)
-                await call.room(limits.items_per_request)
+                # Twice as many as may wait for other items, which may be those whose bytes are to be read.
+                await call.room(2 * limits.items_per_request)
             if uploads.waiting:
                 await wait_for_cancellation()
             uploads.finish()

@@ -245,6 +245,9 @@ class LocalSession:
         held, self._held = self._held, {}
         self._engine.single_flight.leave([item.waiter for item in held.values() if item.waiter])
         for item in held.values():
+            if item.joining:  # before any item of this session answers what waits for its name
+                self._engine.single_flight.quit(item.joining)
+        for item in held.values():
             self._give_back(item)
         self._engine.monitor.session_closed()
 
@@ -284,7 +287,15 @@ class LocalSession:
         return flight.find(name, lookup) or (flight.missed(lookup) if lookup.store_only else None)
 
     def _join(self, key: int, lookup: CacheLookup) -> None:
-        """Wait for an item of the lookup's name, which is in flight."""
+        """Wait for an item of the lookup's name, which is in flight.
+
+        No more of a session wait than a request may have items: the RPC reads on while so many wait for others.
+        """
+        waiting = sum(held.joining is not None for held in self._held.values())
+        if waiting >= self._engine.card.limits.items_per_request:
+            text = f"{waiting} items of this RPC wait for others of their content_id: ask again once they are answered"
+            self._deliver(key, Overloaded(text, reason="items", retry_seconds=1.0))
+            return
         name = self._name(lookup)
         assert name, "as above"
         joining = self._held[key].joining = Joining(name, lookup, settle=partial(self._joined, key))
