@@ -58,7 +58,8 @@ def server(checkpoints: Checkpoints, fault: Path, unix_socket: Path) -> Iterator
 
 @pytest.fixture(scope="module")
 def single(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_vl"), "--rpc-processes", "1", "--dtype", "float32") as process:
+    flags = ("--rpc-processes", "1", "--dtype", "float32", "--cache-bytes", "3000000")
+    with serving(checkpoints("qwen2_vl"), *flags) as process:
         yield process
 
 

@@ -81,9 +81,9 @@ def test_a_state_that_is_a_pipe_is_replaced(checkpoints: Checkpoints, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["file", "file/state"])
-def test_a_state_directory_must_be_one(name: str, tmp_path: Path) -> None:
+def test_a_state_directory_must_be_one(checkpoints: Checkpoints, name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, error = refused(tmp_path, "--budgets", "learn", "--state-dir", tmp_path / name)
+    code, error = refused(checkpoints("qwen2_vl"), "--budgets", "learn", "--state-dir", tmp_path / name)
     assert (code, error.lower()) == (2, f"vitwire-server: --state-dir: [errno 20] not a directory: '{tmp_path}/{name}'")
 
 

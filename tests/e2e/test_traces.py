@@ -74,4 +74,4 @@ def test_tokens_that_are_not_quarters_of_patches_fit_a_ladder(
 def test_a_trace_that_cannot_be_written_is_told_at_once() -> None:
     done = run("serve", "--model", "m/m", "--port", "0", "--metrics-port", "0", "--record-trace", "/nowhere/trace")
     assert done.returncode == 2
-    assert done.stderr == "vitwire-server: --record-trace /nowhere/trace: No such file or directory\n"
+    assert done.stderr == "vitwire-server: --record-trace: [Errno 2] No such file or directory: '/nowhere/trace'\n"

@@ -244,7 +244,9 @@ def test_metadata_that_ends_a_process_ends_only_the_trial() -> None:
 
 
 def _factories() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "vitwire_server.delivery.factory" in each.cmdline()]
+    """Other tests of this process may have left children that have ended."""
+    living = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in living if "vitwire_server.delivery.factory" in each.cmdline()]
 
 
 def test_agents_belong_to_the_principal_that_named_them_first() -> None:

@@ -1,6 +1,7 @@
 """Traces that the server records."""
 
 import logging
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,11 +68,17 @@ def test_a_footprint_that_cannot_be_is_named_by_its_line(footprint: str, tmp_pat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
-def test_a_full_disk_ends_the_recording_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    trace = TraceWriter(Path("/dev/full"))
+def test_a_full_disk_ends_the_recording_and_is_reported_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk."""
+    trace = TraceWriter(tmp_path / "trace")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with caplog.at_level(logging.ERROR):
-        trace.record([IMAGE])
-        trace.record([IMAGE])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            trace.record([IMAGE])
+            trace.record([IMAGE])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [record.getMessage() for record in caplog.records] == [
-        "stopped recording to /dev/full: [Errno 28] No space left on device"
+        f"stopped recording to {tmp_path}/trace: [Errno 27] File too large"
     ]
