@@ -16,9 +16,9 @@ demo: $(DEMO_READY) ## encode real photographs and a clip, compare with plain tr
 
 DEMO := .demo/qwen3_vl
 
-serve: SHELL := bash -o pipefail
+serve: SHELL := bash
 serve: $(DEMO_READY) $(DEMO) ## serve the demo model on localhost:50051 until Ctrl-C; FLAGS="--port 50052"
-	$(BIN)/vitwire-server serve --model $(DEMO) --graphs simulated --max-budget-tokens 1024 $(FLAGS) | tools/what_to_try.sh $(BIN)
+	exec $(BIN)/vitwire-server serve --model $(DEMO) --graphs simulated --max-budget-tokens 1024 $(FLAGS) > >(tools/what_to_try.sh $(BIN))
 
 $(DEMO): | $(DEMO_READY)
 	$(BIN)/vitwire-server demo-checkpoint --model-type qwen3_vl --out $@

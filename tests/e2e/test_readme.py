@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import skimage
 
@@ -126,4 +127,9 @@ def test_make_serve_leaves_a_server_to_play_with() -> None:
         try:
             assert any(line.startswith("ready: qwen3_vl") for line in make.stdout)
         finally:
+            started = psutil.Process(make.pid).children(recursive=True)
             make.terminate()
+            _, alive = psutil.wait_procs(started, 60)
+            for each in alive:
+                each.kill()
+    assert not alive
