@@ -24,13 +24,6 @@ def make_current(device: int) -> None:
     _call("cuCtxSetCurrent", context)
 
 
-def allocated(nbytes: int) -> int:
-    """The address of new memory of the current device. Raises CudaError."""
-    address = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
-    return address.value
-
-
 def exported(address: int) -> tuple[bytes, int]:
     """A handle by which another process maps an allocation, and the offset of an address in it. Raises CudaError."""
     handle, base, size = _Handle(), ctypes.c_uint64(), ctypes.c_size_t()
@@ -44,12 +37,6 @@ def mapped(handle: bytes) -> int:
     address = ctypes.c_uint64()
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
     return address.value
-
-
-def copy(target: int, source: int, nbytes: int) -> None:
-    """Copy device memory, and wait until it was copied. Raises CudaError."""
-    _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), None)
-    _call("cuStreamSynchronize", None)
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -46,7 +46,7 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 def confine(parent: int, *, other_user: bool) -> None:
     """Confine this process, which ends with process `parent`. Raises OSError.
 
-    With `other_user`, a process of root goes on as nobody; NVIDIA's driver shares memory within a user only.
+    With `other_user`, a process of root goes on as nobody; sharing CUDA memory was only seen within a user.
     """
     os.chdir("/")
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):

@@ -43,7 +43,7 @@ def serve(end: int, memory: int, parent: int) -> NoReturn:
         setup = TO_SENDER.decode(link.recv(MAX_MESSAGE))
         assert isinstance(setup, Setup), "the first message"
         try:
-            # NVIDIA's driver shares memory within a user only.
+            # Sharing CUDA memory was only seen within a user.
             confine(parent, other_user=setup.outbox is None)
             sender = _Sender(link, setup, memory)
         except (AgentError, cuda.CudaError, OSError) as error:
