@@ -32,8 +32,9 @@ test matrix-test watch-test fault-test gpu-test kernel-test: export OMP_NUM_THRE
 # Servers are forked from a process that has imported torch; other tiers start them by exec.
 test matrix-test watch-test: export FORK_SERVERS ?= 1
 
-# One process per core, at most four: the servers under test need cores too.
-WORKERS := --numprocesses logical --maxprocesses 4 --dist loadfile
+# As many processes as cores and one more, as tests wait for servers; at most four, as the servers need cores too.
+# Files run in the order of `testpaths`: files with few tests may take the longest.
+WORKERS = --numprocesses $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist loadfile --no-loadscope-reorder
 
 test: $(READY) ## the everyday test suite
 	$(BIN)/python -m pytest $(WORKERS) $(FLAGS)

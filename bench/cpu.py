@@ -18,7 +18,7 @@ from typing import Any
 import google.protobuf
 import torch
 import transformers
-from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square
+from bench.models import PUBLISHED, Load, build, draw, factory, items, plain, preprocessing, shrunk, square
 from bench.sizes import MERGE, footprints
 from rich.console import Console
 from rich.table import Table
@@ -128,14 +128,18 @@ def towers(*, quick: bool, repeats: int) -> list[Row]:
     for name in ("Qwen3-VL-8B", "Qwen2.5-VL-7B"):
         model_type, fields = PUBLISHED[name]
         for label, dtype in DTYPES.items():
-            theirs = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
-            ours = build(model_type, shrunk(fields, depth, hidden), dtype, CPU)
+            small = shrunk(fields, depth, hidden)
+            theirs, ours = (build(model_type, small, dtype, CPU) for _ in range(2))
             ours.rewrite()
             ours.use_attention(select("sdpa", CPU, dtype, *ours.attention_heads, captured=False).implementation)
-            hot = HotShapes(ours, hits=1) if dtype is torch.bfloat16 and not quick else None
+            hot = None
+            if dtype is torch.bfloat16 and not quick:
+                hot = HotShapes(ours, factory(model_type, small, dtype, "sdpa"), hits=1)
             for load in _loads(ours, quick=quick):
                 compared = _compared(ours, theirs, load, hot if load.name in HOT else None, 1 if quick else repeats)
                 rows.append({"tower": model_type, "dtype": label, **compared})
+            if hot:
+                hot.close()
     return rows
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from vitwire import allocator
+
 ANSWER = "x-answer"
 """Metadata with the sizes of the answer's messages, as `write_sizes` writes them."""
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -68,4 +70,5 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--shared", action="store_true", help="share the port with other processes (SO_REUSEPORT)")
     words = parser.parse_args()
+    allocator.tune()  # as servers do
     asyncio.run(serve(words.port, shared=words.shared))

@@ -1,7 +1,7 @@
 """A server whose tower costs nothing: `python bench/noop_server.py serve …`. What remains is the cost of the service.
 
-The rows it answers with are allocated and written once, when it starts. Part of no package, like
-`tests/support/faulty_server.py`.
+The rows it answers with are allocated and written once, where a device would write them: in the memory that the
+processes of a server share, if there are several. Part of no package, like `tests/support/faulty_server.py`.
 """
 
 import sys
@@ -46,7 +46,9 @@ class NoopEngine(Engine):
     @cached_property
     def _prebuilt(self) -> memoryview:
         most = MOST_ROWS * self._tower.geometry.width * self._tower.dtype.itemsize
-        return torch.ones(most // 2, dtype=torch.bfloat16).view(torch.uint8).numpy().data
+        rows = torch.ones(most // 2, dtype=torch.bfloat16)
+        shared = self._streams.download([rows], []).tensors[0]  # the rows themselves, with one process
+        return shared.view(torch.uint8).numpy().data
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ from statistics import median
 from typing import Any
 
 import torch
+from bench.timing import repeated, seconds_of
 
 from vitwire_server.core.errors import DeviceLost, EncodeFailed
 from vitwire_server.towers.files import CheckpointError
 
 Row = dict[str, Any]
+_LEAST = 3
+"""Repeats of a measurement, whatever they take."""
 FAILURES = (
     RuntimeError,
     ImportError,
@@ -52,7 +55,7 @@ class Stopwatch:
             self.left_out.append(f"{where}: no time")
             return
         try:
-            taken = self._repeated(once, seconds)
+            taken = repeated(once, seconds, warm_ups=self._warm_ups, least=_LEAST, most=self._repeats)
         except FAILURES as error:
             self.failed(where, error)
         else:
@@ -68,23 +71,5 @@ class Stopwatch:
         sys.stderr.write(f"left out: {self.left_out[-1]}\n")
 
     def timed(self, run: Callable[[], object]) -> float:
-        """Seconds between events around a call, with nothing else running."""
-        if self._device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        started, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        run()
-        done.record()
-        done.synchronize()
-        return float(started.elapsed_time(done)) / 1e3
-
-    def _repeated(self, once: Callable[[], float], seconds: float) -> list[float]:
-        for _ in range(self._warm_ups):
-            once()
-        taken: list[float] = []
-        end = time.monotonic() + seconds
-        while len(taken) < 3 or (len(taken) < self._repeats and time.monotonic() < end):
-            taken.append(once())
-        return taken
+        """Seconds of a call by the device's clock, with nothing else running."""
+        return seconds_of(run, self._device)

@@ -9,24 +9,24 @@ of stdout is one JSON document.
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import neighbours, towers
-from bench.fleet import Client, Load, bare_servers, loaded, prepared
+from bench import inline, neighbours, towers, trips
+from bench.fleet import Client, Load, loaded, prepared
 from bench.report import Report
 from bench.timeline import draw, traced
-from bench.turns import Turns, calls_within, in_turns, steady
+from bench.turns import calls_within, in_turns, steady
 
 from servers import ServerProcess, serving
 from vitwire_server.config.settings import ServeSettings
 
 NOOP = (str(Path(__file__).with_name("noop_server.py")),)
-STAND_INS = {"narrow": "wide", "real": "small"}
+STAND_INS = {"narrow": "wide", "half": "wide", "real": "small"}
 """What `--quick` uses instead."""
 REAL = ("-m", "vitwire_server")
 QUIET = ("--canary-seconds", "0", "--compile", "off", "--log-level", "warning")
@@ -38,6 +38,8 @@ NEIGHBOURS = (neighbours.waiting, neighbours.compiling)
 TITLES = {
     "trips": "round trips: milliseconds a call, over a bare gRPC server and through the service with a no-op tower",
     "cpu": "seconds of processors for each GB that went up and down",
+    "inline": "one image of 1024 x 1024 in flight: milliseconds a call, and the client's own steps",
+    "rendering": "its rows for vLLM: milliseconds, and ratio to base64 alone",
     "small": "one small item at a time: p50 in milliseconds, through the service and of the bare tower",
     "beside": "small items and health checks, alone and beside large items (milliseconds)",
     "waiting": "threads that sleep at barriers, and that spin, on idle and busy cores (milliseconds)",
@@ -47,33 +49,8 @@ TITLES = {
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Trip:
-    """One round trip: the server that answers it, its image, and how many are in flight."""
-
-    server: str
-    side: int
-    pixels: str
-    in_flight: int = 1
-
-    @property
-    def work(self) -> Row:
-        return {"side": self.side, "pixels": self.pixels}
-
-
-TRIPS = (
-    # 0.6, 3.1, 12.6 and 25 MB up and next to nothing down, then 1.6 and 34 MB down
-    *(Trip("narrow", *image) for image in ((224, "float16"), (1024, "uint8"), (1024, "float16"), (1024, "float32"))),
-    *(Trip("wide", side, "uint8") for side in (224, 1024)),
-    Trip("wide", 224, "uint8", in_flight=16),
-    Trip("wide", 1024, "float16", in_flight=4),
-)
-QUICK = (Trip("wide", 224, "uint8"), Trip("wide", 224, "uint8", in_flight=4))
-
-
 def main() -> None:
     options = _parser().parse_args()
-    options.trips = QUICK if options.quick else TRIPS
     parameters = {"seconds": options.seconds, "turns": options.turns, "layers": options.layers}
     report = Report("wire", options.out, parameters | {"server_flags": options.server_flags})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder, ExitStack() as stack:
@@ -92,6 +69,7 @@ class Bench:
     def __init__(self, report: Report, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
         """Towers in process, which are loaded once, are closed with `stack`."""
         self._stack = stack
+        self._folder = folder
         self._towers: dict[str, Client] = {}
         self._report = report
         self._options = options
@@ -101,6 +79,7 @@ class Bench:
         }
         if not options.quick:
             self._models["narrow"] = towers.with_rows_of(64, 0, folder / "narrow")
+            self._models["half"] = towers.with_rows_of(2048, 3, folder / "half")
             self._models["real"] = towers.with_blocks(options.layers, folder / "real")
 
     def run(self, processes: int) -> None:
@@ -114,17 +93,20 @@ class Bench:
         if set(self._options.parts) <= {each.__name__ for each in NEIGHBOURS}:
             return
         shape = {"rpc_processes": processes}
+        measured: dict[str, Callable[[dict[str, ServerProcess]], Iterable[Row]]] = {
+            "inline": partial(self._inline, shape),
+            "small": lambda servers: [self._small(servers["small"])],
+            "beside": lambda servers: self._beside(servers["wide"]),
+            "batches": lambda servers: [self._batches(servers["real"])],
+        }
         with self._serving(flags) as servers:
             if "trips" in self._options.parts:
                 for name in ("narrow", "wide"):
-                    self._trips(shape, servers[name], [trip for trip in self._options.trips if trip.server == name])
-            if "small" in self._options.parts:
-                self._report.add("small", shape | self._small(servers["small"]))
-            if "beside" in self._options.parts:
-                for row in self._beside(servers["wide"]):
-                    self._report.add("beside", shape | row)
-            if "batches" in self._options.parts:
-                self._report.add("batches", shape | self._batches(servers["real"]))
+                    for table, row in trips.measured(servers[name], name, self._options):
+                        self._report.add(table, shape | row)
+            for part in (each for each in measured if each in self._options.parts):
+                for row in measured[part](servers):
+                    self._report.add(part, shape | row)
 
     def neighbours(self) -> None:
         """One process beside busy cores, and beside its compiler."""
@@ -136,11 +118,12 @@ class Bench:
     @contextmanager
     def _serving(self, flags: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
         """A server for each checkpoint; those that do not serve cost no time."""
-        words = (*QUIET, *flags, *self._options.server_flags.split())
+        common = (*QUIET, *flags, *self._options.server_flags.split())
         with ExitStack() as stack:
             servers = {}
             for name, model in self._models.items():
-                program = NOOP if name in ("narrow", "wide") else REAL
+                program = NOOP if name in ("narrow", "half", "wide") else REAL
+                words = (*common, "--unix-socket", str(self._socket(name)))
                 wrapper = () if name == "real" else ("env", *(f"{key}={value}" for key, value in ONE_THREAD.items()))
                 starting = serving(model, *words, wait=False, program=program, wrapper=wrapper)
                 servers[name] = stack.enter_context(starting)
@@ -148,38 +131,19 @@ class Bench:
                 server.wait_for("ready: ")
             yield {**servers, **{name: servers[other] for name, other in STAND_INS.items() if name not in servers}}
 
-    # -- trips -----------------------------------------------------------------------------------------
+    def _socket(self, name: str) -> Path:
+        """Where the server of a model listens besides its port."""
+        return self._folder / f"{name}.sock"
 
-    def _trips(self, shape: Row, server: ServerProcess, trips: Sequence[Trip]) -> None:
-        """The bare server, the service, and the service through the client library, in turns."""
-        with ExitStack() as stack:
-            target, pids = stack.enter_context(bare_servers(1))
-            bare = stack.enter_context(Client("raw", target=target, model=server.target))
-            raw = stack.enter_context(Client("raw", target=server.target))
-            library = stack.enter_context(Client("client", target=server.target))
-            servers = {"bare": pids, "service": [server.process.pid], "client": [server.process.pid]}
-            paths = {"bare": bare, "service": raw, "client": library}
-            for trip in trips:
-                size = prepared([raw, library], trip.work)
-                prepared([bare], {**trip.work, "answer": size["answer"]})
-                turns = in_turns(paths, servers, trip.in_flight, self._options)
-                self._add_trip(shape | {"in_flight": trip.in_flight}, size, turns)
-
-    def _add_trip(self, shape: Row, size: Row, turns: Mapping[str, Turns]) -> None:
-        nbytes = size["up"] + size["down"]
-        megabytes = {f"{way}_mb": round(size[way] / 1e6, 2) for way in ("up", "down")}
-        own = {**shape, **megabytes}
-        row = {
-            **own,
-            **{f"{name}_ms": round(1e3 * each.seconds, 2) for name, each in turns.items()},
-            "service_over_bare": round(turns["service"].seconds / turns["bare"].seconds, 2),
-            "client_over_bare": round(turns["client"].seconds / turns["bare"].seconds, 2),
-            "client_gb_per_s": round(nbytes / turns["client"].seconds / 1e9, 2),
-            "errors": sum(each.errors for each in turns.values()),
-        }
-        self._report.add("trips", row)
-        for name, each in turns.items():
-            self._report.add("cpu", {**own, "path": name, **each.per_gigabyte(nbytes)})
+    def _inline(self, shape: Row, servers: Mapping[str, ServerProcess]) -> Iterator[Row]:
+        """Rows of 16.8 and 33.6 MB; what renders them does not depend on the processes of the server."""
+        side = 64 if self._options.quick else 1024
+        for name in ("half", "wide"):
+            own = name if name in self._models else STAND_INS[name]
+            yield from inline.streams(servers[name], self._socket(own), side, self._options)
+        if shape["rpc_processes"] == self._options.rpc_processes[0]:
+            for row in inline.rendering(servers["wide"], side, self._options):
+                self._report.add("rendering", row)
 
     def _tower(self, name: str) -> Client:
         """A process that has the engine of this server, and no service."""
@@ -280,7 +244,7 @@ def _batch_items(server: ServerProcess) -> tuple[float, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("wire-bench", description=__doc__)
     parser.add_argument("--rpc-processes", nargs="+", type=int, default=[1, 2], help="RPC processes of the servers")
-    parts = ["trips", "small", "beside", "batches", "waiting", "compiling"]
+    parts = ["trips", "inline", "small", "beside", "batches", "waiting", "compiling"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--server-flags", default="", help="more flags of vitwire-server serve, in one argument")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each path of a row, in all its turns")

@@ -1,11 +1,14 @@
 """Fixtures that every tier shares."""
 
+import gc
 import os
 import signal
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
@@ -18,6 +21,14 @@ from reference import Reference
 from references import reference_of
 from rigs import Yardstick
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
+
+with suppress(ModuleNotFoundError):  # an interpreter for tests/gpu may lack it
+    import hypothesis
+
+    # On a machine that others use, what takes milliseconds may take seconds: no time fails a test.
+    patience: Any = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("patient", **patience)
+    hypothesis.settings.load_profile("patient")
 
 
 def pytest_configure() -> None:
@@ -33,6 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """What imports left lives as long as the process: a collection of garbage would take half a second to see so."""
+    gc.collect()
+    gc.freeze()
 
 
 def _rank(item: pytest.Item) -> float:

@@ -124,9 +124,13 @@ ROWS = (
         Panel("Cache hit rate", "percentunit", [
             Query(f"{_rate('vitwire_cache_hits_total')}"
                   f" / ({_rate('vitwire_cache_hits_total')} + {_rate('vitwire_cache_misses_total')})", "hits")]),
-        Panel("Cache", "bytes", [Query(_gauge("vitwire_cache_bytes", "instance"), "{{instance}}")]),
+        Panel("Cache", "bytes", [
+            Query(_gauge("vitwire_cache_bytes", "instance"), "{{instance}} host"),
+            Query(_gauge("vitwire_store_bytes", "instance"), "{{instance}} device")]),
         Panel("Evictions per second", "short", [
             Query(_rate("vitwire_cache_evictions_total", "instance"), "{{instance}}")]),
+        Panel("Embeddings copied between device and host", "Bps", [
+            Query(_rate("vitwire_copied_bytes_total", "to"), "to the {{to}}")]),
         Panel("Time to decode a file", "s", _quantiles("vitwire_decode_seconds", "modality")),
         Panel("Files not decoded per second", "short", [
             Query(_rate("vitwire_decode_failures_total", "reason"), "{{reason}}")]),

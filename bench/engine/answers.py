@@ -26,6 +26,8 @@ class Answer:
     spans: dict[str, float] = field(default_factory=dict)
     """Seconds of what has no place on this clock."""
     error: str = ""
+    cached: bool = False
+    """Whether the server had rows of it in its cache."""
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -37,6 +39,8 @@ def figures(answers: Sequence[Answer], load: Load) -> Row:
     """Quantiles of TTFT and of the times between tokens, and requests per second without the edges of the stream."""
     good = [answer for answer in answers if not answer.error]
     row: Row = {"requests": len(answers), "errors": len(answers) - len(good)}
+    if cached := sum(answer.cached for answer in answers):
+        row["cached"] = cached
     first = [1e3 * (answer.arrivals[0] - answer.start) for answer in good]
     row |= quantiles("ttft", first, 50, 90, 99) | between_tokens(good)
     if good:

@@ -2,56 +2,65 @@
 
 vLLM serves a random Qwen3-VL of published size, and a Vitwire server its tower on another device or the same. The same
 requests go each way: `local` (the engine's tower), `inline` (embeddings in the request) and `reference` (the engine
-fetches what the server stored); `again` is local once more, the control for the tokens.
-Pictures are decoded and split into patches beforehand. The last line of stdout is one JSON document.
+fetches what the server stored); `again` is local once more, the control for the tokens, and `text` has as many tokens
+of text, without images.
+Pictures are decoded and split into patches beforehand, or with `--from jpeg` come as files over HTTP. With `--towers`
+no engine is started: its tower and the server's are measured side by side on one device. The last line of stdout is
+one JSON document.
 """
 
 import argparse
 import asyncio
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
-from bench.engine import checkpoint, loads, vllm_engine
+from bench.engine import capacity, checkpoint, faults, loads, vllm_engine
 from bench.engine.answers import Answer, between_tokens, compared, figures, timeline
+from bench.engine.capacity import encoder_alone, together
+from bench.engine.faults import Fault, outcome
+from bench.engine.front import Fronts
 from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size
+from bench.engine.options import LOCAL, options_of
+from bench.engine.photos import Photos
 from bench.engine.plots import plot
 from bench.engine.requests import Asked, draw
 from bench.engine.running import running
+from bench.engine.towers.measuring import measure
 from bench.engine.ways import Inline, Local, Reference, Text, Way
 from bench.report import Report
 
 from servers import PYTHON, ServerProcess, serving
 from vitwire import AsyncClient
 
+AnyWay = Way | Photos
 TITLES = {
+    "towers": "towers side by side: milliseconds of a forward on the device, and of a call; norm errors of the rows",
     "streams": "streams of requests",
     "timeline": "milliseconds since the start of a request, medians; the server's stages are lengths",
     "itl": "times between the tokens of four generations that run beside each way",
+    "failures": "an encoder that fails under load, behind a router with --on-encoder-failure engine",
+    "alone": "the most of each by itself: prompts of text as long as those with images, and images that are stored",
+    "together": capacity.NOTE,
     "against_local": "beside the engine's own tower: ratios, and tokens that are equal",
 }
-WAYS = ("local", "inline", "reference", "again")
 READY_SECONDS = 300
 
 
 def main() -> None:
     """Exits with 1 if the run ended early; what was measured until then is printed."""
-    options = _parser().parse_args()
-    if options.quick:
-        options.sizes, options.loads, options.requests = options.sizes[:1], options.loads[:2], min(options.requests, 16)
+    options = options_of(__doc__)
     os.environ.update({name: value for name, value in vllm_engine.ENVIRONMENT.items() if name not in os.environ})
-    named = ("requests", "text", "tokens", "devices", "engines", "delivery")
+    named = ("source", "requests", "text", "tokens", "devices", "engines", "delivery")
     report = Report("engine", options.out, {name: getattr(options, name) for name in named})
     clock = Clock(options.time_limit)
     with limited(clock, lambda: report.end(TITLES)):
@@ -77,13 +86,17 @@ class Bench:
         self._options = options
         self._clock = clock
         self._names = (f"request-{number}" for number in count())
+        self._seeds = count()
 
     def run(self) -> None:
         if not self._options.model.exists():
             words = [PYTHON, "-m", checkpoint.__name__, str(self._options.model)]
             words += ["--tiny"] if self._options.tiny else ["--device", "cuda"]
             subprocess.run([*_environment(self._options), *words], check=True, stdout=sys.stderr)
-        if set(self._options.ways) <= {"local", "again"}:
+        if self._options.towers:
+            measure(self._report, self._options, self._clock, _environment(self._options))
+            return
+        if set(self._options.ways) <= LOCAL and not self._options.alone and not self._options.failures:
             asyncio.run(self._measure("", None))
             return
         with _server(self._options) as (target, starting):
@@ -96,18 +109,27 @@ class Bench:
             for index in range(options.engines):
                 engines.append(self._engine(target, index if options.engines > 1 else None))
                 stack.callback(engines[-1].shutdown)
-            client = None
+            client, server = None, None
             if starting:
                 server = await asyncio.wrap_future(starting)
                 await asyncio.to_thread(server.wait_for, "ready: ", max(1.0, min(READY_SECONDS, self._clock.left)))
                 client = await stack.enter_async_context(AsyncClient(target))
+            fronts = None
+            if options.source == "jpeg" or options.failures:
+                modes = sorted(set(options.ways) - LOCAL) if options.source == "jpeg" else []
+                started = Fronts.of(engines, options.model, target, _environment(options), modes)
+                fronts = await stack.enter_async_context(started)
+            photos = fronts if options.source == "jpeg" else None
+            ways = {name: photos.ways(name) if photos else _ways(name, engines, client) for name in options.ways}
             for size in options.sizes:
-                asked = await draw(size, options.requests, options.text, client)
-                ways = {name: _ways(name, engines, client) for name in options.ways}
-                await self._size(size, asked, ways)
+                await self._size(size, client, ways)
                 if options.itl:
-                    await self._beside(size, asked, ways)
+                    await self._beside(size, await self._draw(size, client), ways, engines)
+                if options.alone and client:
+                    await self._alone(size, await self._draw(size, client), engines, client)
                 self._report.note("connector", vllm_engine.connector_counts())
+            if options.failures and fronts and server:
+                await self._failures(size, await self._draw(size, client), fronts, server)
 
     def _engine(self, target: str, device: int | None) -> Any:
         options, began = self._options, time.monotonic()
@@ -115,16 +137,23 @@ class Bench:
         graphs = "inline" not in options.ways
         chosen = vllm_engine.arguments(options.model, target, images=images, graphs=graphs, delivery=options.delivery)
         self._report.note("encoder_graphs", graphs)
-        engine = vllm_engine.start(chosen | json.loads(options.engine_args), device)
+        engine = vllm_engine.start(chosen | options.engine_args, device)
         for name, value in vllm_engine.described().items():
             self._report.note(name, value)
         self._report.note("engine_start_s", round(time.monotonic() - began, 1))
         return engine
 
-    async def _size(self, size: Size, asked: Sequence[Asked], ways: dict[str, list[Way]]) -> None:
-        for each in ways.values():  # kernels, allocators and connections
-            await self._stream(each, asked[:8], Load(closed=True, amount=4))
+    async def _draw(self, size: Size, client: AsyncClient | None, count: int = 0) -> list[Asked]:
+        """Requests with pictures that no server has seen."""
+        return await draw(size, count or self._options.requests, self._options.text, client, next(self._seeds))
+
+    async def _size(self, size: Size, client: AsyncClient | None, ways: dict[str, list[AnyWay]]) -> None:
+        asked = await self._draw(size, client, min(8, self._options.requests))
+        for name, each in ways.items():  # kernels, allocators and connections
+            answers = await self._stream(each, asked, Load(closed=True, amount=4))
+            self._errors({"size": str(size), "load": "warm-up", "way": name}, answers)
         for load in self._options.loads:
+            asked = await self._draw(size, client)
             rows: dict[str, Any] = {}
             local: list[Answer] = []
             for name, each in ways.items():
@@ -134,25 +163,80 @@ class Bench:
                 answers = await self._stream(each, asked, load)
                 rows[name] = self._report.add("streams", place | figures(answers, load))
                 self._report.add("timeline", place | timeline(answers))
-                for error in {answer.error for answer in answers if answer.error}:
-                    self._report.skip(" ".join(place.values()), error)
+                self._errors(place, answers)
                 local = local or (answers if name == "local" else [])
                 if name != "local" and local:
                     ratios = {
                         f"{column}_ratio": _ratio(rows, name, column) for column in ("ttft_p50_ms", "requests_per_s")
                     }
-                    self._report.add("against_local", place | ratios | compared(answers, local))
+                    self._report.add(
+                        "against_local", place | ratios | (compared(answers, local) if name != "text" else {})
+                    )
 
-    async def _beside(self, size: Size, asked: Sequence[Asked], ways: dict[str, list[Way]]) -> None:
-        """Times between the tokens of generations that run alone, beside prompts of text, and beside each way."""
-        texts = [Text(way.front) for way in next(iter(ways.values()))]
+    async def _alone(self, size: Size, asked: Sequence[Asked], engines: Sequence[Any], client: AsyncClient) -> None:
+        """The encoder and the engines by themselves at the last load, and what several of them give together."""
         load = self._options.loads[-1]
+        place = {"size": str(size), "load": str(load)}
+        if not self._has_time("alone", place):
+            return
+        texts = await self._stream([Text(engine) for engine in engines], asked, load)
+        engine = self._report.add("alone", place | {"of": "engines without images"} | figures(texts, load))
+        encoder = await encoder_alone(client, asked, load, self._names)
+        encoder = self._report.add("alone", place | {"of": "encoder"} | encoder)
+        local = self._measured(place | {"way": "local"})
+        own, without, stored = (float(row.get("requests_per_s", 0)) for row in (local, engine, encoder))
+        if not (own and without and stored):
+            self._report.skip(f"together {size}", "one of the rates is missing")
+            return
+        self._report.note("together_note", capacity.NOTE)
+        for row in together(own / len(engines), without / len(engines), stored):
+            self._report.add("together", {"size": str(size)} | row)
+
+    def _measured(self, place: dict[str, str]) -> dict[str, Any]:
+        """The row of a stream; empty without one."""
+        rows = self._report.document().get("streams", [])
+        return next((row for row in rows if place.items() <= row.items()), {})
+
+    async def _failures(self, size: Size, asked: Sequence[Asked], fronts: Fronts, server: ServerProcess) -> None:
+        """The encoder fails after a third of the last load's requests; the engine's tower is what remains."""
+        options, load = self._options, self._options.loads[-1]
+        local = await self._stream(fronts.ways("local"), asked, load)
+        flags = ("--on-encoder-failure", "engine", "--encoder-wait", str(options.encoder_wait))
+        with fronts.routed(*flags) as (router, ways):
+            for name, number in faults.FAULTS.items():
+                place = {"size": str(size), "load": str(load), "fault": name}
+                if name not in options.failures or not self._has_time("failures", place):
+                    continue
+                await self._stream(ways, asked[:8], Load(closed=True, amount=4))
+                fault = Fault(server.process.pid, number, after=len(asked) // 3)
+                try:
+                    answers = await self._stream(ways, asked, load, fault.count)
+                finally:
+                    fault.over()
+                row = outcome(answers, fault.at, local, options.encoder_wait)
+                fallbacks = await asyncio.to_thread(router.metric, "vitwire_router_fallbacks_total")
+                self._report.add("failures", place | row | {"fallbacks_so_far": int(fallbacks)})
+                self._errors(place, answers)
+
+    async def _beside(
+        self, size: Size, asked: Sequence[Asked], ways: dict[str, list[AnyWay]], engines: Sequence[Any]
+    ) -> None:
+        """Times between the tokens of generations that run alone, beside prompts of text, and beside each way."""
+        texts: list[Any] = [Text(engine) for engine in engines]
+        load = self._options.loads[-1]
+        rows: dict[str, Any] = {}
         for name, each in ({"alone": [], "text": texts} | ways).items():
             place = {"size": str(size), "load": str(load), "way": name}
             if self._has_time("itl", place):
                 async with running(texts, asked, self._names) as answers:
                     await (self._stream(each, asked, load) if each else asyncio.sleep(1))
-                self._report.add("itl", place | between_tokens(answers))
+                rows[name] = between_tokens(answers)
+                ratio = {"itl_p99_to_text": _ratio(rows, name, "itl_p99_ms", "text")} if name in ways else {}
+                self._report.add("itl", place | rows[name] | ratio)
+
+    def _errors(self, place: dict[str, str], answers: Sequence[Answer]) -> None:
+        for error in {answer.error for answer in answers if answer.error}:
+            self._report.skip(" ".join(place.values()), error)
 
     def _has_time(self, what: str, place: dict[str, str]) -> bool:
         if self._clock.left >= self._options.reserve:
@@ -160,8 +244,17 @@ class Bench:
         self._report.skip(f"{what} {' '.join(place.values())}", "no time")
         return False
 
-    async def _stream(self, ways: Sequence[Way], asked: Sequence[Asked], load: Load) -> list[Answer]:
-        """One stream over all engines in turn; what precedes the requests is done before it starts."""
+    async def _stream(
+        self,
+        ways: Sequence[AnyWay],
+        asked: Sequence[Asked],
+        load: Load,
+        ended: Callable[[], None] = lambda: None,
+    ) -> list[Answer]:
+        """One stream over all engines in turn; what precedes the requests is done before it starts.
+
+        `ended` is called after each request.
+        """
         names = list(islice(self._names, len(asked)))
         turns = [ways[number % len(ways)] for number in range(len(asked))]
         prepared = zip(turns, asked, names, strict=True)
@@ -170,22 +263,24 @@ class Bench:
         async def call(number: int) -> Answer:
             one, ready[number] = ready[number], None
             way, name = turns[number], names[number]
-            return await vllm_engine.answered(way, asked[number], one, name, self._options.tokens)
+            answer = await way.answered(asked[number], one, name, self._options.tokens)
+            ended()
+            return answer
 
         return await loads.drive(load, len(asked), call)
 
 
-def _ways(name: str, engines: Sequence[Any], client: AsyncClient | None) -> list[Way]:
+def _ways(name: str, engines: Sequence[Any], client: AsyncClient | None) -> list[AnyWay]:
     """The way of this name into each engine."""
-    if name in ("local", "again"):
-        return [Local(engine) for engine in engines]
+    if name in LOCAL:
+        return [(Text if name == "text" else Local)(engine) for engine in engines]
     assert client, "started for the other ways"
     return [(Inline if name == "inline" else Reference)(engine, client) for engine in engines]
 
 
-def _ratio(rows: dict[str, Any], name: str, column: str) -> float | None:
-    ours, local = rows[name].get(column), rows.get("local", {}).get(column)
-    return round(ours / local, 3) if ours and local else None
+def _ratio(rows: dict[str, Any], name: str, column: str, other: str = "local") -> float | None:
+    ours, theirs = rows[name].get(column), rows.get(other, {}).get(column)
+    return round(ours / theirs, 3) if ours and theirs else None
 
 
 @contextmanager
@@ -212,40 +307,3 @@ def _environment(options: argparse.Namespace) -> list[str]:
     """Prefix of commands that run what the server runs."""
     path = options.server_pythonpath or f"client:server:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     return ["env", f"PYTHONPATH={path}"]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("engine-bench", description=__doc__)
-    add = parser.add_argument
-    add("--model", type=Path, default=Path("/tmp/engine-bench"), help="checkpoint; written if it is not there")
-    add("--sizes", type=_list(Size.of), default="448x1,1024x1", help="SIDExIMAGES of a request, ...")
-    add("--loads", type=_list(Load.of), default="c1,c8", help="cN: N in flight; pN: N requests/s, Poisson; ...")
-    add(
-        "--ways",
-        type=_list(str),
-        default="local,reference,again",
-        help=f"of {', '.join(WAYS)}; local alone needs no server",
-    )
-    add("--requests", type=int, default=96, help="of each stream")
-    add("--text", type=int, default=64, help="tokens of text in a prompt")
-    add("--tokens", type=int, default=16, help="tokens to generate")
-    add("--itl", action="store_true", help="times between tokens of generations beside the last load, too")
-    add("--devices", type=int, default=2, help="the server is on the last of them, the engines are on the first ones")
-    add("--engines", type=int, default=1, help="engines, each on a device; their front ends share this process")
-    add("--delivery", default="auto", help="auto, nixl or stream, from the server into the engine")
-    add("--engine-args", default="{}", help="more arguments of vLLM, as JSON")
-    flags = "--nixl --cache-bytes 8000000000 --rpc-processes 1"
-    add("--server-flags", default=flags, help=f"flags of vitwire-server serve in one argument; default: {flags}")
-    add("--server-pythonpath", default="", help="PYTHONPATH of the server, if it cannot share vLLM's")
-    add("--tiny", action="store_true", help="a small model, and a server on the CPU")
-    add("--quick", action="store_true", help="one size, two loads, 16 requests")
-    add("--time-limit", type=float, default=540, help="seconds for everything; then print what was measured")
-    add("--reserve", type=float, default=20, help="start no stream if fewer seconds are left")
-    add("--out", type=Path, help="write the JSON document here too, after each row")
-    add("--plot", type=Path, help="write plots here (PNG)")
-    return parser
-
-
-def _list(kind: Any) -> Any:
-    """Type of an option with values between commas."""
-    return lambda text: [kind(each) for each in text.split(",")]

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Self, TypeVar
 
 T = TypeVar("T")
@@ -18,8 +19,10 @@ class Size:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """SIDExIMAGES."""
+        """SIDExIMAGES. Raises ValueError for anything else."""
         side, _, images = text.partition("x")
+        if not side.isdecimal() or not (images or "1").isdecimal() or not int(side) or not int(images or 1):
+            raise ValueError(f"a size is SIDE or SIDExIMAGES; got {text!r}")
         return cls(int(side), int(images or 1))
 
     def __str__(self) -> str:
@@ -37,9 +40,16 @@ class Load:
     @classmethod
     def of(cls, text: str) -> Self:
         """cN or pN. Raises ValueError for anything else."""
-        if text[:1] not in ("c", "p") or not float(text[1:]) > 0:
-            raise ValueError(f"a load is cN, N in flight, or pN, N requests per second; got {text!r}")
-        return cls(text[0] == "c", int(text[1:]) if text[0] == "c" else float(text[1:]))
+        closed, fault = text[:1] == "c", f"a load is cN, N in flight, or pN, N requests per second; got {text!r}"
+        if text[:1] not in ("c", "p"):
+            raise ValueError(fault)
+        try:
+            amount = int(text[1:]) if closed else float(text[1:])
+        except ValueError:
+            raise ValueError(fault) from None
+        if not 0 < amount < inf:
+            raise ValueError(fault)
+        return cls(closed, amount)
 
     def __str__(self) -> str:
         return f"{'c' if self.closed else 'p'}{self.amount:g}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.engine.answers import Row
 
-COLOURS = {"local": "#4c72b0", "again": "#a6bddb", "inline": "#dd8452", "reference": "#55a868"}
+COLOURS = {"local": "#4c72b0", "again": "#a6bddb", "inline": "#dd8452", "reference": "#55a868", "text": "#8c8c8c"}
 _MOMENTS = {
     "encoded": "#8da0cb",
     "accepted": "#e78ac3",
@@ -20,9 +20,15 @@ _MOMENTS = {
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG: TTFT and requests per second of each stream, and the moments of requests one at a time."""
+    """Write a PNG: TTFT and requests per second of each stream and the moments of requests, or times of towers."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
 
+    if "towers" in document:
+        figure = Figure(figsize=(10, 5), layout="constrained")
+        _towers(figure.subplots(), document["towers"])
+        figure.suptitle(f"{document['device']}, {document['engine']}, {document['date']}")
+        figure.savefig(path, dpi=140)
+        return
     streams, moments = document.get("streams", []), document.get("timeline", [])
     figure = Figure(figsize=(13, 9), layout="constrained")
     parts: Any = figure.subfigures(2, 1)
@@ -46,6 +52,19 @@ def _bars(axes: Any, streams: Sequence[Row], column: str, title: str) -> None:
         axes.bar(spots, [row[column] for row in rows], width, label=way, color=COLOURS[way])
     axes.set_xticks(range(len(places)), places)
     axes.set(title=title)
+    axes.legend()
+
+
+def _towers(axes: Any, rows: Sequence[Row]) -> None:
+    sizes, towers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("size", "tower"))
+    width = 0.8 / max(1, len(towers))
+    for index, tower in enumerate(towers):
+        own = [row for row in rows if row["tower"] == tower]
+        spots = [sizes.index(row["size"]) + (index + 0.5) * width - 0.4 for row in own]
+        bars = axes.bar(spots, [row["device_ms"] for row in own], width, label=tower)
+        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+    axes.set_xticks(range(len(sizes)), sizes)
+    axes.set(title="one forward on the device, median, ms", yscale="log")
     axes.legend()
 
 

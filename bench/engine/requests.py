@@ -34,16 +34,21 @@ async def draw(size: Size, count: int, text: int, client: AsyncClient | None, se
 
     def one(number: int) -> Asked:
         key = (seed, size.side, size.images, number)
-        pictures = [_picture(size.side, (*key, index)) for index in range(size.images)]
+        pictures = [picture(size.side, (*key, index)) for index in range(size.images)]
         rng = random.Random(str(key))
         words = [rng.randrange(FIRST_BYTE, FIRST_BYTE + 256) for _ in range(text)]
-        prompt = [*words[: text // 2], *_IMAGE * size.images, *words[text // 2 :]]
+        prompt = [*words[: text // 2], *image_tokens(size.images), *words[text // 2 :]]
         return Asked(prompt, pictures, image_items(pictures, model) if model else [])
 
     return list(await asyncio.gather(*(asyncio.to_thread(one, number) for number in range(count))))
 
 
-def _picture(side: int, seed: Sequence[int]) -> Any:
+def image_tokens(images: int) -> list[int]:
+    """The part of a prompt that stands for images."""
+    return _IMAGE * images
+
+
+def picture(side: int, seed: Sequence[int]) -> Any:
     """Low and high frequencies."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (max(1, side // 16), max(1, side // 16), 3), dtype=np.uint8)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from bench.engine import vllm_engine
 from bench.engine.answers import Answer
 from bench.engine.checkpoint import SPECIAL
 from bench.engine.requests import Asked
@@ -30,6 +31,10 @@ class Way(ABC):
     @abstractmethod
     async def inputs(self, asked: Asked, ready: Any, answer: Answer) -> Any:
         """The engine's input; notes the moments of the request."""
+
+    async def answered(self, asked: Asked, ready: Any, name: str, tokens: int) -> Answer:
+        """The request, `tokens` long."""
+        return await vllm_engine.answered(self, asked, ready, name, tokens)
 
     async def render(self, asked: Asked, data: Any, names: Sequence[str]) -> Any:
         """As vLLM's API server does. Names keep images apart in its encoder cache."""
@@ -87,29 +92,30 @@ class Inline(Way):
 
 @dataclass(slots=True)
 class Reference(Way):
-    """The server stores the rows; the request goes on once it has accepted the items, and the engine fetches them."""
+    """The server stores the rows; the request continues once it has accepted the items, and the engine fetches them."""
 
     client: AsyncClient
     sending: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def prepare(self, asked: Asked, name: str) -> list[Item]:
+    async def prepare(self, asked: Asked, name: str) -> tuple[list[Item], Any]:
+        """The prompt as well: whoever has patches has their grids."""
         names = _names(name, len(asked.items))
-        return [replace(item, content_id=each) for item, each in zip(asked.items, names, strict=True)]
+        items = [replace(item, content_id=each) for item, each in zip(asked.items, names, strict=True)]
+        return items, await self.render(asked, {"image_grid_thw": torch.tensor([item.grid for item in items])}, names)
 
-    async def inputs(self, asked: Asked, ready: list[Item], answer: Answer) -> Any:
-        accepted: asyncio.Future[list[tuple[int, int, int]]] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._store(ready, accepted, answer))
+    async def inputs(self, asked: Asked, ready: tuple[list[Item], Any], answer: Answer) -> Any:  # noqa: ARG002
+        items, rendered = ready
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._store(items, accepted, answer))
         self.sending.add(task)
         task.add_done_callback(self.sending.discard)
-        grids = await accepted
+        await accepted
         answer.moments["accepted"] = time.monotonic()
-        return await self.render(
-            asked, {"image_grid_thw": torch.tensor(grids)}, [str(each.content_id) for each in ready]
-        )
+        return rendered
 
-    async def _store(self, items: Sequence[Item], accepted: asyncio.Future[Any], answer: Answer) -> None:
+    async def _store(self, items: Sequence[Item], accepted: asyncio.Future[None], answer: Answer) -> None:
         """Failures before all items are accepted are the future's; the engine reports later ones."""
-        grids: dict[int, tuple[int, int, int]] = {}
+        waiting = set(range(len(items)))
         stored: list[Stored] = []
         try:
             async with aclosing(self.client.iter_store(items)) as results:
@@ -119,9 +125,9 @@ class Reference(Way):
                     if isinstance(result, Stored):
                         stored.append(result)
                     if isinstance(result, Accepted):
-                        grids[index] = result.grid
-                        if len(grids) == len(items):
-                            accepted.set_result([grids[each] for each in range(len(items))])
+                        waiting.discard(index)
+                        if not waiting and not accepted.done():
+                            accepted.set_result(None)
         except VitwireError as error:
             if not accepted.done():
                 accepted.set_exception(error)
@@ -135,6 +141,7 @@ def _names(name: str, images: int) -> list[str]:
 
 
 def _note_server(answer: Answer, reports: Sequence[Any]) -> None:
-    """The longest of a request's items."""
+    """The longest of a request's items, and whether any was cached."""
+    answer.cached = any(report.path == "cache" for report in reports)
     answer.spans["server_queued"] = max(report.queued for report in reports)
     answer.spans["server_encoded"] = max(report.encoded for report in reports)

@@ -1,15 +1,28 @@
 """The parts of `make engine-bench` that need no engine; tests/engines/vllm/test_bench.py has the others."""
 
 import asyncio
+import base64
+import io
+import json
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
-from bench.engine import answers
+from bench.engine import answers, checkpoint, photos
 from bench.engine.answers import Answer
+from bench.engine.capacity import together
+from bench.engine.faults import Fault, outcome
 from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size, drive
+from bench.engine.options import options_of
 from bench.engine.plots import plot
+from bench.engine.requests import Asked, image_tokens, picture
+from PIL import Image
 
 
 def answer(start: float, end: float, *, first: float = 0.01, tokens: str = "abc", **moments: float) -> Answer:
@@ -22,9 +35,55 @@ def test_loads_and_sizes() -> None:
     assert (Load.of("c8"), Load.of("p2.5")) == (Load(closed=True, amount=8), Load(closed=False, amount=2.5))
     assert [str(Load.of(text)) for text in ("c8", "p2.5", "p20")] == ["c8", "p2.5", "p20"]
     assert (Size.of("448x2"), str(Size.of("448"))) == (Size(448, 2), "448x1")
-    for text in ("8", "c0", "x3", "p-1"):
+    for text in ("8", "c0", "x3", "p-1", "c2.5", "pinf", "pnan", "c"):
         with pytest.raises(ValueError, match="cN"):
             Load.of(text)
+    for text in ("", "x2", "0x1", "448x0", "448x-1", "a"):
+        with pytest.raises(ValueError, match="SIDExIMAGES"):
+            Size.of(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("--ways local,remote", "'remote' is none of local"),
+        ("--loads c1,8", "a load is cN"),
+        ("--sizes 448by1", "a size is SIDE"),
+        ("--requests 0", "--requests must be at least 1"),
+        ("--engines 3", "--engines 3 need as many --devices"),
+        ("--alone --loads c1,p5", "closed loop"),
+        ("--alone --ways reference", "add it to --ways"),
+        ("--from jpeg --ways local,text", "no way of text"),
+        ("--failures burnt", "'burnt' is none of stopped, killed"),
+        ("--failures killed --engines 2", "with one engine"),
+        ("--encoder-wait 0", "more than 0 seconds"),
+        ("--from png", "invalid choice"),
+        ("--towers --failures killed", "--towers starts no engine"),
+        ("--towers --itl", "--towers starts no engine"),
+        ("--towers --sizes 100", "multiples of 32"),
+        ("--engine-args {", "is not JSON"),
+        ("--engine-args [1]", "must be a JSON object"),
+    ],
+)
+def test_options_that_are_wrong_are_named(words: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options_of(None, words.split())
+    assert fault in capsys.readouterr().err
+
+
+def test_towers_have_their_own_sizes() -> None:
+    assert [str(size) for size in options_of(None, []).sizes] == ["448x1", "1024x1"]
+    towers = options_of(None, ["--towers"]).sizes
+    assert [str(size) for size in towers] == ["224x1", "448x1", "1024x1", "224x16", "448x8"]
+
+
+def test_what_engines_and_encoders_give_together() -> None:
+    """An encoder feeds two engines; an engine with its own tower does half of what it does without images."""
+    rows = together(local=5, engine=10, encoder=20)
+    assert [(row["engines"], row["encoders"]) for row in rows][:2] == [(1, 1), (2, 1)]
+    assert rows[0] == {"engines": 1, "encoders": 1, "requests_per_s": 10, "all_local": 10, "ratio": 1}
+    assert rows[1] == {"engines": 2, "encoders": 1, "requests_per_s": 20, "all_local": 15, "ratio": 1.333}
+    assert (rows[-1]["engines"], rows[-1]["encoders"], rows[-1]["requests_per_s"]) == (5, 3, 50)
 
 
 @pytest.mark.parametrize(("load", "most"), [("c3", 3), ("c20", 10), ("p100000", 10)])
@@ -83,6 +142,70 @@ def test_tokens_are_compared_by_request() -> None:
     assert answers.compared([], [])["mean_equal_tokens"] is None
 
 
+def test_a_fault_is_judged_by_what_ended_since() -> None:
+    """The encoder may be waited for twice, and then the engine needs as long as with its own tower."""
+    stream = [answer(0, 1, first=0.1), answer(1, 4, first=2.5), Answer(2, 9, error="lost")]
+    row = outcome(stream, at=2, local=[answer(0, 1, first=0.6), answer(0, 1, first=0.2)], wait=1)
+    assert row == {
+        "requests": 3,
+        "errors": 1,
+        "ended_before": 1,
+        "ended_since": 2,
+        "longest_since_ms": 7000,
+        "ttft_max_before_ms": 100,
+        "ttft_max_since_ms": 2500,
+        "ttft_max_local_ms": 600,
+        "bound_ms": 2600,
+        "within": True,
+    }
+    assert not outcome(stream, at=2, local=[answer(0, 1, first=0.4)], wait=1)["within"]
+    assert outcome(stream, at=10, local=[], wait=1)["within"] is None
+
+
+def test_a_fault_comes_once_and_is_over_for_a_server_that_was_stopped() -> None:
+    """Of a process and its child."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        root = psutil.Process(process.pid)
+        while not root.children():
+            threading.Event().wait(0.01)
+        both = [root, *root.children()]
+
+        def wait_for(status: bool) -> None:
+            while [each.status() == psutil.STATUS_STOPPED for each in both] != [status, status]:
+                threading.Event().wait(0.01)
+
+        fault = Fault(process.pid, signal.SIGSTOP, after=2)
+        fault.count()
+        assert fault.at == float("inf")
+        fault.count()
+        wait_for(True)
+        at = fault.at
+        fault.over()
+        wait_for(False)
+        fault.count()
+        assert fault.at == at
+        last = Fault(process.pid, signal.SIGKILL, after=1)
+        last.count()
+        assert process.wait(60) == -signal.SIGKILL
+        last.over()
+
+
+def test_photographs_differ_in_bytes_alone() -> None:
+    words = [checkpoint.FIRST_BYTE] * 6
+    asked = Asked([*words, *image_tokens(1), *words], [picture(64, (0,))], [])
+    first, second = (json.loads(photos._body(asked, name)) for name in ("a", "b"))
+    files = []
+    for body, name in ((first, "a-0"), (second, "b-0")):
+        before, photo, after = body["messages"][0]["content"]
+        assert (len(before["text"]), len(after["text"]), photo["uuid"]) == (6, 6, name)
+        files.append(base64.b64decode(photo["image_url"]["url"].removeprefix("data:image/jpeg;base64,")))
+    assert files[0] != files[1]
+    pixels = [np.asarray(Image.open(io.BytesIO(each))) for each in files]
+    assert (pixels[0] == pixels[1]).all()
+    assert first["messages"][0]["content"][0] == second["messages"][0]["content"][0]
+
+
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     place = {"size": "448x1", "load": "c1"}
@@ -90,6 +213,14 @@ def test_plot(tmp_path: Path) -> None:
     document = {"streams": [*streams, place | {"way": "inline", "errors": 3}], "device": "cpu", "engine": "vLLM"}
     document |= {"timeline": [place | {"way": "reference", "accepted": 3, "first_token": 20}], "date": "today"}
     plot(document, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_towers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"size": "224x1", "tower": name, "device_ms": 1.5} for name in ("vllm_eager", "vitwire")]
+    rows.append({"size": "448x1", "tower": "vitwire", "device_ms": 2})
+    plot({"towers": rows, "device": "cpu", "engine": "vLLM", "date": "today"}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

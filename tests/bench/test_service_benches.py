@@ -12,6 +12,7 @@ import pytest
 from bench import timeline
 from bench.echo import read_sizes, write_sizes
 from bench.fleet import Client, DriverFailed, bare_servers, cpu_seconds, loaded
+from bench.inline import PATHS
 from bench.report import Report
 from bench.service import Bench
 from bench.setups import Load, Setup
@@ -46,6 +47,11 @@ def test_wire_bench(tmp_path: Path) -> None:
         assert min(row["bare_ms"], row["service_ms"], row["client_ms"]) > 0
         assert min(row["service_over_bare"], row["client_over_bare"]) > 0
     assert [row["path"] for row in document["cpu"]] == ["bare", "service", "client"] * len(document["trips"])
+    paths = ["bare", "service", *PATHS, "all of the service"]
+    assert [row["path"] for row in document["inline"]] == 2 * paths
+    assert all(isfinite(number) and number >= 0 for number in numbers(document["inline"] + document["rendering"]))
+    assert all(row["copy_ms"] > 0 < row["parse_ms"] for row in document["inline"] if row["path"] in paths[2:-1])
+    assert [row["over_base64"] for row in document["rendering"] if row["way"] == "base64 alone"] == [1]
     (small,) = document["small"]
     assert small["overhead_ms"] == pytest.approx(small["service_ms"] - small["tower_ms"], abs=0.01)
     assert [(row["call"], row["errors"]) for row in document["beside"]] == [("small item", {}), ("health", {})]

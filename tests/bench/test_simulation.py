@@ -30,7 +30,7 @@ def loaded(
     return fleet
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.sampled_from(POLICIES), st.integers(0, 99), st.integers(1, 4), st.floats(0.3, 1.5), st.floats(0.05, 4.0))
 def test_every_request_is_answered_or_fails_once(
     policy: str, seed: int, crashed: int, load: float, restart: float
@@ -128,7 +128,7 @@ def test_a_run_follows_from_its_seed() -> None:
     assert latencies(3) == latencies(3) != latencies(4)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, CATALOGUE * 10), min_size=1))
 def test_equal_contents_have_equal_sizes(contents: list[int]) -> None:
     words = np.array(contents, np.uint64)

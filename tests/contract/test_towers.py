@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import MODEL_TYPES, ROWS, Checkpoints
+from checkpoints import ROWS, Checkpoints
 from host_tensors import NoHostTensors
 from reference import TOLERANCE, Array, Reference, error, norm_error
 from rigs import BUDGETS, Rig, draw_grids, takes
@@ -57,8 +57,15 @@ def rigs(checkpoints: Checkpoints) -> Rigs:
 class TestParity:
     """Images and clips of random grids, alone and with others, against plain transformers."""
 
-    @pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
-    @pytest.mark.parametrize("graphs", [False, True], ids=["off", "simulated"])
+    @pytest.mark.parametrize(
+        ("graphs", "packed"),
+        [
+            pytest.param(False, False, id="off-alone"),
+            pytest.param(False, True, id="off-packed", marks=pytest.mark.matrix),
+            pytest.param(True, False, id="simulated-alone", marks=pytest.mark.matrix),
+            pytest.param(True, True, id="simulated-packed"),
+        ],
+    )
     def test_float32_equals_transformers(
         self, model_type: str, graphs: bool, packed: bool, rigs: Rigs, references: References
     ) -> None:
@@ -142,7 +149,7 @@ class TestGraphs:
         assert error(rows, expected(rig, reference, [small], 3)[0]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ROWS)
 def test_forward_runs_on_the_meta_device(model_type: str, checkpoints: Checkpoints) -> None:
     """No host synchronisation, no data-dependent shape and no tensor on the host: each would raise here.
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from checkpoints import Checkpoints
 from reference import TOLERANCE, error
-from servers import ServerProcess, serving
+from servers import ServerProcess, finished, serving
 from vitwire import Client, Embedding, InvalidItem, Item
 
 VITWIRE = Path(sys.executable).with_name("vitwire")
@@ -34,9 +34,8 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
         yield process
 
 
-def vitwire(*words: str | Path, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    command = [VITWIRE, *map(str, words)]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+def vitwire(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return finished(*words, program=(str(VITWIRE),))
 
 
 @contextmanager
@@ -241,7 +240,9 @@ def test_a_full_disk_behind_stdout_is_one_line(server: ServerProcess, words: lis
     if words[0] == "encode":
         words += [str(COFFEE), "--json", "--out", str(tmp_path / "one.npy")]
     with Path("/dev/full").open("wb") as full:
-        done = vitwire(*words, stdout=full.fileno())
+        done = subprocess.run(
+            [VITWIRE, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
     assert (done.returncode, done.stderr) == (1, "vitwire: standard output: No space left on device\n")
     assert (tmp_path / "one.npy").exists() is (words[0] == "encode")
 

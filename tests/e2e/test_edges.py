@@ -3,7 +3,6 @@
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from checkpoints import Checkpoints
 from faults import FAULTY, settle
 from load import COLUMNS, image, request
 from processes import channel_to, edges, listening
-from servers import ServerProcess, serving, supervising
+from servers import ServerProcess, finished, serving, supervising
 from vitwire import Client, Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -284,8 +283,7 @@ def test_a_port_that_is_taken_is_refused(
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         port = foreign.getsockname()[1] if first == "foreign" else request.getfixturevalue(first).port
         words = ["serve", "--model", str(checkpoints("qwen2_vl")), "--metrics-port", "0", "--port", str(port)]
-        command = [sys.executable, "-m", "vitwire_server", *words, "--rpc-processes", edges_]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False)
+        done = finished(*words, "--rpc-processes", edges_)
     assert done.returncode == 1
     assert re.fullmatch(rf".*cannot listen on 127\.0\.0\.1:{port}.*", done.stderr.strip().splitlines()[-1])
 
@@ -294,8 +292,7 @@ def test_a_port_that_is_taken_is_refused(
 def test_a_socket_that_is_taken_is_refused(server: ServerProcess, unix_socket: Path, checkpoints: Checkpoints) -> None:
     del server
     words = ["serve", "--model", str(checkpoints("qwen2_vl")), "--metrics-port", "0", "--port", "0"]
-    command = [sys.executable, "-m", "vitwire_server", *words, "--unix-socket", str(unix_socket), *SHAPE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False)
+    done = finished(*words, "--unix-socket", unix_socket, *SHAPE)
     assert (done.returncode, "cannot listen on" in done.stderr) == (1, True)
 
 

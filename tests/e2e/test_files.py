@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from certificates import Authority
 from checkpoints import Checkpoints
-from servers import serving
+from servers import finished, serving
 from vitwire import Client, Item
 
 ALICE = "alice-0123456789abcdef"
@@ -22,9 +21,7 @@ EDGES = pytest.mark.skipif(sys.platform != "linux", reason="edges need Linux")
 
 def refused(model: Path, *flags: object) -> tuple[int, str]:
     """The exit code of a server that does not start, and the last line that it wrote."""
-    words = ["serve", "--model", model, "--port", "0", "--metrics-port", "0", *flags]
-    command = [sys.executable, "-m", "vitwire_server", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = finished("serve", "--model", model, "--port", "0", "--metrics-port", "0", *map(str, flags))
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr.splitlines()[-1]
 
@@ -72,7 +69,8 @@ def test_a_pipe_in_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_state_that_is_a_pipe_is_replaced(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    model, flags = checkpoints("qwen2_vl"), ("--graphs", "simulated", "--budgets", "learn", "--state-dir")
+    learning = ("--graphs", "simulated", "--budgets", "learn", "--max-budget-tokens", "64")
+    model, flags = checkpoints("qwen2_vl"), (*learning, "--state-dir")
     with serving(model, *flags, str(tmp_path), "--log-level", "debug") as server, Client(server.target) as client:
         fingerprint = client.model().weights_fingerprint
     os.mkfifo(tmp_path / f"vitwire-ladder-{fingerprint[:16]}-cpu.json")

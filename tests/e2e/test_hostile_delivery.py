@@ -140,7 +140,7 @@ def test_a_key_of_other_domains_ends_no_server(server: ServerProcess) -> None:
     check_honest(server)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.matrix)])
 @pytest.mark.timeout(1800)
 def test_random_metadata_ends_no_server(server: ServerProcess, count: int) -> None:
     before, random = processes(server), np.random.default_rng(count)

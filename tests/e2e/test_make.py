@@ -9,6 +9,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 
 from checkpoints import Checkpoints
@@ -40,7 +41,11 @@ def test_the_demo_needs_a_part_of_what_the_tests_need() -> None:
     assert "demo" in extras["dev"][0]
 
 
-def test_make_serve_says_what_to_try_after_the_server_is_ready(checkpoints: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_make_serve_says_what_to_try_after_the_server_is_ready(
+    number: signal.Signals, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Ctrl-C, which reaches every process, ends all of them, and so does a signal to make alone."""
     variables = ("DEMO_READY=", f"DEMO={checkpoints('qwen3_vl')}", f"BIN={Path(sys.executable).parent}")
     output = tmp_path / "log"
     with output.open("wb") as log:
@@ -50,8 +55,10 @@ def test_make_serve_says_what_to_try_after_the_server_is_ready(checkpoints: Chec
         deadline = time.monotonic() + 200
         while "status page" not in output.read_text() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C
+        started = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, number) if number is signal.SIGINT else process.terminate()
         process.wait(60)
+        assert not psutil.wait_procs(started, 60)[1]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

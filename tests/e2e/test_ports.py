@@ -34,9 +34,12 @@ def unix_socket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints, unix_socket: Path) -> Iterator[ServerProcess]:
     """With as many descriptors as a shell gives, and no way to more."""
-    limited = ("sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh")
+    limited = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))\n"
+        "from vitwire_server.__main__ import main; main()"
+    )
     flags = ("--channelz", "--unix-socket", str(unix_socket))
-    with serving(checkpoints("qwen2_vl"), *flags, wrapper=limited) as process:
+    with serving(checkpoints("qwen2_vl"), *flags, program=("-c", limited)) as process:
         yield process
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import skimage
 
@@ -117,19 +116,3 @@ def test_links_lead_somewhere() -> None:
     for page in (README, *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
-
-
-def test_make_serve_leaves_a_server_to_play_with() -> None:
-    """Port 0, as others may hold the usual ones."""
-    command = ["make", "serve", "FLAGS=--port 0 --metrics-port 0 --lame-duck-seconds 0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as make:
-        assert make.stdout
-        try:
-            assert any(line.startswith("ready: qwen3_vl") for line in make.stdout)
-        finally:
-            started = psutil.Process(make.pid).children(recursive=True)
-            make.terminate()
-            _, alive = psutil.wait_procs(started, 60)
-            for each in alive:
-                each.kill()
-    assert not alive

@@ -222,6 +222,23 @@ def test_every_answer_has_a_request_id(llm: OpenAI, received: EngineProcess) -> 
     assert caught.value.request_id == "mine-2"
 
 
+def test_an_image_in_many_places_is_sent_within_a_limit(server: ServerProcess, received: EngineProcess) -> None:
+    content = io.BytesIO()
+    Image.new("RGB", (448, 448)).save(content, "JPEG")
+    place = image(data_uri(content.getvalue()))
+    with (
+        router(server.target, received.url, "--max-buffered-bytes", str(4 << 20)) as process,
+        client_of(process) as llm,
+    ):
+        with pytest.raises(openai.APIStatusError) as caught:
+            llm.chat.completions.create(model="tiny", messages=user(*[place] * 60))
+        assert (caught.value.status_code, caught.value.code) == (413, "request_too_large")
+        assert not received.requests()
+        llm.chat.completions.create(model="tiny", messages=user(*[place] * 4))
+        (request,) = received.requests()
+        assert 60 / 4 * len(json.dumps(request["body"])) > 4 << 20
+
+
 def test_health_and_metrics(proxy: RouterProcess) -> None:
     for path in ("/health", "/healthz", "/livez"):
         assert proxy.page(path)[0] == 200

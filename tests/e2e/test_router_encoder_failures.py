@@ -223,7 +223,7 @@ def test_every_request_ends_when_the_encoder_is_lost_under_load(
                     answered.release()
 
         with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(ask, seed) for seed in range(20)]
+            answers = [pool.submit(ask, seed) for seed in range(12)]
             for _ in range(4):
                 assert answered.acquire(timeout=60)
             server.process.send_signal(number)

@@ -1,6 +1,7 @@
 """The server process: health, reflection, start, drain, exit codes."""
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -20,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoints import Checkpoints
 from metric_pages import durations
-from servers import ServerProcess, serving
+from servers import ServerProcess, finished, serving
 from vitwire import Client, EncodeFailed, Item, Unavailable
 
 GRPCURL = Path(sys.executable).with_name("grpcurl")
@@ -78,9 +79,16 @@ def test_threads_of_openmp_sleep_at_barriers_by_default(
     checkpoints: Checkpoints, words: tuple[str], policy: str
 ) -> None:
     """OpenMP, which reads it when torch is imported, prints what it found."""
-    wrapper = ("env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=TRUE", *words)
-    with serving(checkpoints("qwen2_vl"), "--device", "cpu", wait=False, wrapper=wrapper) as server:
-        server.wait_for(f"OMP_WAIT_POLICY ?= ?'{policy}'")
+    environment = ("env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=TRUE", *words)
+    server = (sys.executable, "-m", "vitwire_server", "serve", "--model", str(checkpoints("qwen2_vl")))
+    command = (*environment, *server, "--port", "0", "--metrics-port", "0", "--device", "cpu")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        try:
+            printed = next(line for line in process.stdout if "OMP_WAIT_POLICY" in line or "ready: " in line)
+        finally:
+            process.kill()
+    assert re.search(f"OMP_WAIT_POLICY ?= ?'{policy}'", printed)
 
 
 def test_metrics_port(server: ServerProcess) -> None:
@@ -116,9 +124,9 @@ def test_head_is_get_without_its_body(server: ServerProcess, path: str) -> None:
 def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -> None:
     """The port is open before the model is there, and health tells the two states apart."""
     slow = (
-        "import time, vitwire_server.towers.checkpoints.checkpoint as c\n"
-        "load = c.load_tower\n"
-        "c.load_tower = lambda *a, **k: (time.sleep(60), load(*a, **k))[1]\n"
+        "import time, vitwire_server.process.loading as l\n"
+        "load = l.load_tower\n"
+        "l.load_tower = lambda *a, **k: (time.sleep(60), load(*a, **k))[1]\n"
         "from vitwire_server.__main__ import main; main()"
     )
     with serving(checkpoints("qwen2_vl"), wait=False, program=("-c", slow)) as process:
@@ -166,7 +174,7 @@ def test_second_signal_ends_at_once(checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="needs GNU timeout")
-@pytest.mark.parametrize("flags", [(), ("--devices", "cpu,cpu")])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--devices", "cpu,cpu"), marks=pytest.mark.matrix)])
 def test_a_signal_that_comes_twice_is_one(checkpoints: Checkpoints, flags: tuple[str, ...]) -> None:
     """GNU timeout signals its child, and then the group that the child is in."""
     wrapped = ("timeout", "120")
@@ -198,8 +206,7 @@ def test_a_dead_engine_ends_the_process(checkpoints: Checkpoints) -> None:
 
 
 def run(*words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "vitwire_server", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = finished(*words)
     return done.returncode, done.stderr
 
 
@@ -233,8 +240,7 @@ class TestExit:
     def test_a_wrong_directory_is_reported_before_ports_are_announced(self, tmp_path: Path) -> None:
         words = ("--port", "0", "--metrics-port", "0")
         for model, told in ((str(tmp_path / "none"), "neither a directory nor"), (str(tmp_path), "no config.json")):
-            command = [sys.executable, "-m", "vitwire_server", "serve", "--model", model, *words]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = finished("serve", "--model", model, *words)
             assert (done.returncode, done.stdout) == (1, "")
             assert told in done.stderr
 

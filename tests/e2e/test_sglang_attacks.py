@@ -75,7 +75,7 @@ def is_served(adapter: Adapter, receiver: tuple[zmq.Socket[bytes], int], address
     return True
 
 
-@pytest.mark.parametrize("address", [HONEST, ATTACKER])
+@pytest.mark.parametrize("address", [HONEST, pytest.param(ATTACKER, marks=pytest.mark.matrix)])
 def test_receivers_that_are_dead(adapter: Adapter, receiver: tuple[zmq.Socket[bytes], int], address: str) -> None:
     """3 requests that named 600 of them each took all sockets, and shut out everybody for a minute."""
     assert post(adapter, ATTACKER, part([1] * 600)) == 400

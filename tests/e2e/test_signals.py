@@ -21,7 +21,13 @@ DEFAULT = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 MAIN = "from vitwire_server.__main__ import main; main()"
 EDGES = pytest.mark.skipif(sys.platform != "linux", reason="edges need Linux")
 SHAPES = pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--rpc-processes", "2"), marks=EDGES), ("--devices", "cpu,cpu")], ids=" ".join
+    "flags",
+    [
+        (),
+        pytest.param(("--rpc-processes", "2"), marks=EDGES),
+        pytest.param(("--devices", "cpu,cpu"), marks=pytest.mark.matrix),
+    ],
+    ids=" ".join,
 )
 
 

@@ -1,15 +1,13 @@
 """`--record-trace`: what a server records is what `vitwire-server budgets` reads."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from checkpoints import Checkpoints
-from servers import serving
+from servers import finished, serving
 from vitwire import Client, InvalidItem, Item
 
 COLUMNS = 3 * 2 * 14 * 14
@@ -17,11 +15,6 @@ COLUMNS = 3 * 2 * 14 * 14
 
 def item(t: int, h: int, w: int, modality: str = "image") -> Item:
     return Item(np.ones((t * h * w, COLUMNS), np.float32), (t, h, w), modality=modality)
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vitwire_server", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_recorded_sizes_fit_a_ladder(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -47,7 +40,7 @@ def test_recorded_sizes_fit_a_ladder(checkpoints: Checkpoints, tmp_path: Path) -
     assert seconds == sorted(seconds)
     assert seconds[0] > 0
 
-    done = run("budgets", "--trace", str(trace), "--count", "4", "--out", str(ladder))
+    done = finished("budgets", "--trace", str(trace), "--count", "4", "--out", str(ladder))
     assert done.returncode == 0, done.stderr
     budgets = json.loads(done.stdout.splitlines()[-1])["budgets"]
     assert json.loads(ladder.read_text()) == {"budgets": budgets}
@@ -64,7 +57,7 @@ def test_tokens_that_are_not_quarters_of_patches_fit_a_ladder(
     tokens = photo.shape[0]
     (line,) = [json.loads(line) for line in trace.read_text().splitlines()]
     assert line["items"][0]["footprint"]["tokens"] == tokens
-    done = run("budgets", "--trace", str(trace))
+    done = finished("budgets", "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert tokens in document["budgets"]
@@ -72,6 +65,6 @@ def test_tokens_that_are_not_quarters_of_patches_fit_a_ladder(
 
 
 def test_a_trace_that_cannot_be_written_is_told_at_once() -> None:
-    done = run("serve", "--model", "m/m", "--port", "0", "--metrics-port", "0", "--record-trace", "/nowhere/trace")
+    done = finished("serve", "--model", "m/m", "--port", "0", "--metrics-port", "0", "--record-trace", "/nowhere/trace")
     assert done.returncode == 2
     assert done.stderr == "vitwire-server: --record-trace: [Errno 2] No such file or directory: '/nowhere/trace'\n"

@@ -1,6 +1,6 @@
 """The fault tier: real server processes under load, faults and clients that misbehave.
 
-`VITWIRE_FAULT_SCALE` (1 unless set) shortens it: CI runs a twentieth. Figures go to stdout, and as JSON lines
+`VITWIRE_FAULT_SCALE` (1 unless set) shortens it: CI runs a thirtieth. Figures go to stdout, and as JSON lines
 to the file that `VITWIRE_FAULT_FIGURES` names.
 """
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from checkpoints import Checkpoints
 from nixl_consumer import ConsumerProcess, consuming
 from servers import serving
-from vitwire import Client
+from vitwire import Client, Item
 from vitwire._leases import DeviceMemory
 from vitwire.agents import is_installed
 from vitwire.regions import Region as Part
@@ -22,7 +22,7 @@ from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
 from vitwire_server.runtime.outbox import DeviceRows, Outbox
-from vitwire_server.runtime.streams import CudaStreams
+from vitwire_server.sessions.delivering import SharedRows
 
 MIB = 1 << 20
 SECONDS = 60
@@ -53,7 +53,7 @@ def deliver(
 ) -> Delivered | NotDelivered:
     outcomes: SimpleQueue[Delivered | NotDelivered] = SimpleQueue()
     consumer = process.consumer(memory=MemoryKind.DEVICE, device=rows.device, **forged)
-    courier.deliver(Placing(consumer, Region(offset, rows.nbytes)), rows, outcomes.put)
+    courier.deliver(Placing(consumer, Region(offset, rows.nbytes)), SharedRows(rows), outcomes.put)
     return outcomes.get(timeout=SECONDS)
 
 
@@ -64,7 +64,6 @@ def test_rows_go_from_device_to_device(device: torch.device, outbox: Outbox) -> 
         for turn in range(20):
             rows = outbox.copied(torch.full((1 << 20, 16), turn % 7 + 1, dtype=torch.bfloat16, device=device))
             assert rows
-            rows.finish_host_copy()
             torch.cuda.synchronize()
             start = time.perf_counter()
             assert isinstance(deliver(courier, process, rows, 8 * MIB), Delivered)
@@ -115,37 +114,6 @@ def test_forged_keys_of_cuda_ipc_reach_nobody(device: torch.device, outbox: Outb
     courier.close()
 
 
-def test_room_is_free_again_once_rows_are_released_or_forgotten(device: torch.device) -> None:
-    outbox = Outbox(device, MIB)
-    source = torch.zeros(MIB, dtype=torch.uint8, device=device)
-    for _ in range(3):
-        rows = outbox.copied(source)
-        assert rows
-        assert outbox.copied(source) is None
-        rows.release()
-        rows.release()
-    forgotten = outbox.copied(source)
-    assert forgotten
-    del forgotten
-    assert outbox.copied(source)
-
-
-def test_nobody_waits_for_the_host_copy_of_rows_that_are_delivered(device: torch.device, outbox: Outbox) -> None:
-    streams = CudaStreams(device)
-    with streams.computing():
-        rows = [torch.randn(64, 128, device=device) for _ in range(2)]
-        held = outbox.copied(rows[1])
-    assert held
-    download = streams.download(rows, [], [None, held])
-    download.wait()
-    assert torch.equal(download.tensors[0], rows[0].cpu())
-    held.finish_host_copy()
-    assert torch.equal(download.tensors[1], rows[1].cpu())
-    offset = held.address - outbox.memory.address
-    sent = outbox._tensor[offset : offset + held.nbytes].view(torch.float32).view(64, 128)
-    assert torch.equal(sent, rows[1])
-
-
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_server_delivers_to_the_device_of_a_client(
     checkpoints: Checkpoints, device: torch.device, processes: str
@@ -167,6 +135,66 @@ def test_a_server_delivers_to_the_device_of_a_client(
                 assert torch.equal(each.torch().cpu(), rows.torch())
                 assert torch.equal(same.torch(), rows.torch())
                 np.testing.assert_array_equal(each.numpy(), rows.numpy())
+        assert server.metric("vitwire_delivery_fallbacks_total") == 0, server.log()[-3000:]
+
+
+def patches(count: int, seed: int) -> list[Item]:
+    """Images of 64 to 256 tokens."""
+    random, grids = np.random.default_rng(seed), [(1, 16, 16 * (1 + index % 4)) for index in range(count)]
+    return [
+        Item(random.standard_normal((h * w, 1536), dtype=np.float32), (t, h, w), content_id=f"{seed}: image {index}")
+        for index, (t, h, w) in enumerate(grids)
+    ]
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_stored_rows_reach_the_device_of_a_client_without_the_host(
+    checkpoints: Checkpoints, device: torch.device, processes: str
+) -> None:
+    """Those without room wait on the host; no batch copies rows to it."""
+    flags = ("--device", str(device), "--nixl", "--rpc-processes", processes, "--cache-bytes", str(64 * MIB))
+    items = patches(4, 2)
+    asked = [Item(None, each.grid, content_id=each.content_id) for each in items]
+    with (
+        serving(checkpoints("qwen3_vl"), *flags, "--budgets", "64,256", "--canary-seconds", "0") as server,
+        Client(server.target, delivery="stream") as plain,
+        Client(server.target, delivery="nixl", device=str(device)) as client,
+        Client(server.target, delivery="nixl") as host,
+    ):
+        metric = server.metric
+        plain.store(items)
+        assert metric("vitwire_store_bytes") > 0
+        got = [each for _ in range(3) for each in client.encode(asked)]
+        assert all(each.report.path == "cache" and each.torch().device == device for each in got)
+        assert metric("vitwire_store_hits_total") == len(got)
+        (direct,) = client.encode(patches(1, 3))
+        assert direct.report.path != "cache"
+        assert direct.torch().device == device
+        assert metric("vitwire_copied_bytes_total") == 0, "neither by a batch, nor for a client"
+        nbytes = sum(each.torch().nbytes for each in got[: len(asked)])
+        expected = plain.encode(asked)
+        assert metric("vitwire_copied_bytes_total", to="host") == nbytes
+        for number, each in enumerate([*got, *host.encode(asked)]):
+            assert torch.equal(each.torch().cpu(), expected[number % len(asked)].torch())
+        assert metric("vitwire_copied_bytes_total") == nbytes
+        assert metric("vitwire_delivery_fallbacks_total") == 0, server.log()[-3000:]
+
+
+def test_rows_that_moved_to_the_host_return_to_the_device(checkpoints: Checkpoints, device: torch.device) -> None:
+    flags = ("--device", str(device), "--nixl", "--cache-bytes", str(64 * MIB), "--store-bytes", str(MIB // 4))
+    items = patches(24, 4)
+    asked = [Item(None, each.grid, content_id=each.content_id) for each in items]
+    with (
+        serving(checkpoints("qwen3_vl"), *flags, "--budgets", "64,256", "--canary-seconds", "0") as server,
+        Client(server.target, delivery="stream") as plain,
+        Client(server.target, delivery="nixl", device=str(device)) as client,
+    ):
+        plain.store(items)
+        got = client.encode(asked)
+        assert 0 < server.metric("vitwire_store_bytes") <= MIB // 4
+        for each, rows in zip(got, plain.encode(asked), strict=True):
+            assert torch.equal(each.torch().cpu(), rows.torch())
+        assert server.metric("vitwire_copied_bytes_total", to="host") == sum(each.torch().nbytes for each in got)
         assert server.metric("vitwire_delivery_fallbacks_total") == 0, server.log()[-3000:]
 
 

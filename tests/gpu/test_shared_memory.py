@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from vitwire_server.core.items import DType, Pixels
-from vitwire_server.runtime.outbox import Outbox
 from vitwire_server.runtime.pinning import pin
 from vitwire_server.runtime.streams import CudaStreams
 from vitwire_server.sessions.arena import Arena, ArenaMemory
@@ -39,25 +38,3 @@ def test_blocks_around_the_end_of_the_pinned_part(device: torch.device) -> None:
         download.wait()
         assert bool((download.tensors[0] == value + 1).all())
         held += [block, download]
-
-
-def test_memory_of_delivered_rows_is_not_used_before_they_are_on_the_host(device: torch.device) -> None:
-    nbytes = 256 * MIB
-    memory = pinned(4 * nbytes, 2 * nbytes)
-    streams = CudaStreams(device, memory)
-    outbox = Outbox(device, nbytes)
-    with streams.computing():
-        rows = torch.full((nbytes // 1024, 1024), 7, dtype=torch.uint8, device=device)
-        outgoing = outbox.copied(rows)
-    download = streams.download([rows], [], [outgoing])
-    download.wait()
-    del download, outgoing  # delivered from the device: nobody needs the rows on the host
-    block = memory.allocate(nbytes)
-    block[-1] = 1
-    torch.cuda.synchronize(device)
-    assert block[-1] == 1, "the copy to the host wrote into memory of another item"
-    with streams.computing():
-        small = torch.zeros(1, 1, device=device)
-    del block
-    streams.download([small], []).wait()
-    assert memory.free >= 4 * nbytes - MIB

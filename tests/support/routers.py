@@ -19,7 +19,7 @@ import numpy as np
 from openai import OpenAI
 from PIL import Image
 
-from servers import ServerProcess
+from servers import ServerProcess, end
 
 _VITWIRE = Path(sys.executable).with_name("vitwire")
 _STOP_SECONDS = 30
@@ -83,13 +83,7 @@ def _process(
         try:
             yield process, Path(log.name)
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(_STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            end(process, _STOP_SECONDS)
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -82,10 +82,36 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a Python program with its output in a file; `wrapper` is a command that runs it."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    if tuple(program) == SERVER and not wrapper and (server := forked(flags, environment, log)):
+    if not wrapper and (server := forked(program, flags, environment, stdout=log, stderr=subprocess.STDOUT)):
         return server
     command = [*wrapper, PYTHON, *program, *flags]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = _STOP_SECONDS) -> None:
+    """Terminate a process if it runs, and kill it if it takes longer than this."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def finished(*words: str | Path, program: Sequence[str] = SERVER) -> subprocess.CompletedProcess[str]:
+    """What a program, a server unless another is given, wrote until it ended."""
+    arguments, environment = [str(word) for word in words], dict(os.environ)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process: subprocess.Popen[str] = forked(program, arguments, environment, **pipes) or subprocess.Popen(
+        [PYTHON, *program, *arguments], env=environment, **pipes
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=_READY_SECONDS)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 @contextmanager
@@ -111,13 +137,7 @@ def serving(
             sys.stderr.write(f"the log of the server ends in:\n{server.log()[-_SHOWN:]}\n")
             raise
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(_STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            end(process)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A process that has imported what a server needs, and forks servers, which spend most of their start on imports.
 
 `forked` is used by `servers.py` where FORK_SERVERS is 1, as in `make test`; other tiers start servers by exec.
+A program that breaks a server changes names where they are used: modules have been imported before it runs.
 """
 
 import ctypes
@@ -8,13 +9,15 @@ import functools
 import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 20
@@ -44,35 +47,37 @@ class Zygote:
             _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
         ):  # servers become children of this process, not of the zygote
             raise OSError(ctypes.get_errno(), "prctl")
-        self._environment = _at_import(os.environ)
+        self._environment = at_import(os.environ)
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             command = [sys.executable, "-P", __file__, str(other.fileno())]
-            quiet = os.environ | {"GRPC_VERBOSITY": "NONE"}
-            self._process = subprocess.Popen(command, pass_fds=[other.fileno()], env=quiet)
+            environment = os.environ | {"GRPC_VERBOSITY": "NONE", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+            self._process = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment)
 
     def fits(self, environment: dict[str, str]) -> bool:
         """Whether a server with this environment can be forked."""
-        return _at_import(environment) == self._environment
+        return at_import(environment) == self._environment
 
-    def fork(self, arguments: Sequence[str], environment: dict[str, str], log: int) -> int:
-        """The id of a new server, a child of this process."""
-        message = json.dumps({"arguments": arguments, "environment": environment, "directory": str(Path.cwd())})
-        socket.send_fds(self._socket, [message.encode()], [log])
+    def fork(self, command: Sequence[str], environment: dict[str, str], output: int, errors: int) -> int:
+        """The id of a new process, a child of this one."""
+        message = json.dumps({"command": command, "environment": environment, "directory": str(Path.cwd())})
+        socket.send_fds(self._socket, [message.encode()], [output, errors])
         return int(self._socket.recv(64))
 
 
-class ForkedServer(subprocess.Popen[bytes]):
-    """A `Popen` of a server that was forked."""
+class Forked(subprocess.Popen[Any]):
+    """A `Popen` of a Python program that was forked."""
 
-    def __init__(self, zygote: Zygote, arguments: Sequence[str], environment: dict[str, str], log: IO[bytes]) -> None:
-        self._fork = functools.partial(zygote.fork, arguments, environment, log.fileno())
-        super().__init__([sys.executable, *arguments])
+    def __init__(self, zygote: Zygote, command: Sequence[str], environment: dict[str, str], **streams: Any) -> None:
+        self._fork = functools.partial(zygote.fork, command, environment)
+        super().__init__([sys.executable, *command], **streams)
 
-    def _execute_child(self, *_: Any) -> None:
+    def _execute_child(self, *words: Any) -> None:
         """What `Popen.__init__` calls to start the child."""
-        self.pid = self._fork()
+        pipes = words[10:16]  # both ends of stdin, stdout and stderr
+        self.pid = self._fork(pipes[3], pipes[5])
         self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # private
 
 
 @functools.cache
@@ -81,23 +86,28 @@ def zygote() -> Zygote:
     return Zygote()
 
 
-def forked(arguments: Sequence[str], environment: dict[str, str], log: IO[bytes]) -> ForkedServer | None:
-    """A server with these arguments; None if forking is off, or its environment needs imports of its own."""
+def forked(
+    program: Sequence[str], arguments: Sequence[str], environment: dict[str, str], **streams: Any
+) -> Forked | None:
+    """A program, given as to Python, with these arguments, and with both output streams redirected as by `Popen`.
+
+    None if forking is off, or its environment needs other imports.
+    """
     if os.environ.get("FORK_SERVERS") != "1" or "--devices" in arguments or not zygote().fits(environment):
         return None
-    return ForkedServer(zygote(), arguments, environment, log)
+    return Forked(zygote(), [*program, *arguments], environment, **streams)
 
 
-def _at_import(environment: Any) -> dict[str, str]:
-    """What imports depend on; the two variables that every server gets are set in the zygote as well."""
-    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    return {key: value for key, value in {**environment, **own}.items() if key.startswith(_READ_AT_IMPORT)}
+def at_import(environment: Any) -> dict[str, str]:
+    """The variables that imports depend on, without those that the zygote, a server or a test's client sets itself."""
+    own = ("HF_HUB_OFFLINE", "PYTHONUNBUFFERED", "GRPC_VERBOSITY", "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY")
+    return {key: value for key, value in environment.items() if key.startswith(_READ_AT_IMPORT) and key not in own}
 
 
 def _serve_forks(requests: socket.socket) -> None:
     """Fork a server per message until the other end is closed."""
     while True:
-        message, descriptors, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 1)
+        message, descriptors, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 2)
         if not message:
             return
         reading, writing = os.pipe()
@@ -108,7 +118,7 @@ def _serve_forks(requests: socket.socket) -> None:
                 os.close(reading)
                 os.close(writing)
                 requests.close()
-                _become_server(json.loads(message), descriptors[0])
+                _leave(_run(json.loads(message), *descriptors))
             os.write(writing, b"%d" % server)
             os._exit(0)
         os.waitpid(middle, 0)  # from here on the server is a child of the process that asked for it
@@ -117,18 +127,49 @@ def _serve_forks(requests: socket.socket) -> None:
             os.close(descriptor)
 
 
-def _become_server(message: dict[str, Any], log: int) -> NoReturn:
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+def _leave(code: object) -> NoReturn:
+    """Exit as `sys.exit` does, without taking apart what the zygote imported, which takes tenths of a second."""
+    if isinstance(code, str):
+        sys.stderr.write(f"{code}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else bool(code))
+
+
+def _run(message: dict[str, Any], output: int, errors: int) -> object:
+    """Run a program as a new interpreter would. Returns what it exits with."""
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    for descriptor in {output, errors}:
+        os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  # until the end
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(message["environment"])
     os.chdir(message["directory"])
-    from vitwire_server.__main__ import main  # noqa: PLC0415  # in the zygote only
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _run_program(message["command"])
+    except SystemExit as ended:
+        return ended.code
+    return None
 
-    sys.argv = ["vitwire-server", *message["arguments"]]
-    main(message["arguments"])
-    raise AssertionError("main exits")
+
+def _run_program(command: Sequence[str]) -> None:
+    match command:
+        case ["-m", "vitwire_server", *arguments]:
+            from vitwire_server.__main__ import main  # noqa: PLC0415  # in the zygote only
+
+            sys.argv = ["vitwire-server", *arguments]
+            main(arguments)
+        case ["-c", code, *arguments]:
+            sys.argv = ["-c", *arguments]
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), vars(module))
+        case [script, *arguments]:
+            sys.argv = [script, *arguments]
+            sys.path.insert(0, str(Path(script).parent))
+            runpy.run_path(script, run_name="__main__")
 
 
 def _preload() -> None:

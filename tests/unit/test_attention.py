@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +19,6 @@ HEADS, DIM = 2, 8
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.integers(0, 99))
-@settings(deadline=None)
 def test_segments_attend_within_themselves_only(lengths: list[int], seed: int) -> None:
     rows = sum(lengths)
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +34,6 @@ def test_segments_attend_within_themselves_only(lengths: list[int], seed: int) -
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=12), st.integers(0, 99))
-@settings(deadline=None)
 def test_queries_attend_to_the_keys_of_their_segment(counts: list[tuple[int, int]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     queries, keys = zip(*counts, strict=True)

@@ -1,14 +1,16 @@
 """The boundary of every RPC."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from vitwire_server.core.errors import Unavailable
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.readings import Readings
-from vitwire_server.rpc.boundary import RpcBoundary
+from vitwire_server.rpc.boundary import RpcBoundary, cancellation
 
 
 class _GoneClient:
@@ -33,3 +35,12 @@ def test_a_client_that_left_before_its_status_was_sent_raises_no_error() -> None
         asyncio.run(boundary.run("Encode", cast("Any", _GoneClient()), _refuse()))
     requests = Readings(metrics.registry).by("vitwire_requests_total", "code", method="Encode")
     assert requests == {"UNAVAILABLE": 1}
+
+
+@pytest.mark.parametrize(
+    ("remaining", "code"),
+    [(-0.01, "DEADLINE_EXCEEDED"), (0.05, "DEADLINE_EXCEEDED"), (5, "CANCELLED"), (None, "CANCELLED")],
+)
+def test_a_deadline_that_passed_at_the_client_first_is_no_cancellation(remaining: float | None, code: str) -> None:
+    context = cast("Any", SimpleNamespace(time_remaining=lambda: remaining))
+    assert cancellation(context) is grpc.StatusCode[code]

@@ -25,14 +25,14 @@ def rows(nbytes: int = 1000, kept: tuple[int, ...] = ()) -> Embedding:
 
 
 def test_least_recently_used_embeddings_leave_first() -> None:
-    changes: list[tuple[int, int]] = []
+    changes: list[tuple[int, int, int]] = []
     cache = EmbeddingCache(3 * 2024, lambda *held: changes.append(held))
     for digest in (b"a", b"b", b"c"):
         cache.put(key(digest), rows(), set())
     assert cache.get(key(b"a")) is not None
     cache.put(key(b"d"), rows(), set())
     assert [cache.get(key(digest)) is not None for digest in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    assert changes[-1] == (cache.nbytes, 1)
+    assert changes[-1] == (cache.nbytes, 0, 1)
     cache.put(key(b"e"), rows(3 * 2024), set())
     assert cache.get(key(b"e")) is None, "what is larger than the cache does not empty it"
     assert len(cache) == 3

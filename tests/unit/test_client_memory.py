@@ -1,6 +1,10 @@
 """Memory of results: reused once released, never while anything refers to it."""
 
 import gc
+import os
+import platform
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -89,3 +93,36 @@ def test_many_threads_never_share_memory() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(fill, range(4)))
+
+
+FRESH_PAGES = """
+import ctypes, resource, sys
+from vitwire import _memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+if sys.argv[1] == "result":
+    _memory.empty((5 << 20,), "u1")
+MESSAGE = 3 << 20
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers = [libc.malloc(MESSAGE) for _ in range(4)]
+    for each in buffers:
+        ctypes.memset(each, 1, MESSAGE)
+    for each in buffers:
+        libc.free(each)
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(pages)
+"""
+
+
+def fresh_pages(after: str) -> int:
+    """Pages that became the process's for messages as large as those freed just before, after a large result or not."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", FRESH_PAGES, after]
+    return int(subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's allocator")
+def test_messages_reuse_freed_memory_once_there_was_a_large_result() -> None:
+    assert fresh_pages("nothing") > 20 * fresh_pages("result")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cards
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name, nbytes_of
@@ -15,28 +16,15 @@ from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality
-from vitwire_server.core.models import Encoding, Geometry, Limits, ModelCard, Preprocessing
+from vitwire_server.core.models import Encoding, Preprocessing
 from vitwire_server.decoding.messages import Measured
 from vitwire_server.rpc.codec import Codec, EncodedItem, parsed
 from vitwire_server.rpc.responses import model_message
 
-GEOMETRY = Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0)
+GEOMETRY = cards.CARD.geometry
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)
-CARD = ModelCard(
-    model_id="tiny",
-    model_type="qwen2_vl",
-    fingerprint="",
-    dtype=DType.BFLOAT16,
-    geometry=GEOMETRY,
-    preprocessing=dict.fromkeys(Modality, Preprocessing(1, 64, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3)),
-    ladder=Ladder(),
-    dropped={},
-    limits=Limits(1 << 20, items_per_request=3, patches_per_item=64, queued_items=9, queued_bytes=1 << 20),
-    graphs="off",
-    attention="sdpa",
-    device="cpu",
-    version="0",
-)
+PREPROCESSING = dict.fromkeys(Modality, Preprocessing(1, 64, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3))
+CARD = replace(cards.CARD, dtype=DType.BFLOAT16, preprocessing=PREPROCESSING)
 CODEC = Codec(CARD, lambda grid: Footprint(grid.patches, grid.patches // 4, grid.t, grid.frame_patches))
 
 

@@ -128,8 +128,15 @@ async def pool_of(model: pb.GetModelResponse = MODELS["patches"], **sizes: Any) 
 
 
 def decoders() -> list[psutil.Process]:
-    """Those of this process."""
-    return [child for child in psutil.Process().children() if "decoding.worker" in " ".join(child.cmdline())]
+    """Those of this process that have not ended."""
+    return [child for child in psutil.Process().children() if "decoding.worker" in _command(child)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or ended, as an orphan of another test's server may have
+        return ""
 
 
 async def prepared(pool: DecodePool, file: bytes, modality: Modality = Modality.IMAGE) -> tuple[Measured, np.ndarray]:

@@ -1,6 +1,7 @@
 """Delivery of rows through NIXL, to consumers in processes of their own."""
 
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,10 +16,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from nixl_consumer import ConsumerProcess, consuming
-from vitwire.agents import is_installed, problem_of
+from vitwire.agents import AgentError, Memory, is_installed, problem_of
 from vitwire.regions import ALIGNMENT, Regions
 from vitwire_server.core.delivery import Consumer, Delivered, Fallback, MemoryKind, NotDelivered, Placing, Region
+from vitwire_server.delivery import cuda
 from vitwire_server.delivery.courier import Courier
+from vitwire_server.delivery.messages import Outbox, ToSender, Write
+from vitwire_server.delivery.senders import Sender
 from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
@@ -230,8 +234,27 @@ def test_a_first_delivery_does_not_wait_forever() -> None:
         assert rows.released.is_set()
 
 
-def test_metadata_that_ends_a_process_ends_only_the_trial() -> None:
-    """UCX aborts on addresses of an unknown version."""
+def _has_ended(sender: Sender) -> bool:
+    try:
+        return not sender.link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("is_posted", [True, False])
+def test_metadata_that_ends_a_process_ends_only_the_trial(is_posted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX aborts on addresses of an unknown version, perhaps before the transfer is asked for."""
+    send, held = Sender.send, []
+
+    def sent(sender: Sender, message: ToSender) -> bool:
+        if isinstance(message, Write) and not is_posted and not held:
+            held.append(message)
+            eventually(lambda: _has_ended(sender))
+        return send(sender, message)
+
+    monkeypatch.setattr(Sender, "send", sent)
     with delivering(seconds=SECONDS) as deliveries, consuming(MIB) as process:
         wrong = bytearray(process.metadata)
         start = wrong.index(b"UCX|c") + 5 + 8
@@ -336,6 +359,34 @@ def test_an_unexpected_error_answers_everything() -> None:
         deliveries.post(process.consumer(), BrokenRows(2, 1000), offset=8192)
         assert {type(deliveries.next()) for _ in range(2)} == {NotDelivered}
         assert deliveries.deliver(process.consumer(), HostRows(3, 1000)) == NotDelivered(Fallback.BUSY)
+
+
+@pytest.mark.parametrize("fault", [OSError, None])
+def test_a_courier_that_is_off_or_fails_takes_no_device(
+    fault: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server waits for the answer before it is ready."""
+    raised: SimpleQueue[Exception] = SimpleQueue()
+
+    def fail(_: object) -> None:
+        assert fault
+        raise fault
+
+    with delivering() as deliveries:
+        if fault:
+            monkeypatch.setattr(cuda, "make_current", fail)
+        else:
+            deliveries.courier.close()
+
+        def add() -> None:
+            try:
+                deliveries.courier.add_device(Memory(0, 1, 0), Outbox(0, 1, b"", 0), lambda _: None)
+            except Exception as error:  # noqa: BLE001 - whatever it raises
+                raised.put(error)
+
+        threading.Thread(target=add, daemon=True).start()
+        assert isinstance(raised.get(timeout=SECONDS / 4), fault or AgentError)
+        deliveries.courier.close()
 
 
 def test_consumers_come_and_go() -> None:

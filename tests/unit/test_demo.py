@@ -1,22 +1,31 @@
 """Demo checkpoints: the same arguments write the same bytes, whatever was drawn or written before."""
 
+import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from servers import finished
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
 
 
 @pytest.mark.parametrize(("umask", "mode"), [("022", 0o644), ("077", 0o600)])
 def test_files_have_the_mode_that_the_umask_gives(umask: str, mode: int, tmp_path: Path) -> None:
     """Another user reads them in a container, if the umask lets it."""
-    command = [sys.executable, "-m", "vitwire_server", "demo-checkpoint", "--model-type", "qwen3_vl", "--out", tmp_path]
-    subprocess.run(command, check=True, umask=int(umask, 8), capture_output=True)
+    before = os.umask(int(umask, 8))
+    try:
+        write_demo_checkpoint("qwen3_vl", tmp_path)
+    finally:
+        os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {mode}
+
+
+def test_the_command_says_where_it_wrote(tmp_path: Path) -> None:
+    done = finished("demo-checkpoint", "--model-type", "qwen3_vl", "--out", tmp_path / "new")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/new\n"), done.stderr
+    assert (tmp_path / "new" / "config.json").exists()
 
 
 def written(folder: Path) -> dict[str, bytes]:

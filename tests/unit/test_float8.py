@@ -17,7 +17,7 @@ from vitwire_server.process.precision import fingerprint
 from vitwire_server.runtime import float8
 from vitwire_server.runtime.float8 import Float8Linear, device_fault, quantised, reduce
 from vitwire_server.runtime.pictures import dead_leaves, picture_items
-from vitwire_server.runtime.similarity import least_cosines
+from vitwire_server.runtime.similarity import least_cosines, norm_errors
 
 ROUNDING = 2**-4
 BF16 = torch.bfloat16
@@ -145,6 +145,14 @@ class TestSimilarity:
         torch.testing.assert_close(got[:4], torch.tensor([1, 2**-0.5, 1, 0], dtype=torch.float64))
         assert got.isnan().tolist() == [False] * 4 + [True]
         assert got.min().isnan(), "a row that is not finite is below every floor"
+
+    def test_norm_errors_see_length_too(self) -> None:
+        before = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+        after = torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [torch.nan, 0.0]])
+        got = norm_errors(before, after, parts=1)
+        assert got[:4].tolist() == [0.5, 1.0, 0.0, torch.inf]
+        assert got.max().isnan(), "a row that is not finite is above every bound"
+        assert norm_errors(before[:2].view(1, -1), after[:2].view(1, -1), parts=2).tolist() == [1.0], "the worst part"
 
 
 def test_rows_of_another_precision_have_another_fingerprint() -> None:

@@ -31,8 +31,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchEmbed
 from vitwire import _images
 from vitwire._images import Preprocessor, clip_patches, image_patches, smart_resize
 
-QUICK = tuned(max_examples=60, deadline=None)
-MANY = tuned(max_examples=400, deadline=None)
+QUICK = tuned(max_examples=60)
+MANY = tuned(max_examples=400)
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -484,7 +484,7 @@ def test_truncated_files(suffix: str, share: float, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @given(data=st.data())
-@tuned(max_examples=150, deadline=None)
+@tuned(max_examples=150)
 def test_damaged_files(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     suffix = data.draw(st.sampled_from(["jpg", "png", "gif", "webp", "avif", "bmp"]))
     path = tmp_path_factory.getbasetemp() / f"damaged.{suffix}"

@@ -5,7 +5,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vitwire_server.core.costs import ASSUMED, Costs
@@ -21,7 +21,6 @@ NO_EAGER = Costs(replay_fixed=1.0, replay_token=0.01, eager_fixed=1e9, eager_tok
     st.integers(1, 4),
     st.sampled_from([NO_EAGER, ASSUMED, Costs(0.1, 0.02, 0.3, 0.02, 0.5)]),
 )
-@settings(deadline=None)
 def test_no_other_ladder_is_cheaper(weights: dict[int, float], count: int, costs: Costs) -> None:
     largest = 64
     ladder = optimal_ladder(weights, count, largest, costs)

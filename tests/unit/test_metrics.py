@@ -65,13 +65,14 @@ def test_cache_hits_are_items_and_the_canary_is_none(metrics: Metrics) -> None:
     metrics.cache.cache_hit(Modality.VIDEO)
     metrics.cache.cache_missed()
     metrics.engine.canary_ran(passed=False)
-    metrics.cache.changed(500, 2)
+    metrics.cache.changed(500, 300, 2)
     metrics.admission.changed(3, 700)
     assert value(metrics, "vitwire_items_total") == before + 1
     assert value(metrics, "vitwire_items_total", path="cache", modality="video") == 1
     assert value(metrics, "vitwire_cache_hits_total") == value(metrics, "vitwire_cache_misses_total") == 1
     assert value(metrics, "vitwire_canaries_total", result="failed") == 1
     assert (value(metrics, "vitwire_cache_bytes"), value(metrics, "vitwire_cache_evictions_total")) == (500, 2)
+    assert value(metrics, "vitwire_store_bytes") == 300
     assert (value(metrics, "vitwire_admitted_items"), value(metrics, "vitwire_admitted_bytes")) == (3, 700)
 
 

@@ -68,6 +68,7 @@ def metrics() -> Metrics:
     made.engine.queue_changed(7, 3 << 20, 70, 0.5)
     made.admission.limits(4096, 4 << 30)
     made.admission.changed(9, 5 << 20)
+    made.cache.changed(2 << 20, 3 << 30, 0)
     made.rpc.received(6 << 20)
     made.rpc.item_failed("NOT_FOUND")
     return made
@@ -97,6 +98,8 @@ def test_tables_hold_the_figures(metrics: Metrics) -> None:
     assert ["item: not found", "1"] in rows
     assert ["budgets captured", "3 of 4"] in rows
     assert ["hit rate", "\u2013"] in rows
+    assert ["on the host", "2 MiB"] in rows
+    assert ["on the device", "3 GiB"] in rows
 
 
 def test_names_are_escaped(metrics: Metrics) -> None:

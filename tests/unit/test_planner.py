@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vitwire_server.core.budgets import Budget, Ladder, budget, default_tokens
@@ -11,6 +11,7 @@ from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback, Plan
+from vitwire_server.core.timeline import together
 from vitwire_server.fitting.ascending import plan_ascending
 from vitwire_server.scheduling.packing import Options, fill
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -73,6 +74,21 @@ def test_items_run_eagerly_only_for_the_reason_given(items: list[Footprint], lad
                 assert items[i].segments > ladder.largest.max_segments
             elif batch.fallback is Fallback.OVERSIZE:
                 assert fits is None
+
+
+def test_items_that_fill_the_device_alone_do_not_wait_for_each_other() -> None:
+    image, thumbnail = Footprint(4096, 1024, 1, 4096), Footprint(196, 49, 1, 196)
+    ladder = Ladder(
+        tuple(budget(tokens, max_items=64, max_frames=64, merge=MERGE) for tokens in (64, 1024, 2048, 4096))
+    )
+    busy = Costs(replay_fixed=1e-4, replay_token=12e-6, eager_fixed=1.0, eager_token=1.0, eager_floor=1.0)
+    planner = Planner(ladder, Bounds(4096, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=busy)
+    assert [batch.items for batch in planner.plan([image] * 4).batches] == [(0,), (1,), (2,), (3,)]
+    together = planner.plan([thumbnail] * 16).batches
+    assert [len(batch.items) for batch in together] == [16]
+    costly = replace(busy, replay_fixed=2e-3)
+    planner = Planner(ladder, Bounds(4096, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=costly)
+    assert [batch.items for batch in planner.plan([image] * 4).batches] == [(0, 1, 2, 3)]
 
 
 @given(st.lists(footprints(), max_size=30), ladders, limits)
@@ -174,7 +190,6 @@ class TestFill:
         st.lists(st.integers(1, 600), min_size=1, max_size=24),
         st.lists(st.integers(1, 1000), min_size=1, max_size=6, unique=True),
     )
-    @settings(deadline=None)
     def test_groups_partition_the_items_and_fit_the_largest_budget(self, sizes: list[int], rungs: list[int]) -> None:
         ladder = sorted({*rungs, max(*sizes, *rungs)})
         items = [Footprint(4 * n, n, 1, 4 * n) for n in sizes]
@@ -184,14 +199,14 @@ class TestFill:
             assert 0 < sum(sizes[i] for i in group) <= ladder[-1]
 
     @given(st.lists(st.integers(1, 1280), min_size=1, max_size=64))
-    @settings(deadline=None)
-    def test_never_more_launches_than_the_reference(self, sizes: list[int]) -> None:
+    def test_hardly_slower_than_the_reference(self, sizes: list[int]) -> None:
         items = [Footprint(4 * n, n, 1, 4 * n) for n in sizes]
         doubling = [64 << i for i in range(7)]
         ladder = Ladder(tuple(budget(n, merge=MERGE, max_items=64, max_frames=512) for n in doubling))
         planner = Planner(ladder, Bounds(4096, 64, 512), without_graph=Fallback.GRAPHS_OFF)
         ours, theirs = planner.plan(items), plan_ascending(items, ladder, 64)
-        assert len(ours.batches) <= len(theirs.batches)
+        seconds = [together(planner.work(batch, items) for batch in plan.batches) for plan in (ours, theirs)]
+        assert seconds[0] <= 1.02 * seconds[1], "by no more than what it takes to return the first rows sooner"
 
     def test_two_budgets_are_met_exactly(self) -> None:
         sizes = [700, 500, 300, 120, 80]

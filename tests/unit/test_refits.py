@@ -103,7 +103,7 @@ class TestProposals:
         assert propose(loads, DEFAULT, DEFAULT, ASSUMED, 10**9) is None
         assert propose({}, DEFAULT, DEFAULT, ASSUMED, 10**9) is None
 
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(
         st.dictionaries(st.integers(1, MOST), st.floats(0.01, 100), min_size=1, max_size=40),
         st.sets(st.integers(1, MOST), max_size=12),

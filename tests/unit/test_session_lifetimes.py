@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cards import CARD
 from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
 from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.core.budgets import Ladder
@@ -16,7 +17,6 @@ from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.errors import Overloaded, Unavailable
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
-from vitwire_server.core.models import Geometry, Limits, ModelCard
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import Outcome
 from vitwire_server.observe.metrics import Metrics
@@ -35,21 +35,6 @@ from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Open,
 from vitwire_server.sessions.remote import RemoteSessions
 from vitwire_server.sessions.session import Opening
 
-CARD = ModelCard(
-    model_id="tiny",
-    model_type="qwen2_vl",
-    fingerprint="",
-    dtype=DType.FLOAT32,
-    geometry=Geometry(patch=2, merge=2, temporal=2, channels=3, width=8, levels=0),
-    preprocessing={},
-    ladder=Ladder(),
-    dropped={},
-    limits=Limits(1 << 20, items_per_request=3, patches_per_item=64, queued_items=9, queued_bytes=1 << 20),
-    graphs="off",
-    attention="sdpa",
-    device="cpu",
-    version="0",
-)
 LOOKUP = CacheLookup("clip", None, None, DType.FLOAT32, 1.0)
 ROWS = bytes(32)
 ITEM = Item(

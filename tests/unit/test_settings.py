@@ -229,8 +229,19 @@ def test_bounds_beyond_the_memory_limit_are_named(monkeypatch: pytest.MonkeyPatc
     )
     assert "--cache-bytes 3.0 GiB in each of 2 processes: " in message
     assert "--graph-memory 4.0 GiB" in warnings(resolve(["--model", "m", "--graphs", "simulated"]))[0]
+    stored = ["--model", "m", "--device", "cpu", "--cache-bytes", "1", "--store-bytes", str(3 << 30)]
+    assert warnings(resolve(stored)) == [], "nothing is stored without NIXL"
+    assert "--store-bytes 3.0 GiB: " in warnings(resolve([*stored, "--nixl"]))[0]
     monkeypatch.setattr(resolving, "memory_limit", lambda: None)
     assert warnings(resolve(flags)) == []
+
+
+def test_embeddings_wait_on_the_device_only_with_nixl_and_a_cache() -> None:
+    flags = ["--nixl", "--cache-bytes", "5", "--store-bytes", "7"]
+    assert resolve(["--model", "m", *flags]).stored_bytes == 7
+    assert resolve(["--model", "m", *flags[1:]]).stored_bytes == 0
+    assert resolve(["--model", "m", "--nixl", "--store-bytes", "7"]).stored_bytes == 0
+    assert resolve(["--model", "m", "--nixl", "--cache-bytes", "5"]).stored_bytes == 2 << 30
 
 
 @pytest.mark.parametrize("ladder", ['{"budgets": []}', '{"budgets": ["many"]}', "{}"])

@@ -38,6 +38,9 @@ class CacheMonitor:
     def cache_missed(self) -> None:
         self.misses += 1
 
+    def served_from_device(self) -> None:
+        raise AssertionError("the rows are on the host")
+
 
 @dataclass
 class Caller:

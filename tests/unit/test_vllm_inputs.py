@@ -1,6 +1,7 @@
 """Inputs of vLLM, without vLLM; tests/engines/vllm has its own parsers read them."""
 
 import io
+import zipfile
 from base64 import b64decode
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from fake_service import model_message
 from vitwire import Embedding, Model, Report
 from vitwire.integrations.vllm import image_embeds, image_part, reference_part, video_part
-from vitwire.integrations.vllm.tensors import torch_base64
+from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 
 MODEL = Model.from_message(model_message())  # Qwen3-VL, 12 wide with 2 deepstack levels, merge size 2
 INTERNVL = replace(MODEL, model_type="internvl_chat", deepstack_levels=0)
@@ -113,3 +114,35 @@ def test_invalid_arguments() -> None:
         video_part(embedding(), MODEL)
     with pytest.raises(ValueError, match="timestamps: 2 for a clip of 1"):
         video_part(embedding(), MODEL, timestamps=[0.0, 1.0])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 64, 5000])
+def test_the_pieces_of_a_file_are_the_file(rows: int) -> None:
+    array = np.random.default_rng(rows).integers(0, 1 << 16, (rows, 101), dtype="<u2")
+    file = TorchFile(array, "bfloat16")
+    pieces = list(file)
+    assert b"".join(pieces).decode() == torch_base64(array, "bfloat16")
+    assert sum(map(len, pieces)) == len(file)
+    assert max(map(len, pieces)) <= 1 << 19
+    assert np.array_equal(loaded(b"".join(pieces).decode()).view(torch.uint16).numpy(), array)
+
+
+def test_a_file_is_a_whole_archive_with_aligned_values() -> None:
+    content = b64decode(torch_base64(np.arange(12, dtype="<u2").reshape(3, 4), "bfloat16"))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.testzip() is None
+        assert archive.read("tensor/data/0") == np.arange(12, dtype="<u2").tobytes()
+    assert content.index(np.arange(12, dtype="<u2").tobytes()) % 64 == 0
+
+
+def test_offline_data_of_one_embedding_is_not_copied() -> None:
+    one = embedding()
+    data = image_embeds([one], MODEL)["image"]["image_embeds"]
+    assert data.dtype == torch.bfloat16
+    assert data.data_ptr() == one.torch().data_ptr()
+
+
+def test_offline_data_of_several_embeddings_holds_the_rows_of_each() -> None:
+    several = [embedding((1, 4, 4), 4), embedding((1, 4, 8), 8), embedding((1, 2, 2), 1)]
+    joined = image_embeds(several, MODEL)["image"]["image_embeds"]
+    assert torch.equal(joined, torch.cat([each.torch() for each in several]))

@@ -86,11 +86,11 @@ def dialect_of(settings: Settings) -> Dialect:
         if settings.on_encoder_failure == "engine":
             raise ValueError("--on-encoder-failure engine: SGLang requests embeddings itself; leave it out with SGLang")
         return PassOn()
-    from vitwire.integrations import vllm  # noqa: PLC0415  # only for this engine
+    from vitwire.integrations.vllm import parts  # noqa: PLC0415  # only for this engine
 
     if mode == "inline":
-        return Inline(lambda each: vllm.image_part(each.embedding, each.model, uuid=each.content_id))
-    return Reference(lambda each: vllm.reference_part(each.grid, each.model, each.content_id))
+        return Inline(lambda each: parts.unencoded_image_part(each.embedding, each.model, uuid=each.content_id))
+    return Reference(lambda each: parts.reference_part(each.grid, each.model, each.content_id))
 
 
 def _data_uri(kind: str, content: bytes) -> str:

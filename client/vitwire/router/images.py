@@ -1,7 +1,7 @@
 """The images of one request: their bytes, embeddings, and the engine's content parts."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -93,7 +93,7 @@ class Images:
         async def part(number: int) -> Part:
             with _naming(loaded.params[number]):
                 part = await dialect.part(loaded.files[number], self.encoder)
-            ticket.hold(sum(len(value) for value in _strings(part)))
+            ticket.hold(size_of(part))
             return part
 
         parts = await _each(part, range(len(loaded.files)))
@@ -142,9 +142,15 @@ async def _each(work: Callable[[K], Coroutine[None, None, T]], keys: Iterable[K]
     return {key: task.result() for key, task in tasks.items()}
 
 
-def _strings(part: object) -> Iterable[str]:
-    if isinstance(part, str):
-        yield part
-    elif isinstance(part, dict):
+def size_of(part: Part) -> int:
+    """Bytes of a part, hardly less than it has as JSON."""
+    return sum(map(len, _strings(part)))
+
+
+def _strings(part: object) -> Iterable[Sized]:
+    """The strings of a part, encoded or not, and its lists of numbers, which are short."""
+    if isinstance(part, dict):
         for value in part.values():
             yield from _strings(value)
+    elif isinstance(part, Sized):
+        yield part

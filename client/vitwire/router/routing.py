@@ -10,10 +10,10 @@ from vitwire.router.admission import Ticket
 from vitwire.router.dialects import Part
 from vitwire.router.errors import ApiError
 from vitwire.router.exchange import Exchange
-from vitwire.router.images import Images
+from vitwire.router.images import Images, size_of
 from vitwire.router.metrics import FALLBACKS, Metrics
 from vitwire.router.reading import ChatLimits, ChatRequest, read_chat
-from vitwire.router.rewriting import filled
+from vitwire.router.rewriting import Filled, filled
 from vitwire.router.settings import Settings
 from vitwire.router.upstream import Engine, forwarded, is_of_events
 
@@ -78,8 +78,12 @@ class Router:
 
     async def _with_images(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
         async def forward(parts: Sequence[Part], check: Callable[[bool], Awaitable[None]] | None = None) -> None:
+            limit = self.settings.max_buffered_bytes
+            if (needed := sum(map(size_of, parts))) > limit:  # equal images are held once, and sent in each place
+                text = f"the engine would get {needed} bytes for the images of this request, the limit is {limit}"
+                raise ApiError(413, text, "request_too_large")
             body = await images.encoder.in_thread(lambda: filled(request.pieces, parts))
-            ticket.hold(len(body))
+            ticket.hold(body.held)
             await self._forward(exchange, body, as_json=True, check=check)
 
         try:
@@ -101,7 +105,7 @@ class Router:
     async def _forward(
         self,
         exchange: Exchange,
-        body: bytes,
+        body: bytes | Filled,
         *,
         as_json: bool = False,
         check: Callable[[bool], Awaitable[None]] | None = None,

@@ -9,6 +9,7 @@ from typing import cast
 import httpx2
 
 from vitwire.router.errors import ApiError
+from vitwire.router.rewriting import Filled
 from vitwire.router.settings import Settings
 
 Headers = list[tuple[bytes, bytes]]
@@ -36,7 +37,9 @@ class Engine:
         )
 
     @asynccontextmanager
-    async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> AsyncIterator[httpx2.Response]:
+    async def send(
+        self, method: str, target: bytes, headers: Headers, body: bytes | Filled
+    ) -> AsyncIterator[httpx2.Response]:
         """The response to a request, its body not yet read. Leaving the block ends the request.
 
         `target` is the path and query, sent byte for byte. Raises ApiError if the engine does not respond.
@@ -44,8 +47,8 @@ class Engine:
         request = httpx2.Request(
             method,
             self._base,
-            headers=headers,
-            content=body,
+            headers=headers if isinstance(body, bytes) else [*headers, (b"content-length", str(len(body)).encode())],
+            content=body if isinstance(body, bytes) else _pieces(body),
             extensions={"timeout": self._timeouts, "target": self._base.raw_path.rstrip(b"/") + target},
         )
         try:
@@ -76,6 +79,12 @@ class Engine:
     async def close(self) -> None:
         """Close all connections."""
         await self._transport.aclose()
+
+
+async def _pieces(body: Filled) -> AsyncIterator[bytes]:
+    """A request as it is sent; other requests get their turn between pieces."""
+    for piece in body:
+        yield bytes(piece)
 
 
 def trusting(ca: Path | None) -> ssl.SSLContext:

@@ -1,16 +1,21 @@
 """Embeddings by content, so that the same content is encoded once."""
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
+from vitwire_server.core.delivery import DeviceRows
+from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Embedding, Modality
 
 _OVERHEAD = 1024
 """Estimated bytes that an embedding takes beside its rows."""
 _NAME_OVERHEAD = 512
+_NOTHING = memoryview(b"")
 
 
 class Content(NamedTuple):
@@ -45,35 +50,66 @@ class Name(NamedTuple):
     content_id: str
 
 
-@dataclass(slots=True)
+Fetching = Callable[[memoryview | EncodeFailed], None]
+"""Receives a copy of rows on the host, or why there is none, on the event loop."""
+Download = Callable[[DeviceRows, Fetching], None]
+"""Copies rows from the device to the host; see `downloads.py`."""
+Changed = Callable[[int, int, int], None]
+"""Receives the bytes held on the host and on the device, and the number of embeddings that were evicted."""
+
+
+@dataclass(slots=True, eq=False)
 class _Entry:
     embedding: Embedding
     names: set[Name] = field(default_factory=set)
+    is_leaving: bool = False
+    """Whether the rows are being copied from the device to the host, where they count already."""
 
     @property
     def nbytes(self) -> int:
-        return nbytes_of(len(self.embedding.data), *(name.content_id for name in self.names))
+        on_host = self.is_leaving or self.embedding.is_on_host
+        return nbytes_of(on_host * self.embedding.nbytes, *(name.content_id for name in self.names))
 
 
 def nbytes_of(rows: int, *content_ids: str) -> int:
-    """Bytes that an embedding takes in the cache, with `rows` bytes of rows and these names."""
+    """Bytes that an embedding takes on the host, with `rows` bytes of rows there and these names."""
     return _OVERHEAD + rows + sum(_NAME_OVERHEAD + len(content_id) for content_id in content_ids)
 
 
 class EmbeddingCache:
     """Evicts the least recently used embeddings at a bound on bytes. Used on the event loop only.
 
+    Rows that come on the device stay there, within a bound of their own. The least recently used ones move to the host,
+    and are found on the device until they are complete there. Rows that were copied to the host for a request stay in
+    both places.
+
     A name refers to the content that it was last sent with. Names are per principal, as keys are, and are
     evicted with their embedding.
     """
 
-    def __init__(self, max_bytes: int, changed: Callable[[int, int], None] = lambda *_: None) -> None:
-        """0 bytes cache nothing. `changed` is called with the bytes held and the number of evicted embeddings."""
-        self._max_bytes = max_bytes
+    def __init__(
+        self,
+        max_bytes: int,
+        changed: Changed = lambda *_: None,
+        *,
+        max_stored: int = 0,
+        download: Download | None = None,
+    ) -> None:
+        """At most `max_bytes` on the host, of which 0 cache nothing, and `max_stored` on the device.
+
+        `download` is needed if rows come on the device.
+        """
+        self._max_bytes, self._max_stored = max_bytes, max_stored
         self._changed = changed
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._download = download
+        self._entries: dict[Key, _Entry] = {}
+        self._on_host: OrderedDict[Key, None] = OrderedDict()
+        """Entries whose rows count on the host, the least recently used first."""
+        self._stored: OrderedDict[Key, None] = OrderedDict()
+        """Entries whose rows count on the device, in the same order; each entry is in one of the two, or in both."""
+        self._stored_keys: dict[DeviceRows, Key] = {}
         self._keys: dict[Name, Key] = {}
-        self._nbytes = 0
+        self._nbytes = self._stored_nbytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,15 +121,20 @@ class EmbeddingCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, names and bookkeeping included."""
+        """Bytes held on the host, names and bookkeeping included."""
         return self._nbytes
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes held on the device, without rows that are being copied to the host."""
+        return self._stored_nbytes
 
     def get(self, key: Key, name: Name | None = None) -> Embedding | None:
         """The embedding, marked as the most recently used one; `name` refers to it from now on."""
         entry = self._entries.get(key)
         if entry is None:
             return None
-        self._entries.move_to_end(key)
+        self._use(key)
         if name:
             self._set_name(name, key, entry)
             self._shrink()
@@ -104,13 +145,14 @@ class EmbeddingCache:
         key = self._keys.get(name)
         if key is None:
             return None
-        self._entries.move_to_end(key)
+        self._use(key)
         return key, self._entries[key].embedding
 
     def put(self, key: Key, embedding: Embedding, names: set[Name]) -> None:
-        """Cache a copy of the rows, unless they are larger than the cache; `names` refer to them from now on.
+        """Cache the rows, unless they are larger than the cache; `names` refer to them from now on.
 
-        Rows that are cached already stay, and so do their names: equal keys have equal rows.
+        Rows on the host are copied, those on the device are shared. Rows that are cached already stay, and so do
+        their names: equal keys have equal rows.
         """
         if self.get(key) is None and not self._add(key, embedding):
             for name in names:  # they refer to this content, not to older pixels
@@ -120,13 +162,35 @@ class EmbeddingCache:
                 self._set_name(name, key, self._entries[key])
         self._shrink()
 
+    def fetch(self, rows: DeviceRows, done: Fetching) -> None:
+        """Copy rows to the host; `done` gets the copy, or an error. An embedding that is cached keeps it as well."""
+        assert self._download, "rows came on the device"
+
+        def fetched(found: memoryview | EncodeFailed) -> None:
+            key = self._stored_keys.get(rows)
+            if key is not None and not isinstance(found, EncodeFailed):
+                self._keep_on_host(key, found)
+            done(found)
+
+        self._download(rows, fetched)
+
+    def _use(self, key: Key) -> None:
+        for order in (self._on_host, self._stored):
+            if key in order:
+                order.move_to_end(key)
+
     def _add(self, key: Key, embedding: Embedding) -> bool:
-        """Add a copy of the rows; False if they are larger than the cache."""
-        if _Entry(embedding).nbytes > self._max_bytes:
+        """Add the rows; False if they are larger than the cache."""
+        if nbytes_of(embedding.nbytes) > self._max_bytes:
             return False
-        # The rows' buffer may be pinned memory, which is scarce, or larger than the rows.
-        entry = _Entry(Embedding(memoryview(bytes(embedding.data)), embedding.dtype, embedding.shape, embedding.kept))
-        self._entries[key] = entry
+        if embedding.device:
+            self._stored[key] = None
+            self._stored_keys[embedding.device] = key
+            self._stored_nbytes += embedding.device.taken
+        else:  # the rows' buffer may be pinned memory, which is scarce, or larger than the rows
+            self._on_host[key] = None
+            embedding = replace(embedding, data=memoryview(bytes(embedding.data)))
+        entry = self._entries[key] = _Entry(embedding)
         self._nbytes += entry.nbytes
         return True
 
@@ -136,27 +200,98 @@ class EmbeddingCache:
             return
         self._forget(name)
         self._keys[name] = key
-        self._resize(entry, lambda names: names.add(name))
+        with self._resizing(entry):
+            entry.names.add(name)
 
     def _forget(self, name: Name) -> None:
         former = self._keys.pop(name, None)
         if former is not None:
-            self._resize(self._entries[former], lambda names: names.discard(name))
+            entry = self._entries[former]
+            with self._resizing(entry):
+                entry.names.discard(name)
 
-    def _resize(self, entry: _Entry, change: Callable[[set[Name]], None]) -> None:
+    @contextmanager
+    def _resizing(self, entry: _Entry) -> Iterator[None]:
         before = entry.nbytes
-        change(entry.names)
+        yield
         self._nbytes += entry.nbytes - before
 
+    def _keep_on_host(self, key: Key, data: memoryview) -> None:
+        """Keep a copy of rows that are on the device."""
+        if key in self._on_host:
+            return
+        self._on_host[key] = None
+        entry = self._entries[key]
+        with self._resizing(entry):
+            entry.embedding = replace(entry.embedding, data=data)
+        self._shrink()
+
     def _shrink(self) -> None:
+        leaving: list[Key] = []
+        while self._stored_nbytes > self._max_stored:
+            leaving.append(next(iter(self._stored)))
+            self._unstore(leaving[-1])
         evicted = 0
         while self._nbytes > self._max_bytes:
-            self._remove(next(iter(self._entries)))
-            evicted += 1
-        self._changed(self._nbytes, evicted)
+            order = self._stored if self._is_crowded or not self._on_host else self._on_host
+            evicted += self._evict(next(iter(order)))
+        self._changed(self._nbytes, self._stored_nbytes, evicted)
+        for key in leaving:
+            entry = self._entries.get(key)
+            if entry and entry.is_leaving:
+                assert entry.embedding.device and self._download, "rows came on the device"  # noqa: PT018
+                self._download(entry.embedding.device, partial(self._left, key, entry))
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether embeddings on the device, with a name each, take half of the host: its rows would leave for them."""
+        return len(self._stored) * (_OVERHEAD + _NAME_OVERHEAD) > self._max_bytes // 2
+
+    def _unstore(self, key: Key) -> None:
+        """Rows do not count on the device any more: they are on the host already, or are to be copied there."""
+        self._off_device(key)
+        entry = self._entries[key]
+        with self._resizing(entry):
+            if key in self._on_host:
+                entry.embedding = replace(entry.embedding, device=None)
+            else:
+                entry.is_leaving = True
+                self._on_host[key] = None
+
+    def _left(self, key: Key, entry: _Entry, found: memoryview | EncodeFailed) -> None:
+        """The rows of an entry were copied to the host."""
+        if self._entries.get(key) is not entry:  # evicted meanwhile
+            return
+        if isinstance(found, EncodeFailed):
+            self._remove(key)
+        else:
+            entry.embedding = replace(entry.embedding, data=found, device=None)
+            entry.is_leaving = False
+        self._shrink()
+
+    def _evict(self, key: Key) -> bool:
+        """Drop the rows on the host; whether the embedding is gone, as it is not on the device."""
+        if key not in self._stored or key not in self._on_host:
+            self._remove(key)
+            return True
+        del self._on_host[key]
+        entry = self._entries[key]
+        with self._resizing(entry):
+            entry.embedding = replace(entry.embedding, data=_NOTHING)
+        return False
 
     def _remove(self, key: Key) -> None:
+        if key in self._stored:
+            self._off_device(key)
+        self._on_host.pop(key, None)
         entry = self._entries.pop(key)
         self._nbytes -= entry.nbytes
         for name in entry.names:
             del self._keys[name]
+
+    def _off_device(self, key: Key) -> None:
+        del self._stored[key]
+        rows = self._entries[key].embedding.device
+        assert rows, "what is stored is on the device"
+        del self._stored_keys[rows]
+        self._stored_nbytes -= rows.taken

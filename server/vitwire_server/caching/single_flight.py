@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vitwire_server.caching.cache import EmbeddingCache, Key, Name
+from vitwire_server.caching.cache import EmbeddingCache, Fetching, Key, Name
+from vitwire_server.core.delivery import DeviceRows
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Unavailable
 from vitwire_server.core.items import CacheLookup, Embedding, Modality
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
@@ -20,6 +21,8 @@ class CacheMonitor(Protocol):
     def cache_hit(self, modality: Modality) -> None: ...
 
     def cache_missed(self) -> None: ...
+
+    def served_from_device(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +119,14 @@ class SingleFlight:
             if lookup.modality in (None, content.modality) and lookup.grid in (None, content.grid):
                 return self._hit(key, embedding)
         return None if name in self._expected else self.missed(lookup)
+
+    def fetch(self, rows: DeviceRows, done: Fetching) -> None:
+        """See EmbeddingCache."""
+        self._cache.fetch(rows, done)
+
+    def served_from_device(self) -> None:
+        """Cached rows were delivered from the device."""
+        self._monitor.served_from_device()
 
     def missed(self, lookup: CacheLookup) -> NotCached:
         """The answer to an item without pixels that is not cached."""

@@ -115,8 +115,8 @@ class Flags(SourcedSettings):
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="auto: Vitwire's fused kernels on CUDA, torch.compile for frequent shapes in bfloat16 on CPU; "
-        "on: torch.compile (on CUDA, of the blocks in graphs); off: plain PyTorch",
+        description="auto: Vitwire's fused kernels on CUDA, frequent shapes compiled in bfloat16 on CPU; "
+        "on: torch.compile of the blocks in graphs on CUDA, frequent shapes compiled on CPU; off: plain PyTorch",
     )
     attention_backend: str = Field(
         default="auto",
@@ -225,6 +225,13 @@ class Flags(SourcedSettings):
         le=_LONGEST,
         allow_inf_nan=False,
         description="seconds a NIXL delivery may take before the embedding is sent in the response",
+    )
+    store_bytes: int = Field(
+        default=2048 * _MIB,
+        ge=0,
+        le=MAX_BYTES,
+        description="with --nixl and --cache-bytes: maximum bytes of embeddings that wait on the device for a client; "
+        "further ones wait on the host",
     )
     reflection: CliImplicitFlag[bool] = Field(default=True, description="enable gRPC server reflection")
     channelz: CliImplicitFlag[bool] = Field(

@@ -40,8 +40,10 @@ def warnings(settings: ServeSettings) -> list[str]:
 
 
 def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:
-    """Graph memory counts only for simulated graphs, whose buffers are in host memory."""
+    """Graph memory counts only for simulated graphs, and stored embeddings on the CPU: both are on the host then."""
     bounds = {"--max-queued-bytes": settings.max_queued_bytes, "--cache-bytes": settings.cache_bytes}
+    if "cpu" in (settings.device, *settings.device_list):
+        bounds["--store-bytes"] = settings.stored_bytes
     if settings.graphs == "simulated":
         bounds["--graph-memory"] = settings.graph_memory
     processes = max(1, len(settings.device_list))

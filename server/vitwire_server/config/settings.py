@@ -112,6 +112,11 @@ class ServeSettings(Flags):
         return self.budgets == "learn"
 
     @property
+    def stored_bytes(self) -> int:
+        """Maximum bytes of embeddings that wait on the device for a client; 0 if none do."""
+        return self.store_bytes if self.nixl and self.cache_bytes else 0
+
+    @property
     def message_bytes(self) -> int:
         """Upper bound of a message's bytes for every model family, used before the model is loaded."""
         return self.max_request_bytes or min(self.max_patches_per_item * _WIDEST_ROW_BYTES + _MIB, MAX_MESSAGE_BYTES)

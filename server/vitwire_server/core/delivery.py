@@ -126,9 +126,29 @@ class Rows(Protocol):
         ...
 
 
-class DeviceRows(Rows, Protocol):
-    """Rows on a device that are copied to the host as well, where they are needed if they are not delivered."""
+class DeviceRows(Protocol):
+    """Rows in the memory that the server delivers from. They stay unchanged for as long as anything refers to them."""
 
-    def finish_host_copy(self) -> None:
-        """Wait until the rows on the host are complete."""
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def taken(self) -> int:
+        """Bytes of memory that they take."""
+        ...
+
+    @property
+    def device(self) -> int | None:
+        """Number of the CUDA device; None if the engine runs on the CPU."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether the rows are complete. Must not block."""
+        ...
+
+    def download(self) -> memoryview:
+        """A copy on the host. Blocks; called by any thread."""
         ...

@@ -69,7 +69,7 @@ class Item:
     on_device: bool = False
     """Whether the region is in memory of a device."""
     store_only: bool = False
-    """Whether the rows are only cached."""
+    """Whether the rows are only cached, on the device if there is room."""
 
     def filled(self, data: memoryview) -> "Item":
         """The item with its `nbytes` bytes: pixels, then crops."""
@@ -108,20 +108,26 @@ class CacheLookup:
     keep_ratio: float
     region: Region | None = None
     store_only: bool = False
-    """Whether only to say that it is cached."""
+    """Whether to answer only that the embedding is cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Output rows of one item on the host: `(rows, width)`, little-endian, C order."""
+    """Output rows of one item: `(rows, width)`, little-endian, C order. They are on the host, the device, or both."""
 
     data: memoryview
+    """Empty for rows that are only on the device."""
     dtype: DType
     shape: tuple[int, int]
     kept: tuple[int, ...] = ()
     """Indices of the tokens whose rows these are; empty for all of them."""
     device: DeviceRows | None = None
-    """The rows on the device, to be delivered; those on the host may not be complete yet."""
+    """The rows in device memory that they can be delivered from."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether `data` are the rows."""
+        return self.device is None or bool(self.data)
 
     @property
     def nbytes(self) -> int:

@@ -70,11 +70,16 @@ class Assignments:
                 return
         self._senders.end(sender)
 
-    def lose(self, sender: Sender, *, is_to_blame: bool) -> None:
-        """A sender has ended, or is about to; if by itself, its principal's next one has to wait."""
-        if peer := self._trials.pop(sender, None):
+    def lose(self, sender: Sender, *, is_to_blame: bool) -> Peer | None:
+        """A sender has ended, or is about to; if by itself, its principal's next one has to wait.
+
+        Returns the agent that it made the first delivery to.
+        """
+        peer = self._trials.pop(sender, None)
+        if peer:
             peer.trial, peer.state = None, State.BROKEN
         for principal in [each for each, its in self.shared.items() if its is sender]:
             del self.shared[principal]
             if is_to_blame:
                 self._delays.setdefault(principal, Delays()).failed()
+        return peer

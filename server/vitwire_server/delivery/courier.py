@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 from vitwire.agents import AgentError, Memory
-from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Placing, Rows
+from vitwire_server.core.delivery import Delivered, DeviceRows, Fallback, NotDelivered, Placing, Rows
 from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox
 from vitwire_server.delivery.transfers import Bounds, Job, Transfers
@@ -22,7 +22,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 _IDLE_PAUSE = 0.1
 """While something may take too long."""
 Done = Callable[[Delivered | NotDelivered], None]
-Upload = Callable[[memoryview], Rows | None]
+Upload = Callable[[memoryview], DeviceRows | None]
 
 
 class Courier:
@@ -76,18 +76,24 @@ class Courier:
             try:
                 cuda.make_current(outbox.device)  # this thread asks whether rows on the device are ready
                 self._transfers.add_device(memory, outbox)
-            except (AgentError, cuda.CudaError) as error:
+            except Exception as error:  # noqa: BLE001 - the caller's, who waits for it
                 added.set_exception(error)
             else:
                 added.set_result(None)
 
-        self._send(add)
+        with self._lock:  # what is sent before the end is handled
+            if self._closed:
+                raise AgentError("NIXL delivery is off")
+            self._send(add)
         added.result()
         self._upload = upload
 
-    def upload(self, data: memoryview) -> Rows | None:
+    def upload(self, data: memoryview) -> DeviceRows | None:
         """Rows of the host on the device; None without a device, or room on it."""
-        return self._upload(data) if self._upload else None
+        rows = self._upload(data) if self._upload else None
+        if rows:
+            self._metrics.uploaded(rows.nbytes)
+        return rows
 
     def close(self) -> None:
         """End all deliveries and disconnect from all agents."""

@@ -222,7 +222,9 @@ class Transfers:
         """A sender has ended or is killed; if its agents may have caused that, they are refused from now on."""
         lost = [job for job in self._posted.values() if job.sender is sender]
         self._posted = {number: job for number, job in self._posted.items() if job.sender is not sender}
-        self._assignments.lose(sender, is_to_blame=is_to_blame)
+        tried = self._assignments.lose(sender, is_to_blame=is_to_blame)
+        if tried and is_to_blame:  # its metadata may have ended the sender before a transfer was posted
+            self._peers.refuse(tried)
         for job in lost:
             assert job.peer, "it was posted"
             if is_to_blame:

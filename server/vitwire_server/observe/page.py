@@ -188,7 +188,8 @@ def _cache(readings: Readings) -> dict[str, str]:
         "misses": _count(misses),
         "hit rate": _share(hits, hits + misses),
         "evictions": _count(readings.total("vitwire_cache_evictions_total")),
-        "size": _bytes(readings.total("vitwire_cache_bytes")),
+        "on the host": _bytes(readings.total("vitwire_cache_bytes")),
+        "on the device": _bytes(readings.total("vitwire_store_bytes")),
     }
 
 

@@ -9,10 +9,14 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.models import Precision
 from vitwire_server.process.precision import reduce_precision
 from vitwire_server.runtime.attention.selection import Selection, select
+from vitwire_server.runtime.compiler.messages import Factory
+from vitwire_server.runtime.compiler.unfilled import served
+from vitwire_server.runtime.compiling import HotShapes
 from vitwire_server.runtime.devices import kernel_fault
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
+from vitwire_server.towers.checkpoints.checkpoint import Checkpoint
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
@@ -71,7 +75,22 @@ def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))
 
 
-def compiles(setting: str, tower: Tower) -> bool:
+def hot_shapes(
+    settings: ServeSettings, checkpoint: Checkpoint, tower: Tower, attention: Selection | None
+) -> HotShapes | None:
+    """Compiles frequent shapes; None if they stay eager."""
+    if settings.precision == "fp8" or not _compiles(settings.compile, tower):
+        return None
+    arguments = {
+        "model": str(checkpoint.folder.resolve()),
+        "pooling": checkpoint.pooling.value,
+        "dtype": str(tower.dtype).removeprefix("torch."),
+        "attention": attention.name if attention else DENSE,
+    }
+    return HotShapes(tower, Factory(f"{served.__module__}:{served.__name__}", arguments))
+
+
+def _compiles(setting: str, tower: Tower) -> bool:
     """Whether to compile frequent shapes: on CPU only, by default only for bfloat16, where it helps."""
     wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
     if not wanted or tower.device.type != "cpu":

@@ -2,6 +2,8 @@
 
 import logging
 
+import torch
+
 from vitwire.agents import MISSING, AgentError, is_installed
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.delivery.courier import Courier
@@ -11,6 +13,8 @@ from vitwire_server.observe.metrics import Metrics
 from vitwire_server.runtime.outbox import Outbox
 
 _log = logging.getLogger(__name__)
+_PASSING_BYTES = 512 << 20
+"""Room for rows on their way to clients, for new ones, and for those that move to the host."""
 
 
 def check(settings: ServeSettings) -> None:
@@ -29,9 +33,24 @@ def courier(settings: ServeSettings, metrics: Metrics) -> Courier | None:
         raise UsageError(f"--nixl: {error}") from error
 
 
-def add_device(courier: Courier, outbox: Outbox) -> None:
-    """Deliver rows from the device to devices as well."""
+def add_outbox(courier: Courier, outbox: Outbox, *, keep: bool) -> None:
+    """Deliver rows from the outbox as well, and from now on `keep` those there that are only stored."""
+    if outbox.is_shared:
+        try:
+            courier.add_device(outbox.memory, outbox.exported(), outbox.uploaded)
+        except (AgentError, CudaError) as error:
+            _log.warning("embeddings are not delivered to clients' devices: %s", error)
+            return
+    outbox.keeps = keep
+
+
+def outbox(settings: ServeSettings, device: torch.device) -> Outbox | None:
+    """Memory that rows are delivered from; None if there is nothing to deliver from there. Raises UsageError."""
+    if not settings.nixl or (device.type == "cpu" and not settings.stored_bytes):
+        return None
+    nbytes = _PASSING_BYTES + settings.stored_bytes
     try:
-        courier.add_device(outbox.memory, outbox.exported(), outbox.uploaded)
-    except (AgentError, CudaError) as error:
-        _log.warning("embeddings are not delivered to clients' devices: %s", error)
+        return Outbox(device, nbytes)
+    except RuntimeError as error:  # of the CPU's allocator; that of CUDA is one of them
+        text = f"{nbytes} bytes of {device} for NIXL cannot be allocated: {str(error).partition(chr(10))[0]}"
+        raise UsageError(f"--store-bytes: {text}") from None

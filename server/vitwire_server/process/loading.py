@@ -28,7 +28,8 @@ from vitwire_server.process.capturing import (
     recorder_of,
     timed_costs,
 )
-from vitwire_server.process.computing import DENSE, backends_of, chosen_attention, compiles, fused_blocks
+from vitwire_server.process.computing import DENSE, backends_of, chosen_attention, fused_blocks, hot_shapes
+from vitwire_server.process.delivery import outbox as outbox_of
 from vitwire_server.process.learning import beginning, memory_bound
 from vitwire_server.process.precision import compute_dtype, fingerprint
 from vitwire_server.release import release
@@ -51,7 +52,6 @@ from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
-_OUTBOX_BYTES = 512 * _MIB
 _FLOAT32_BYTES = 4
 _WARM_UP_TOKENS = 16
 
@@ -67,11 +67,13 @@ class LoadedModel:
     canary: Item
     """A small item that was encoded successfully."""
     outbox: Outbox | None
-    """Device memory that rows are delivered from."""
+    """Memory that rows are delivered from."""
     backends: Callable[[Ladder], Mapping[Budget, str]]
     """The attention backend of each budget of a ladder."""
     learner: LadderLearner | None
     """Fits the ladder to the loads."""
+    hot: HotShapes | None
+    """Compiles frequent shapes."""
 
 
 def load_model(
@@ -110,9 +112,9 @@ def load_model(
     learning = beginning(settings, tower, checkpoint.folder, weights, ladder)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
-    hot = HotShapes(tower).forward if not precision and compiles(settings.compile, tower) else None
-    outbox = Outbox(device, _OUTBOX_BYTES) if settings.nixl and device.type == "cuda" else None
-    engine = Engine(tower, graphs, stager, streams, hot, outbox)
+    hot = hot_shapes(settings, checkpoint, tower, attention)
+    outbox = outbox_of(settings, device)
+    engine = Engine(tower, graphs, stager, streams, hot.forward if hot else None, outbox)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = timed_costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
@@ -150,7 +152,7 @@ def load_model(
         bound = memory_bound(settings.graph_memory, taken)
         capture = LiveCapture(tower, engine, graphs, streams, recorder, completed, bound)
         learner = learning.learner(capture, planner, metrics.ladder)
-    return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner)
+    return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner, hot)
 
 
 def _pooled(checkpoint: Checkpoint, settings: ServeSettings) -> Checkpoint:

@@ -14,6 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from vitwire_server.caching.cache import EmbeddingCache
+from vitwire_server.caching.downloads import Downloads
 from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.config.host import rpc_processes
 from vitwire_server.config.settings import ServeSettings, UsageError
@@ -150,7 +151,8 @@ async def _until_stopped(
     engine = EngineThread(scheduler)
     engine.start()
     if courier and model.outbox:
-        await asyncio.to_thread(delivery.add_device, courier, model.outbox)
+        keep = settings.stored_bytes > 0
+        await asyncio.to_thread(delivery.add_outbox, courier, model.outbox, keep=keep)
     card = decoding.described(replace(model.card, nixl=courier is not None), settings)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
     front.serve(card, model.tower.footprints, sessions)
@@ -161,6 +163,8 @@ async def _until_stopped(
     watching = asyncio.create_task(lifecycle.watch_engine(scheduler, settings.wedge_seconds))
     await _any_of(stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
     watching.cancel()
+    if model.hot:
+        await asyncio.to_thread(model.hot.close)
     if not engine.ended.is_set():
         await lifecycle.start_draining()
         _log.info("draining: readiness is off; serving for another %g s", settings.lame_duck_seconds)
@@ -201,7 +205,13 @@ def _sessions(
     courier: Courier | None,
 ) -> LocalSessions:
     admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
-    single_flight = SingleFlight(EmbeddingCache(settings.cache_bytes, metrics.cache.changed), metrics.cache)
+    cache = EmbeddingCache(
+        settings.cache_bytes,
+        metrics.cache.changed,
+        max_stored=settings.stored_bytes,
+        download=Downloads(metrics.cache.downloaded).start,
+    )
+    single_flight = SingleFlight(cache, metrics.cache)
     return LocalSessions(
         card, intake, admission, single_flight, metrics.admission, memory=memory, trace=trace, courier=courier
     )

@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 """A status other than OK: code, message and trailers."""
+_ARRIVAL_SECONDS = 0.1
+"""Longest time that a request is taken to need from its client to its handler."""
 
 
 class RpcBoundary:
@@ -109,7 +111,10 @@ class RpcBoundary:
 
 
 def cancellation(context: Context) -> grpc.StatusCode:
-    """Why gRPC cancelled an RPC: its deadline passed, or its client left."""
+    """Why gRPC cancelled an RPC: its deadline passed, or its client left.
+
+    The client's deadline passes first, by the time that its request took to arrive, and it resets the stream then.
+    """
     remaining = context.time_remaining()
-    expired = remaining is not None and remaining <= 0
+    expired = remaining is not None and remaining <= _ARRIVAL_SECONDS
     return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED

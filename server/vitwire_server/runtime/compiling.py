@@ -1,21 +1,26 @@
-"""torch.compile for static shapes: frequent shapes on CPU, a tower's blocks during graph capture on CUDA."""
+"""Forwards compiled for static shapes: frequent shapes on CPU, a tower's blocks during graph capture on CUDA."""
 
 import logging
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
+from dataclasses import replace
+from queue import Empty, SimpleQueue
 from statistics import median
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import Tensor
 
-from vitwire_server.runtime.toolchain import idle_compiler
+from vitwire_server.runtime.compiler.child import Compiler, CompilerGone, NotCompiled
+from vitwire_server.runtime.compiler.messages import Blueprint, Compile, Factory, Layout
+from vitwire_server.runtime.compiler.program import Program
+from vitwire_server.runtime.compiler.tensors import named_inputs, named_tensors
+from vitwire_server.runtime.similarity import norm_errors
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tower import Metadata, Tower
 
@@ -23,105 +28,155 @@ _log = logging.getLogger(__name__)
 _MOST_COUNTED = 1024
 _REPEATS = 5
 _GAIN = 1.05
-_MOMENT = 0.001
-
-Forward = Callable[[Tensor, Metadata], Tensor]
+_EPSILONS, _LEAST_ERROR = 8, 1e-3
+"""Relative error of a row that rounding may explain, in units of the tower's precision, and at least."""
+_COMPILE_SECONDS = 4 * 3600.0
+"""Most time for one shape: the compiler only gets what busy cores leave. Its processor time is limited too."""
+_IDLE_SECONDS = 60.0
+"""After which a compiler without work ends."""
 
 
 class HotShapes:
-    """Compiles forwards, with frozen weights, for frequent shapes.
+    """Compiles forwards for frequent shapes.
 
-    After `hits` batches of a shape, its forward is compiled on the compiling thread while batches run eagerly, and used
-    from then on if it is faster. At most `most` shapes are compiled. `forward` belongs to the engine thread.
+    After `hits` batches of a shape, a process compiles its forward while batches run eagerly; it is used from then on
+    if its rows are as close as rounding allows, and if it is faster. At most `most` shapes are compiled. `forward`
+    belongs to the engine thread.
     """
 
-    def __init__(self, tower: Tower, *, hits: int = 32, most: int = 8) -> None:
+    def __init__(self, tower: Tower, factory: Factory, *, hits: int = 32, most: int = 8) -> None:
+        """`factory` makes the tower in the process, without its weights."""
         self._tower = tower
+        self._factory = factory
         self._hits = hits
         self._most = most
         self._counts: Counter[Capacity] = Counter()
         self._requested: set[Capacity] = set()
-        self._ready: dict[Capacity, Forward] = {}
-        self._work: SimpleQueue[tuple[Tensor, Metadata]] = SimpleQueue()
-        self._begun = self._ended = 0
-        """Numbers of compilations begun and ended; while they differ, the compiling thread may be tracing."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * most)  # noqa: SLF001
-        torch._dynamo.config.error_on_nested_fx_trace = False  # noqa: SLF001 - the same forward runs eagerly meanwhile
+        self._programs: dict[Capacity, Program] = {}
+        self._work: SimpleQueue[Metadata | None] = SimpleQueue()
+        """None once closed."""
+        self._compiler: Compiler | None = None
+        self._lock = Lock()
+        """Of the compiler's start, so that none starts after `close`."""
+        self._closed = False
         Thread(target=self._compile_all, name="compiling", daemon=True).start()
 
     @property
     def ready(self) -> frozenset[Capacity]:
         """Shapes with a compiled forward in use."""
-        return frozenset(self._ready)
+        return frozenset(self._programs)
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """As `Tower.forward`, compiled if the shape is ready; never waits for a compilation."""
         shape = metadata.capacity
-        compiled = self._ready.get(shape)
-        if compiled is None:
-            self._count(shape, pixels, metadata)
-        return self._retrying(compiled or self._tower.forward, pixels, metadata)
-
-    def _retrying(self, forward: Forward, pixels: Tensor, metadata: Metadata) -> Tensor:
-        """Run the forward, again if tracing on the compiling thread breaks it.
-
-        torch.fx traces by patching the calls of all modules in all threads; for moments, calls outside of the trace
-        then raise NameError.
-        """
-        while True:
-            ended = self._ended
+        program = self._programs.get(shape)
+        if program is None:
+            self._count(metadata)
+        elif program.fits(pixels, metadata):
             try:
-                return forward(pixels, metadata)
-            except NameError:
-                if self._begun == ended:
-                    raise
-                time.sleep(_MOMENT)
+                return program.forward(pixels, metadata)
+            except RuntimeError as error:
+                del self._programs[shape]
+                _log.warning("the compiled forward for %s failed, and is not used any more: %s", shape, error)
+        return self._tower.forward(pixels, metadata)
 
-    def _count(self, shape: Capacity, pixels: Tensor, metadata: Metadata) -> None:
+    def close(self) -> None:
+        """End the compiler, if there is one, at once; what is compiled stays in use."""
+        self._closed = True
+        self._work.put(None)
+        with self._lock:
+            if self._compiler:
+                self._compiler.close()
+
+    def _count(self, metadata: Metadata) -> None:
+        shape = metadata.capacity
         if shape in self._requested or len(self._requested) >= self._most:
             return
         self._counts[shape] += 1
         if self._counts[shape] >= self._hits:
             self._requested.add(shape)
-            self._work.put((pixels, metadata))
+            self._work.put(metadata)
         if len(self._counts) > _MOST_COUNTED:
             self._counts = Counter(dict(self._counts.most_common(_MOST_COUNTED // 2)))
 
     def _compile_all(self) -> None:
-        while True:
-            pixels, metadata = self._work.get()
-            self._begun += 1
+        while not self._closed:
             try:
-                self._compile(pixels, metadata)
+                metadata = self._work.get(timeout=_IDLE_SECONDS if self._compiler else None)
+            except Empty:
+                self._end_compiler()
+                continue
+            if metadata is None:
+                return
+            try:
+                self._compile(metadata)
             except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the shape stays eager
-                _log.warning("cannot compile the forward for %s: %s", metadata.capacity, str(error).partition("\n")[0])
-            finally:
-                self._ended += 1
+                if isinstance(error, CompilerGone):
+                    self._end_compiler()
+                if not self._closed:
+                    reason = str(error).partition("\n")[0]
+                    _log.warning("cannot compile the forward for %s: %s", metadata.capacity, reason)
 
     @torch.inference_mode()
-    def _compile(self, pixels: Tensor, metadata: Metadata) -> None:
+    def _compile(self, metadata: Metadata) -> None:
         start = time.perf_counter()
-        compiled: Forward = torch.compile(self._tower.forward, dynamic=False)
-        # Weights never change here; C++ is compiled by one process at a time, which leaves busy cores to the batches.
-        settings = {"freezing": True, "compile_threads": 1, "cpp.cxx": (None, idle_compiler())}
-        with torch._inductor.config.patch(settings):  # noqa: SLF001 - torch.compile's options have no compiler
-            compiled(pixels, metadata)
+        pixels, metadata = self._sample(metadata)
+        inputs = {name: Layout.of(tensor) for name, tensor in named_inputs(pixels, metadata).items()}
+        request = Compile(metadata.capacity, metadata.bounds, inputs)
+        compiled = self._started().compile(request, _COMPILE_SECONDS)
+        program = Program(request, compiled, named_tensors(self._tower))
         took = time.perf_counter() - start
-        eager, fast = (_seconds(forward, pixels, metadata) for forward in (self._tower.forward, compiled))
+        self._check(program, pixels, metadata)
+        eager, fast = self._seconds(program, pixels, metadata)
         used = fast * _GAIN < eager
         if used:
-            self._ready[metadata.capacity] = compiled
+            self._programs[metadata.capacity] = program
         verdict = "used" if used else "not used, since not faster"
         _log.info("compiled %d patches in %.0f s: %.2f times eager, %s", len(pixels), took, eager / fast, verdict)
 
+    def _sample(self, metadata: Metadata) -> tuple[Tensor, Metadata]:
+        """A batch like this one, which may still run, with random pixels: what clients sent decides nothing here."""
+        generator = torch.Generator().manual_seed(0)
 
-def _seconds(forward: Forward, pixels: Tensor, metadata: Metadata) -> float:
-    taken = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        forward(pixels, metadata)
-        taken.append(time.perf_counter() - start)
-    return median(taken)
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self._tower.dtype)
+
+        crops = None if metadata.crops is None else random(*metadata.crops.shape)
+        return random(metadata.capacity.patches, self._tower.geometry.row), replace(metadata, crops=crops)
+
+    def _check(self, program: Program, pixels: Tensor, metadata: Metadata) -> None:
+        """Raises NotCompiled if a row is further from the eager one than rounding explains."""
+        eager, fast = (forward(pixels, metadata) for forward in (self._tower.forward, program.forward))
+        most = max(_EPSILONS * torch.finfo(eager.dtype).eps, _LEAST_ERROR)
+        error = float(norm_errors(eager, fast, 1 + self._tower.geometry.levels).max())
+        if not error <= most:  # also for NaN
+            raise NotCompiled(f"its rows differ from eager ones, by a norm error of {error:.6f}")
+
+    def _seconds(self, program: Program, pixels: Tensor, metadata: Metadata) -> tuple[float, float]:
+        """Of an eager forward and of a compiled one, which take turns."""
+        taken: tuple[list[float], list[float]] = ([], [])
+        for _ in range(_REPEATS):
+            for forward, times in zip((self._tower.forward, program.forward), taken, strict=True):
+                start = time.perf_counter()
+                forward(pixels, metadata)
+                times.append(time.perf_counter() - start)
+        return median(taken[0]), median(taken[1])
+
+    def _started(self) -> Compiler:
+        """The compiler. Raises CompilerGone."""
+        with self._lock:
+            if self._closed:
+                raise CompilerGone("the server stops")
+            if self._compiler is None:
+                layouts = {name: Layout.of(tensor) for name, tensor in named_tensors(self._tower).items()}
+                self._compiler = Compiler(Blueprint(self._factory, layouts, torch.get_num_threads(), sys.path))
+            return self._compiler
+
+    def _end_compiler(self) -> None:
+        with self._lock:
+            if self._compiler:
+                self._compiler.close()
+            self._compiler = None
 
 
 @contextmanager

@@ -27,16 +27,18 @@ class Launch:
 
     items: Sequence[Item]
     download: Download
-    """The rows of each item in its output type; `(tokens,)` whether each row that was computed is finite; the tokens
-    that pruning kept, concatenated."""
+    """The rows of each item that does not leave from the outbox, in its output type; `(tokens,)` whether each row that
+    was computed is finite; the tokens that pruning kept, concatenated."""
     stage_in: float
     dtype: torch.dtype
     """The tower's dtype."""
+    shapes: Sequence[tuple[int, ...]]
+    """`(rows, width)` of each item."""
     outgoing: Sequence[DeviceRows | None]
-    """The rows of each item in the outbox."""
+    """The rows of each item in the outbox, which are not copied to the host; None for rows that are."""
 
     def collect(self) -> Collected:
-        """Wait for the rows to be on the host. Raises DeviceLost."""
+        """Wait for the batch, and for rows that go to the host. Raises DeviceLost."""
         start = time.perf_counter()
         try:
             execute = self.download.wait()
@@ -45,10 +47,14 @@ class Launch:
         *rows, finite, kept = self.download.tensors
         kept_of_each = torch.split(kept, [item.rows if item.keep_ratio else 0 for item in self.items])
         finite_of_each = torch.split(finite, [item.footprint.rows for item in self.items])
+        on_host = iter(rows)
+        data = [memoryview(b"") if outgoing else _bytes(next(on_host)) for outgoing in self.outgoing]
         results = [
-            _embedding(item, own, tokens, outgoing) if bool(ok.all()) else _non_finite(item, self.dtype)
-            for item, own, tokens, ok, outgoing in zip(
-                self.items, rows, kept_of_each, finite_of_each, self.outgoing, strict=True
+            Embedding(own, item.output, (shape[0], shape[1]), tuple(tokens.tolist()), outgoing)
+            if bool(ok.all())
+            else _non_finite(item, self.dtype)
+            for item, own, shape, tokens, ok, outgoing in zip(
+                self.items, data, self.shapes, kept_of_each, finite_of_each, self.outgoing, strict=True
             )
         ]
         return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start))
@@ -93,7 +99,7 @@ class Engine:
         forward: Callable[[Tensor, Metadata], Tensor] | None = None,
         outbox: Outbox | None = None,
     ) -> None:
-        """`forward` replaces the tower's forward in eager batches; rows are delivered to devices from `outbox`."""
+        """`forward` replaces the tower's forward in eager batches; `outbox` is where rows are delivered from."""
         self._forward = forward or tower.forward
         self.depth = streams.depth
         self._tower = tower
@@ -136,13 +142,17 @@ class Engine:
             )
             forward = self._replay(items, staged, budget) if budget else self._eager(items, staged)
             rows, finite, kept = self._finish(items, forward)
-            outgoing = [self._outgoing(item, own) for item, own in zip(items, rows, strict=True)]
-        download = self._streams.download(rows, [finite, kept], outgoing)
-        return Launch(items, download, stage_in, self._tower.dtype, outgoing)
+            outgoing = self._outgoing(items, rows)
+        staying = [own for own, leaves in zip(rows, outgoing, strict=True) if not leaves]
+        download = self._streams.download(staying, [finite, kept])
+        return Launch(items, download, stage_in, self._tower.dtype, [own.shape for own in rows], outgoing)
 
-    def _outgoing(self, item: Item, rows: Tensor) -> DeviceRows | None:
-        """The rows of an item to be delivered to a device; None if they go by the host."""
-        return self._outbox.copied(rows) if self._outbox and item.on_device else None
+    def _outgoing(self, items: Sequence[Item], rows: Sequence[Tensor]) -> Sequence[DeviceRows | None]:
+        """The rows of each item in the outbox; None if they go to the host."""
+        outbox = self._outbox
+        if outbox is None:
+            return [None] * len(items)
+        return outbox.copies([own if outbox.takes(item) else None for item, own in zip(items, rows, strict=True)])
 
     def _groups(self, items: Sequence[Item]) -> list[list[Item]]:
         """Neighbours whose pixels are staged in the same way, together where the streams join them."""
@@ -216,11 +226,9 @@ def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...]]:
     return item.modality, item.pixels.dtype, item.pixels.shape[1:]
 
 
-def _embedding(item: Item, rows: Tensor, kept: Tensor, outgoing: DeviceRows | None) -> Embedding:
+def _bytes(rows: Tensor) -> memoryview:
     """Rows on the host as bytes, which keep the tensor alive."""
-    count, width = rows.shape
-    held = rows.view(torch.uint8).numpy().reshape(-1).data
-    return Embedding(held, item.output, (count, width), tuple(kept.tolist()), outgoing)
+    return rows.view(torch.uint8).numpy().reshape(-1).data
 
 
 def _non_finite(item: Item, dtype: torch.dtype) -> NonFinite | InvalidTensors:

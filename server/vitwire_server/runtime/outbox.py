@@ -1,48 +1,68 @@
-"""Device memory that rows are delivered from: one allocation, made once, which senders map.
+"""Memory of the engine's device that rows are delivered from: one allocation, made once, which senders map on CUDA.
 
-Used on the engine's thread, but for `uploaded` and the methods of rows, which any thread may call.
+Rows are there on their way to a client, or kept until a client asks for them. Used on the engine's thread, but for
+`uploaded` and the methods of rows, which any thread may call.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import finalize
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vitwire.agents import Memory
 from vitwire.regions import Region, Regions
+from vitwire_server.core.items import Item
 from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox as Exported
 
 
 class DeviceRows:
-    """Rows in the outbox; see `core.delivery.DeviceRows`. Their room is free again once released or forgotten."""
+    """Rows in the outbox; see `core.delivery.DeviceRows`. Their room is free again once nothing refers to them."""
 
-    def __init__(self, memory: Memory, free: Callable[[], None], written: torch.cuda.Event) -> None:
+    def __init__(self, memory: Memory, source: Tensor, taken: int, ready: "_Ready | None") -> None:
+        """`source` are the bytes at `memory`; `ready` is None on the CPU."""
         self.address, self.nbytes, self.device = memory
-        self._free = finalize(self, free)
-        self._free.atexit = False
-        self._written = written
-        self.host_copy: torch.cuda.Event | None = None
-        """Recorded after the copy to the host, if there is one."""
+        self.taken = taken
+        self._source = source
+        self._ready = ready
 
     def is_ready(self) -> bool:
-        """See Rows."""
-        return bool(self._written.query())
+        """See DeviceRows of core."""
+        return self._ready is None or bool(self._ready.written.query())
 
-    def release(self) -> None:
-        """See Rows."""
-        self._free()
+    def download(self) -> memoryview:
+        """See DeviceRows of core. The copy is in memory that is not pinned, as it may be kept."""
+        copy = np.empty(self.nbytes, np.uint8)
+        source = self._ready.pinned(self._source) if self._ready else self._source
+        np.copyto(copy, source.numpy())  # without the GIL
+        return copy.data
 
-    def finish_host_copy(self) -> None:
-        """See DeviceRows."""
-        if self.host_copy:
-            self.host_copy.synchronize()
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """When rows on a CUDA device are complete, and how they are read there."""
+
+    written: torch.cuda.Event
+    downloads: torch.cuda.Stream
+
+    def pinned(self, source: Tensor) -> Tensor:
+        """A copy in pinned memory."""
+        with torch.cuda.stream(self.downloads):
+            self.written.wait()
+            pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            pinned.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        copied.synchronize()
+        return pinned
 
 
 class Outbox:
-    """Hands out room for rows on a CUDA device."""
+    """Hands out room for rows."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         """Raises torch.OutOfMemoryError. Other processes can map the memory only if segments are not expandable."""
@@ -50,42 +70,52 @@ class Outbox:
         self._regions = Regions(nbytes)
         self._freed: deque[Region] = deque()
         """By finalisers, which may run anywhere and so take no lock."""
-        self._uploads = torch.cuda.Stream(device)
+        self.is_shared = self._tensor.is_cuda
+        """Whether senders map the memory; else they get copies of rows on the host."""
+        self._uploads, self._downloads = (torch.cuda.Stream(device) if self.is_shared else None for _ in range(2))
         self.memory = Memory(self._tensor.data_ptr(), nbytes, self._tensor.device.index)
+        self.keeps = False
+        """Whether rows that are only stored stay here; set once rows can be delivered from here."""
+
+    def takes(self, item: Item) -> bool:
+        """Whether the rows of an item are delivered from here, or kept."""
+        return (item.on_device and self.is_shared) or (item.store_only and self.keeps)
 
     def copied(self, rows: Tensor) -> DeviceRows | None:
         """A copy of rows, by the current stream; None without room."""
-        region = self._room(rows.nbytes)
-        if region is None:
-            return None
-        target = self._tensor[region.offset : region.offset + rows.nbytes]
-        target.copy_(rows.contiguous().view(-1).view(torch.uint8), non_blocking=True)
-        return self._written(region, rows.nbytes)
+        return self.copies([rows])[0]
+
+    def copies(self, rows: Sequence[Tensor | None]) -> list[DeviceRows | None]:
+        """A copy of each of the rows, by the current stream; None for those without room."""
+        ready = _Ready(torch.cuda.Event(), self._downloads) if self._downloads else None
+        copies = [None if each is None else self._copy(each, ready) for each in rows]
+        if ready and any(copies):
+            ready.written.record()
+        return copies
 
     def uploaded(self, data: memoryview) -> DeviceRows | None:
-        """A copy of rows that are on the host only; None without room."""
-        region = self._room(len(data))
-        if region is None:
-            return None
+        """A copy of rows that are on the host only, on CUDA; None without room."""
+        assert self._uploads, "on the CPU rows are delivered from where they are"
         with torch.cuda.stream(self._uploads):
-            source = torch.frombuffer(data, dtype=torch.uint8)
-            self._tensor[region.offset : region.offset + len(data)].copy_(source, non_blocking=True)
-            rows = self._written(region, len(data))
+            rows = self.copied(torch.frombuffer(data, dtype=torch.uint8))
         self._uploads.synchronize()  # `data` may be pinned, and is not kept
         return rows
 
     def exported(self) -> Exported:
-        """What the processes that deliver map the memory by. Raises CudaError."""
-        cuda.make_current(self._tensor.device.index)  # torch sets it only once it differs
+        """What senders map the memory by. Raises CudaError."""
+        device = self._tensor.device.index
+        cuda.make_current(device)  # torch sets it only once it differs
         handle, offset = cuda.exported(self.memory.address)
-        return Exported(self._tensor.device.index, self.memory.nbytes, handle, offset)
+        return Exported(device, self.memory.nbytes, handle, offset)
 
-    def _room(self, nbytes: int) -> Region | None:
+    def _copy(self, rows: Tensor, ready: _Ready | None) -> DeviceRows | None:
         while self._freed:
             self._regions.give_back(self._freed.popleft())
-        return self._regions.take(nbytes)
-
-    def _written(self, region: Region, nbytes: int) -> DeviceRows:
-        written = torch.cuda.Event()
-        written.record()
-        return DeviceRows(self.memory.part(region.offset, nbytes), lambda: self._freed.append(region), written)
+        region = self._regions.take(rows.nbytes)
+        if region is None:
+            return None
+        target = self._tensor[region.offset : region.offset + rows.nbytes]
+        target.copy_(rows.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+        copy = DeviceRows(self.memory.part(region.offset, rows.nbytes), target, region.nbytes, ready)
+        finalize(copy, self._freed.append, region).atexit = False
+        return copy

@@ -1,4 +1,4 @@
-"""How close a tower's rows are to those that it gave before its layers were reduced to float8."""
+"""How close a tower's rows are to those of its plain forward: after a reduction to float8, or once compiled."""
 
 import torch
 from torch import Tensor
@@ -50,3 +50,14 @@ def least_cosines(before: Tensor, after: Tensor, parts: int) -> Tensor:
     cosines = (one * other).sum(2) / lengths
     same = (one == other).all(2)
     return torch.where(lengths == 0, same.double(), cosines).amin(1)
+
+
+def norm_errors(expected: Tensor, rows: Tensor, parts: int) -> Tensor:
+    """Of each row `(rows, parts * columns)`, the largest norm error of its parts; `(rows,)` in float64.
+
+    The error of a part is the norm of its difference over the norm of what was expected: 0 where both are zeros,
+    infinite where only the latter is.
+    """
+    one, other = (each.double().view(len(each), parts, -1) for each in (expected, rows))
+    differences, norms = (one - other).norm(dim=2), one.norm(dim=2)
+    return torch.where(differences == 0, differences, differences / norms).amax(1)

@@ -3,7 +3,6 @@
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from vitwire_server.core.errors import Overloaded
 from vitwire_server.core.items import DType, Pixels
-from vitwire_server.runtime.outbox import DeviceRows
 
 TORCH_TYPES = {
     DType.FLOAT32: torch.float32,
@@ -64,13 +62,8 @@ class Streams(ABC):
         """A context in which work is enqueued for computation."""
 
     @abstractmethod
-    def download(
-        self, rows: Sequence[Tensor], checks: Sequence[Tensor], outgoing: Sequence[DeviceRows | None] = ()
-    ) -> Download:
-        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory.
-
-        Nobody waits for those of `rows` that are `outgoing` from the device.
-        """
+    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
+        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
 
 
 def flat(pixels: Pixels) -> Tensor:
@@ -97,10 +90,7 @@ class HostStreams(Streams):
         self._started = time.perf_counter()
         yield
 
-    def download(
-        self, rows: Sequence[Tensor], checks: Sequence[Tensor], outgoing: Sequence[DeviceRows | None] = ()
-    ) -> Download:
-        del outgoing  # rows on the host are delivered from there
+    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
         seconds = time.perf_counter() - self._started
         if self._memory:
             rows = [_host_tensor(tensor, self._memory).copy_(tensor) for tensor in rows]
@@ -125,8 +115,6 @@ class CudaStreams(Streams):
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._started = torch.cuda.Event(enable_timing=True)
-        self._unwaited: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-        """Rows whose copies to the host nobody waits for. Their memory must not be free before the copies are done."""
 
     def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
         ends = [0]
@@ -157,31 +145,17 @@ class CudaStreams(Streams):
             self._started.record()
             yield
 
-    def download(
-        self, rows: Sequence[Tensor], checks: Sequence[Tensor], outgoing: Sequence[DeviceRows | None] = ()
-    ) -> Download:
-        while self._unwaited and self._unwaited[0][0].query():
-            self._unwaited.popleft()
-        tensors = [*rows, *checks]
-        held = [*(outgoing or (None,) * len(rows)), *(None for _ in checks)]
+    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         done.record(self.compute)
         self._out.wait_event(done)
         with torch.cuda.stream(self._out):
             host = [_host_tensor(tensor, self._memory) for tensor in rows]
             host += [_host_tensor(tensor, None) for tensor in checks]
-            for target, tensor, waiting in zip(host, tensors, held, strict=True):
-                if waiting is None:
-                    target.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(self._out)
+            for target, tensor in zip(host, [*rows, *checks], strict=True):
+                target.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._out)
             copied.record(self._out)
-            for target, tensor, waiting in zip(host, tensors, held, strict=True):
-                if waiting is not None:
-                    target.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(self._out)
-                    waiting.host_copy = torch.cuda.Event()
-                    waiting.host_copy.record(self._out)
-                    self._unwaited.append((waiting.host_copy, target))
 
         def wait() -> float:
             copied.synchronize()

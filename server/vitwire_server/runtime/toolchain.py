@@ -6,7 +6,6 @@ compiles C++ on CPU. `python -m vitwire_server.runtime.toolchain` checks an imag
 """
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -76,30 +75,6 @@ def cxx_fault() -> str:
         return f"there is no C++ compiler; {CXX_REMEDY}"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     return "" if header.exists() else f"there is no {header}; {HEADERS_REMEDY}"
-
-
-def idle_compiler() -> str:
-    """A C++ compiler for torch that runs at the lowest priority: a script beside what torch keeps of compilations.
-
-    It has the name of the compiler, by which torch knows its kind. The compiler itself where there is no `nice`, or the
-    folder is read-only.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415 - loads torch
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415 - as above
-
-    compiler, nice = get_cpp_compiler(), shutil.which("nice")
-    if not nice:
-        return compiler
-    try:
-        script = Path(cache_dir(), "idle", Path(compiler).name)
-        script.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=script.parent, delete=False) as file:
-            file.write(f'#!/bin/sh\nexec {nice} -n 19 {shlex.quote(shutil.which(compiler) or compiler)} "$@"\n')
-        Path(file.name).chmod(0o700)
-        Path(file.name).replace(script)  # another process may be running it
-    except OSError:
-        return compiler
-    return str(script)
 
 
 def main() -> int:

@@ -23,6 +23,8 @@ _MOST_KEPT = 8192
 _HIDDEN_HOST = 0.1
 """What a second of the host costs under load though the device hides it, as the interpreter also serves requests:
 8 ms of launching are spent to save at least 0.8 ms of the device."""
+_SOONER = 0.02
+"""How much longer a batch may take in parts, so that the rows of the first parts are done sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class Planner:
             for group in best_fit(items, footprints, self._bounds.hold)
         ]
         if batches:
+            batches = [part for batch in batches for part in self._parts(batch, footprints)]
             batches = self._with_eager(batches, forced, footprints, backlog)
         return Plan(tuple(sorted([*batches, *forced], key=lambda batch: batch.items[0])))
 
@@ -228,6 +231,30 @@ class Planner:
                     break
             done.append(cheapest)
         return [batch for batch, _ in done]
+
+    def _parts(self, batch: Batch, footprints: Sequence[Footprint], seconds: float = 0.0) -> list[Batch]:
+        """The older and the younger half of a batch, halved further, while replays of the parts take at most `seconds`.
+
+        By default, that is `1 + _SOONER` times what the whole batch takes.
+        """
+        items = batch.items
+        if len(items) == 1:
+            return [batch]
+        halves = self._on_budgets((items[: len(items) // 2], items[len(items) // 2 :]), footprints)
+        if halves is None:
+            return [batch]
+        seconds = seconds or (1 + _SOONER) * self._occupied(batch, footprints)
+        taken = [self._occupied(half, footprints) for half in halves]
+        if sum(taken) > seconds:
+            return [batch]
+        share = seconds / sum(taken)
+        parts = (self._parts(half, footprints, share * own) for half, own in zip(halves, taken, strict=True))
+        return [part for each in parts for part in each]
+
+    def _occupied(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
+        """Seconds that a batch occupies a busy engine, plus `_HIDDEN_HOST` of the host's seconds."""
+        work = self.work(batch, footprints)
+        return max(work.host, work.device) + _HIDDEN_HOST * work.host
 
     def _improved(
         self, pipeline: _Pipeline, batches: Sequence[tuple[Batch, Work]], footprints: Sequence[Footprint]

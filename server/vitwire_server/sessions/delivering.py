@@ -9,6 +9,7 @@ import numpy as np
 from vitwire_server.core.delivery import (
     Consumer,
     Delivered,
+    DeviceRows,
     Fallback,
     MemoryKind,
     NotDelivered,
@@ -16,7 +17,8 @@ from vitwire_server.core.delivery import (
     Region,
     Rows,
 )
-from vitwire_server.core.reports import Encoded, Outcome
+from vitwire_server.core.items import Embedding
+from vitwire_server.core.reports import Encoded
 
 
 class Courier(Protocol):
@@ -24,7 +26,7 @@ class Courier(Protocol):
 
     def deliver(self, placing: Placing, rows: Rows, done: Callable[[Delivered | NotDelivered], None]) -> None: ...
 
-    def upload(self, data: memoryview) -> Rows | None:
+    def upload(self, data: memoryview) -> DeviceRows | None:
         """The rows on the server's device; None without a device, or room on it."""
         ...
 
@@ -46,6 +48,31 @@ class _HostRows:
         self._array = np.empty(0, np.uint8)
 
 
+class SharedRows:
+    """Rows on the device that others may hold as well, kept until they are not read any more."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        self.address, self.nbytes, self.device = rows.address, rows.nbytes, rows.device
+        self._rows: DeviceRows | None = rows
+
+    def is_ready(self) -> bool:
+        return self._rows is not None and self._rows.is_ready()
+
+    def release(self) -> None:
+        self._rows = None
+
+
+def from_device(embedding: Embedding, consumer: Consumer) -> DeviceRows | None:
+    """The rows where the engine wrote them, if they can be delivered from there."""
+    device = embedding.device
+    return device if device and (device.device is None) == (consumer.memory is MemoryKind.HOST) else None
+
+
+def needs_host(embedding: Embedding, consumer: Consumer | None) -> bool:
+    """Whether rows have to be copied to the host for a consumer; None gets them in the response."""
+    return not embedding.is_on_host and (consumer is None or from_device(embedding, consumer) is None)
+
+
 def deliver(
     courier: Courier | None, consumer: Consumer, region: Region, outcome: Encoded, done: Callable[[Encoded], None]
 ) -> None:
@@ -53,30 +80,22 @@ def deliver(
     embedding = outcome.embedding
 
     def answer(delivery: Delivered | NotDelivered) -> None:
-        if isinstance(delivery, NotDelivered) and embedding.device:
-            embedding.device.finish_host_copy()
-        done(replace(outcome, embedding=replace(embedding, device=None), delivery=delivery))
+        done(replace(outcome, delivery=delivery))
 
     if courier is None:
         answer(NotDelivered(Fallback.OFF))
     elif embedding.nbytes > region.nbytes:
         answer(NotDelivered(Fallback.TOO_SMALL))
-    elif (rows := _rows(courier, consumer, outcome)) is None:
+    elif (rows := _rows(courier, consumer, embedding)) is None:
         answer(NotDelivered(Fallback.BUSY))
     else:
         courier.deliver(Placing(consumer, region), rows, answer)
 
 
-def for_others(outcome: Outcome) -> Outcome:
-    """The outcome for other items of the same content, and for the cache: complete, and on the host only."""
-    if not isinstance(outcome, Encoded) or outcome.embedding.device is None:
-        return outcome
-    outcome.embedding.device.finish_host_copy()
-    return replace(outcome, embedding=replace(outcome.embedding, device=None))
-
-
-def _rows(courier: Courier, consumer: Consumer, outcome: Encoded) -> Rows | None:
+def _rows(courier: Courier, consumer: Consumer, embedding: Embedding) -> Rows | None:
     """The rows in the kind of memory that the consumer has: between kinds, NIXL is very slow."""
-    if consumer.memory is MemoryKind.HOST:
-        return _HostRows(outcome.embedding.data)
-    return outcome.embedding.device or courier.upload(outcome.embedding.data)
+    rows = from_device(embedding, consumer)
+    if rows is None and consumer.memory is MemoryKind.HOST:
+        return _HostRows(embedding.data)
+    rows = rows or courier.upload(embedding.data)
+    return SharedRows(rows) if rows else None

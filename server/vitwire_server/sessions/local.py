@@ -2,17 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from secrets import randbits
 from typing import Protocol
 
-import numpy as np
-
 from vitwire_server.caching.cache import Name
 from vitwire_server.caching.keys import key_of, name_of
 from vitwire_server.caching.single_flight import Joining, SingleFlight, Waiter
-from vitwire_server.core.delivery import Region, Stored
 from vitwire_server.core.errors import EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
@@ -21,25 +17,12 @@ from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
-from vitwire_server.sessions.delivering import Courier, deliver, for_others
+from vitwire_server.sessions.delivering import Courier
+from vitwire_server.sessions.handover import Handover
+from vitwire_server.sessions.held import Held
 from vitwire_server.sessions.mailbox import Mailbox
+from vitwire_server.sessions.memory import Memory, PrivateMemory
 from vitwire_server.sessions.session import Fail, Opening, Settle
-
-
-class Memory(Protocol):
-    """Where pixels are received."""
-
-    def allocate(self, nbytes: int) -> memoryview:
-        """Writable memory, which is free again when the last view of it is gone. Raises Overloaded."""
-        ...
-
-
-class PrivateMemory:
-    """Memory of this process."""
-
-    def allocate(self, nbytes: int) -> memoryview:
-        """See Memory."""
-        return np.empty(nbytes, np.uint8).data
 
 
 class SessionMonitor(Protocol):
@@ -87,22 +70,6 @@ class LocalSessions:
         return self.card.geometry.width
 
 
-@dataclass(slots=True)
-class _Held:
-    """One item, from its admission until its release."""
-
-    permit: Permit | None = None
-    waiter: Waiter | None = None
-    """Until the outcome is known; None where nothing is cached."""
-    submitted: bool = False
-    region: Region | None = None
-    store_only: bool = False
-    expected: Name | None = None
-    """Of an item with pixels, while others may wait for it."""
-    joining: Joining | None = None
-    """Of an item without pixels, while it waits for another."""
-
-
 class LocalSession:
     """See Session. Owns the ticket and the permits; `close` gives back both, whatever happened before."""
 
@@ -110,11 +77,14 @@ class LocalSession:
         self._engine = engine
         self._opening = opening
         self._settle = settle
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._found: dict[int, Encoded | NotCached] = {}
         """Answers of items without pixels that are not admitted yet."""
         self._released = asyncio.Event()
         self.ticket = Ticket(self._encoded, opening.deadline, opening.priority, request_id=opening.request_id)
+        self._handover = Handover(
+            engine.single_flight, engine.courier, engine.mailbox, opening.consumer, self.ticket, settle
+        )
         engine.monitor.session_opened()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
@@ -143,7 +113,7 @@ class LocalSession:
         """As `reserve`; None where this session itself holds what is missing."""
         self._raise_if_closed()
         engine = self._engine
-        held = self._held.setdefault(key, _Held())
+        held = self._held.setdefault(key, Held())
         held.store_only = item.store_only
         if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
             engine.intake.check_deadline(self.ticket, item.footprint.tokens)
@@ -153,7 +123,7 @@ class LocalSession:
             return None
         (held.permit,) = permits
         memory = engine.memory.allocate(item.nbytes)
-        self._expect(held, item)
+        held.expect(engine.single_flight, self._name(item))
         return memory
 
     def try_answer(self, key: int, item: Item, digest: bytes) -> bool | None:
@@ -168,7 +138,7 @@ class LocalSession:
             return None
         answer = engine.single_flight.cached(waiter)
         assert answer, "nothing was evicted meanwhile"
-        self._held[key] = _Held(permits[0], submitted=True, region=item.region, store_only=item.store_only)
+        self._held[key] = Held(permits[0], submitted=True, region=item.region, store_only=item.store_only)
         self._deliver(key, answer)
         return True
 
@@ -176,7 +146,7 @@ class LocalSession:
         """As `admit`; False where this session itself holds what is missing."""
         self._raise_if_closed()
         for key, item in items.items():
-            held = self._held.setdefault(key, _Held())
+            held = self._held.setdefault(key, Held())
             held.region, held.store_only = item.region, item.store_only
         lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}
         found = {key: self._found.get(key) or self._find(item) for key, item in lookups.items()}
@@ -188,7 +158,7 @@ class LocalSession:
             if isinstance(item, Item) and not self._held[key].permit
         }
         nbytes |= {
-            key: len(answer.embedding.data)
+            key: answer.embedding.nbytes
             for key, answer in found.items()
             if isinstance(answer, Encoded) and not lookups[key].store_only
         }
@@ -201,7 +171,7 @@ class LocalSession:
         self._found = {}
         for key, item in items.items():
             if isinstance(item, Item):
-                self._expect(self._held[key], item)
+                self._held[key].expect(self._engine.single_flight, self._name(item))
         for key, answer in found.items():
             if answer:
                 self._deliver(key, answer)
@@ -233,7 +203,7 @@ class LocalSession:
     def release(self, key: int) -> None:
         """See Session."""
         if held := self._held.pop(key, None):
-            self._give_back(held)
+            held.give_back(self._engine.single_flight)
         self._released.set()
 
     def close(self) -> None:
@@ -248,7 +218,7 @@ class LocalSession:
             if item.joining:  # before any item of this session answers what waits for its name
                 self._engine.single_flight.quit(item.joining)
         for item in held.values():
-            self._give_back(item)
+            item.give_back(self._engine.single_flight)
         self._engine.monitor.session_closed()
 
     async def forecast(self, tokens: int) -> float:
@@ -307,30 +277,10 @@ class LocalSession:
         held.joining = None
         if isinstance(outcome, Encoded):
             try:
-                (held.permit,) = self._engine.admission.admit([len(outcome.embedding.data)])
+                (held.permit,) = self._engine.admission.admit([outcome.embedding.nbytes])
             except Overloaded as error:
                 outcome = error
         self._deliver(key, outcome)
-
-    def _expect(self, held: _Held, item: Item) -> None:
-        """Let items without pixels wait for this one from now on, if it has a name."""
-        if self._engine.single_flight.is_on and held.expected is None and (name := self._name(item)):
-            held.expected = name
-            self._engine.single_flight.expect(name)
-
-    def _known(self, held: _Held, error: EncoderError | None = None) -> None:
-        """The item has its outcome, or none will come."""
-        name, held.expected = held.expected, None
-        if name:
-            self._engine.single_flight.settled(name, error)
-
-    def _give_back(self, held: _Held) -> None:
-        """The item is over."""
-        if held.joining:
-            self._engine.single_flight.quit(held.joining)
-        self._known(held)
-        if held.permit:
-            held.permit.release()
 
     def _waiter(self, key: int, item: Item, digest: bytes) -> Waiter:
         principal, fingerprint = self._opening.principal, self._engine.card.fingerprint
@@ -356,7 +306,7 @@ class LocalSession:
         held = self._held.get(key)
         if held and held.waiter:
             waiter, held.waiter = held.waiter, None
-            self._engine.single_flight.completed(waiter, for_others(outcome))
+            self._engine.single_flight.completed(waiter, outcome)
         if not self.ticket.cancelled:
             self._deliver(key, outcome)
 
@@ -367,25 +317,16 @@ class LocalSession:
         self._deliver(key, outcome)
 
     def _deliver(self, key: int, outcome: Outcome) -> None:
-        """Settle an item, once its rows are in its region if it has one."""
-        held, consumer = self._held.get(key), self._opening.consumer
+        """Settle an item, once its rows are in its region if it has one, else on the host if they are returned."""
+        held = self._held.get(key)
         if held:
-            self._known(held, outcome if isinstance(outcome, EncoderError) else None)
-        if held and held.store_only and isinstance(outcome, Encoded):
-            embedding = replace(outcome.embedding, data=memoryview(b""), device=None)
-            outcome = replace(outcome, embedding=embedding, delivery=Stored())
-        if not isinstance(outcome, Encoded) or held is None or held.region is None or consumer is None:
+            held.settled(self._engine.single_flight, outcome if isinstance(outcome, EncoderError) else None)
+        if held is None or not isinstance(outcome, Encoded):
             self._settle(key, outcome)
-            return
-
-        def done(delivered: Encoded) -> None:
-            self._engine.mailbox.post(lambda: self._delivered(key, delivered))
-
-        deliver(self._engine.courier, consumer, held.region, outcome, done)
-
-    def _delivered(self, key: int, outcome: Encoded) -> None:
-        if not self.ticket.cancelled:
-            self._settle(key, outcome)
+        elif held.store_only:
+            self._handover.stored(key, outcome)
+        else:
+            self._handover.hand_out(key, held.region, outcome)
 
 
 def _discard(key: int, outcome: Outcome) -> None:

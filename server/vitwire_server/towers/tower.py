@@ -1,7 +1,7 @@
 """What the engine needs to know of a tower, for every layout of pixels."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +43,11 @@ class Tower(ABC):
     """Attends within packed segments, through one of the registered backends."""
 
     @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """All modules whose tensors a forward reads, by name."""
+        return {"model": self.model}
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         device: torch.device = next(self.model.parameters()).device
@@ -56,7 +61,8 @@ class Tower(ABC):
 
     def to(self, device: torch.device | str) -> None:
         """Move everything that a forward reads."""
-        self.model.to(device)
+        for module in self.modules.values():
+            module.to(device)
 
     def rewrite(self) -> None:  # noqa: B027 - optional
         """Exchange modules for ones that compute the same faster: once, after the weights were loaded."""

@@ -65,6 +65,7 @@ class Engine:
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         kind = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
         config.cache_config.num_gpu_blocks = blocks
+        assert not ec_transfer_state.has_ec_transfer(), "another engine of this process is open"
         with set_current_vllm_config(config):
             ec_transfer_state.ensure_ec_transfer_initialized(config)
             self.scheduler = kind(config, caches, StructuredOutputManager(config), BLOCK, log_stats=True)
@@ -80,6 +81,7 @@ class Engine:
         self.preemptions = 0
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._open = True
 
     @property
     def connector(self) -> Any:
@@ -87,6 +89,10 @@ class Engine:
         return self.scheduler.ec_connector
 
     def close(self) -> None:
+        """Once: later, the process's connector is another engine's."""
+        if not self._open:
+            return
+        self._open = False
         ec_transfer_state.ensure_ec_transfer_shutdown()
         self.scheduler.ec_connector.shutdown()
 

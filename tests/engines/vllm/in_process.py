@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tests.engines.vllm.engine import Engine
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 
@@ -47,10 +48,10 @@ class CoreClient:
     """What AsyncLLM asks of its engine's process."""
 
     engine_ranks_managed = (0,)
-    resources = SimpleNamespace(engine_dead=False)
 
     def __init__(self, *, vllm_config: Any, **_: Any) -> None:
         self.engine = WithTower(vllm_config)
+        self.resources = SimpleNamespace(engine_dead=False)
         self._steps: asyncio.Task[None] | None = None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
@@ -65,15 +66,22 @@ class CoreClient:
             self.engine.abort(name)
 
     async def get_output_async(self) -> Any:
-        return await self.engine.outputs.get()
+        if isinstance(outputs := await self.engine.outputs.get(), Exception):
+            raise EngineDeadError from outputs
+        return outputs
 
     def shutdown(self, timeout: float | None = None) -> None:
+        """AsyncLLM calls it again when it is collected, at any time."""
         if self._steps:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._steps.cancel()
         self.engine.close()
 
     async def _run(self) -> None:
-        while True:
-            self.engine.step()
-            await asyncio.sleep(0.001)
+        try:
+            while True:
+                self.engine.step()
+                await asyncio.sleep(0.001)
+        except Exception as error:  # noqa: BLE001 - as vLLM, whose front end hears of any
+            self.resources.engine_dead = True
+            self.engine.outputs.put_nowait(error)

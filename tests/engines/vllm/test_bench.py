@@ -1,5 +1,7 @@
 """`make engine-bench` but for the GPU: vLLM's front end, scheduler and connector, a real server, all ways."""
 
+import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -9,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.engine import checkpoint, command, vllm_engine
+from bench.engine import checkpoint, command, photos, vllm_engine
 from bench.engine.answers import Answer
 from bench.engine.loads import Size
-from bench.engine.requests import draw
+from bench.engine.requests import Asked, draw
 from bench.engine.ways import Inline, Local, Reference, Way
-from tests.engines.vllm.in_process import CoreClient
+from tests.engines.vllm.in_process import CoreClient, WithTower
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -125,11 +127,31 @@ def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
         assert row["ttft_p50_ms_ratio"] > 0
     assert [row["way"] for row in document["itl"]] == ["alone", "text", "local", "inline", "reference", "again"]
     assert all(row["itl_p99_ms"] >= row["itl_p50_ms"] > 0 for row in document["itl"])
+    text = document["itl"][1]["itl_p99_ms"]
+    for row in document["itl"][2:]:
+        assert row["itl_p99_to_text"] == pytest.approx(row["itl_p99_ms"] / text, abs=0.01)
     (core,) = in_process
     images = 2 * 5 * 4  # warmed up, at each load, and beside running generations
     assert len(core.engine.encoded) == 2 * images
     assert document["connector"]["fetched_items"] == core.engine.stats["fetched"] == images
     assert not core.engine.errors
+
+
+def test_encoder_and_engine_alone(run: Run, in_process: list[CoreClient]) -> None:
+    """Twice the images of a stream are stored, and nothing of them is fetched."""
+    document = run("--sizes", "64x2", "--loads", "p50,c2", "--requests", "6", "--ways", "local", "--alone")
+    assert "error" not in document, document
+    engine, encoder = document["alone"]
+    assert (engine["of"], engine["load"], engine["errors"]) == ("engines without images", "c2", 0)
+    assert (encoder["of"], encoder["requests"], encoder["errors"]) == ("encoder", 12, 0)
+    assert encoder["rows_per_s"] == pytest.approx(32 * encoder["requests_per_s"], rel=0.02)
+    assert "computed, not measured" in document["together_note"]
+    local = document["streams"][1]["requests_per_s"]
+    assert [row["engines"] + row["encoders"] for row in document["together"]] == list(range(2, 9))
+    assert document["together"][0]["all_local"] == pytest.approx(2 * local, rel=0.01)
+    (core,) = in_process
+    assert core.engine.stats.get("fetched", 0) == 0
+    assert len(core.engine.encoded) == 2 * 6 * 3  # warmed up, and at each load
 
 
 def test_an_engine_that_fails_ends_the_run_with_what_was_measured(
@@ -152,3 +174,71 @@ def test_a_run_that_is_ended_says_what_was_measured(
     document = run("--sizes", "64x1", "--loads", "c1", "--ways", "local,inline", code=1)
     assert "OutOfTime" in document["error"]
     assert document["engine"].startswith("vLLM 0.")
+
+
+def test_photographs_as_files(run: Run, in_process: list[CoreClient]) -> None:
+    """vLLM's HTTP server, and real routers before it; the decoding is part of the request."""
+    ways = ["local", "inline", "reference", "again"]
+    words = ["--sizes", "128x2", "--loads", "c2", "--requests", "4", "--ways", ",".join(ways)]
+    document = run(*words, "--from", "jpeg")
+    assert "error" not in document, document
+    assert [row["way"] for row in document["streams"]] == ways
+    for row in document["streams"]:
+        assert (row["requests"], row["errors"]) == (4, 0), document["skipped"]
+        assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0
+    assert [row["all_equal"] for row in document["against_local"]] == [4, 4, 4]
+    (core,) = in_process
+    images = 2 * 4 * 2  # warmed up, and at one load
+    assert len(core.engine.encoded) == 2 * images
+    assert document["connector"]["fetched_items"] == core.engine.stats["fetched"] == images
+    assert not core.engine.errors
+
+
+def test_an_engine_that_dies_is_an_error_of_each_request(
+    run: Run, in_process: list[CoreClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP, where the run goes on."""
+    monkeypatch.setattr(WithTower, "step", None)
+    document = run("--sizes", "64x1", "--loads", "c2", "--requests", "4", "--ways", "local,inline", "--from", "jpeg")
+    assert "error" not in document, document
+    assert [(row["requests"], row["errors"]) for row in document["streams"]] == [(4, 4), (4, 4)]
+    assert in_process[0].resources.engine_dead
+    assert any(each.startswith("64x1 warm-up local: ") for each in document["skipped"]), document["skipped"]
+
+
+@pytest.mark.parametrize("words", [b"", b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n"], ids=["silent", "stalls"])
+async def test_a_request_that_nobody_answers(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(photos, "_SECONDS", 0.5)
+    hung_up = asyncio.Event()
+
+    async def stuck(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(words)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        hung_up.set()
+
+    server = await asyncio.start_server(stuck, "127.0.0.1", 0)
+    async with server, photos.session() as session:
+        way = photos.Photos(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", session)
+        answer = await way.answered(Asked([], [], []), b"{}", "stuck", 3)
+        await asyncio.wait_for(hung_up.wait(), 60)
+    assert answer.error == "not over after 0.5 s"
+    assert answer.end > answer.start
+
+
+def test_an_encoder_that_is_stopped_and_killed(run: Run, in_process: list[CoreClient]) -> None:
+    words = ["--sizes", "128x1", "--loads", "c2", "--requests", "9", "--ways", "local"]
+    document = run(*words, "--failures", "killed,stopped", "--encoder-wait", "2")
+    assert "error" not in document, document
+    stopped, killed = document["failures"]
+    assert (stopped["fault"], killed["fault"]) == ("stopped", "killed")
+    for row in (stopped, killed):
+        assert (row["requests"], row["ended_before"] + row["ended_since"]) == (9, 9), document
+        assert row["ended_since"] >= 6
+        # A request whose rows were stored, but not fetched yet, ends in the engine's error.
+        assert row["errors"] <= 2, document
+        assert row["bound_ms"] == pytest.approx(4000 + row["ttft_max_local_ms"], abs=0.1)
+        assert row["longest_since_ms"] >= row["ttft_max_since_ms"] > 0
+    assert stopped["longest_since_ms"] >= 1900  # the encoder was waited for
+    assert 0 < stopped["fallbacks_so_far"] < killed["fallbacks_so_far"]

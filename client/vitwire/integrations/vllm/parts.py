@@ -4,15 +4,20 @@ Rows keep their deepstack levels, `[main | level 0 | ...]`: vLLM's Qwen3-VL spli
 the parsers of vLLM 0.33 take; docs/vllm.md has the models.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vitwire._embedding import Embedding
 from vitwire._items import Modality
+from vitwire._memory import empty
 from vitwire._model import Model
-from vitwire.integrations.vllm.tensors import torch_base64
+from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
+
+if TYPE_CHECKING:
+    import torch
 
 Grid = tuple[int, int, int]
 
@@ -42,6 +47,8 @@ def image_embeds(
 ) -> dict[str, Any]:
     """`multi_modal_data` of a prompt for vLLM's offline API, made with `enable_mm_embeds=True`. Needs torch.
 
+    The rows of a single embedding share its memory.
+
     embeddings: those of the prompt's images (or clips), in order.
     model: `Client.model()` of the server that encoded them.
     timestamps: of each clip, the seconds of each of its `t` groups of frames; Qwen3-VL and Qwen3.5 need them.
@@ -49,13 +56,13 @@ def image_embeds(
     """
     for number, embedding in enumerate(embeddings):
         _check(embedding, model, modality, f"embeddings[{number}]")
-    rows = [embedding.torch() for embedding in embeddings]
+    rows = [embedding.torch().cpu() for embedding in embeddings]
     if model.model_type in _WITHOUT_GRIDS:
-        return {modality: [tensor.cpu() for tensor in rows]}
+        return {modality: rows}
     import torch  # noqa: PLC0415  # not a dependency of the client
 
     fields: dict[str, Any] = {
-        f"{modality}_embeds": torch.cat(rows).cpu(),
+        f"{modality}_embeds": _joined(rows),
         f"{modality}_grid_thw": torch.tensor([embedding.grid for embedding in embeddings]),
     }
     times = [
@@ -67,6 +74,19 @@ def image_embeds(
     return {modality: fields}
 
 
+def _joined(rows: "Sequence[torch.Tensor]") -> "torch.Tensor":
+    """All rows in one tensor, whose memory is reused once it is released; of one embedding they are not copied."""
+    import torch  # noqa: PLC0415  # as above
+
+    if len(rows) == 1:
+        return rows[0]
+    if len({each.dtype for each in rows}) != 1:
+        return torch.cat(list(rows))
+    kind, width = rows[0].dtype, rows[0].shape[1]
+    memory = empty((sum(map(len, rows)), width * kind.itemsize), np.uint8)
+    return torch.cat(list(rows), out=torch.from_numpy(memory).view(kind))
+
+
 def image_part(embedding: Embedding, model: Model, *, uuid: str | None = None) -> dict[str, Any]:
     """A content part of a chat completion with the embedding inline; the server needs `--enable-mm-embeds`.
 
@@ -75,6 +95,11 @@ def image_part(embedding: Embedding, model: Model, *, uuid: str | None = None) -
     Raises ValueError for a model or an embedding that vLLM has no input for.
     """
     return _part(embedding, model, "image", {}, uuid)
+
+
+def unencoded_image_part(embedding: Embedding, model: Model, *, uuid: str) -> dict[str, Any]:
+    """As `image_part`, with the rows as a `TorchFile`, which encodes them when they are sent."""
+    return _part(embedding, model, "image", {}, uuid, TorchFile)
 
 
 def video_part(
@@ -108,12 +133,17 @@ def reference_part(
 
 
 def _part(
-    embedding: Embedding, model: Model, modality: Modality, times: dict[str, list[float]], uuid: str | None
+    embedding: Embedding,
+    model: Model,
+    modality: Modality,
+    times: dict[str, list[float]],
+    uuid: str | None,
+    encode: Callable[[npt.NDArray[Any], str], str | TorchFile] = torch_base64,
 ) -> dict[str, Any]:
     _check(embedding, model, modality, "embedding")
     kind = f"{modality}_embeds"
-    rows = torch_base64(embedding._host(), embedding.dtype)  # noqa: SLF001  # the rows as received, without torch
-    content: str | dict[str, str] = rows
+    rows = encode(embedding._host(), embedding.dtype)  # noqa: SLF001  # the rows as received, without torch
+    content: str | TorchFile | dict[str, str | TorchFile] = rows
     if model.model_type in _WITH_GRIDS:
         grid = torch_base64(np.array(embedding.grid, np.int64), "int64")
         content = {kind: rows, f"{modality}_grid_thw": grid} | {

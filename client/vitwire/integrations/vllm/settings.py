@@ -54,7 +54,7 @@ class Settings:
     """The type of rows that the embeddings were requested in; default: the server's dtype."""
     held_tokens: int = 0
     """Rows that are fetched ahead, per worker; default: the size of vLLM's encoder cache."""
-    threads: int = 8
+    threads: int = 32
     """Simultaneous fetches per worker."""
 
     @classmethod

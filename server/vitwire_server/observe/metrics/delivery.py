@@ -12,7 +12,7 @@ class DeliveryMetrics:
         self._fallbacks = series.counter(
             "delivery_fallbacks", "Items with a region whose rows were sent in the response, by reason", "reason"
         )
-        self._delivered, self._seconds = shared.delivered, shared.delivery_seconds
+        self._delivered, self._seconds, self._copied = shared.delivered, shared.delivery_seconds, shared.copied
         for reason in Fallback:
             self._fallbacks.labels(reason)
         self._delivered.labels("nixl")
@@ -22,6 +22,10 @@ class DeliveryMetrics:
         """Rows are complete in a client's memory, so long after their delivery was requested."""
         self._delivered.labels("nixl").inc(nbytes)
         self._seconds.labels("nixl").observe(seconds)
+
+    def uploaded(self, nbytes: int) -> None:
+        """Rows were copied from the host to the device, to be delivered from there."""
+        self._copied.labels("device").inc(nbytes)
 
     def fell_back(self, reason: Fallback) -> None:
         """Rows have to be sent in the response."""

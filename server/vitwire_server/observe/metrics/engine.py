@@ -4,7 +4,7 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import NonFinite
 from vitwire_server.core.items import Modality
 from vitwire_server.core.plans import Fallback
-from vitwire_server.core.reports import BatchReport, Path
+from vitwire_server.core.reports import BatchReport, Encoded, Path
 from vitwire_server.observe.metrics.memory import MemoryMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
 
@@ -37,6 +37,7 @@ class EngineMetrics:
         self._canaries = counter("canaries", "Test items run while the engine is idle", "result")
         self._heartbeat = gauge("engine_heartbeat_timestamp_seconds", "Time of the engine thread's last heartbeat")
         self._items, self._stages, self._cancelled = shared.items, shared.stages, shared.cancelled
+        self._copied = shared.copied.labels("host")
         self._show_labels()
 
     def batch_ran(self, report: BatchReport) -> None:
@@ -58,6 +59,7 @@ class EngineMetrics:
         for modality, outcome in report.items:
             self._count_item(modality, report.budget, report.fallback)
             self._nonfinite.inc(isinstance(outcome, NonFinite))
+        self._copied.inc(sum(len(each.embedding.data) for _, each in report.items if isinstance(each, Encoded)))
 
     def item_waited(self, seconds: float) -> None:
         """An item left the queue for the device."""

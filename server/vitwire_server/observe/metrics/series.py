@@ -47,7 +47,10 @@ class Shared:
         self.delivery_seconds = series.histogram(
             "delivery_seconds", "Time to deliver the rows of an item, by way", SECONDS, "way"
         )
+        self.copied = series.counter("copied_bytes", "Bytes of rows copied from the device to the host, or back", "to")
         self.cancelled = series.counter("cancelled", "Items cancelled, by the stage they were in", "stage")
+        for place in ("host", "device"):
+            self.copied.labels(place)
         for modality in Modality:
             for path in Path:
                 self.items.labels(modality, path)

@@ -40,6 +40,19 @@ def build_module(
     return built.eval().requires_grad_(requires_grad=False)
 
 
+def unfilled_module(module: Module, config: Config, dtype: torch.dtype) -> nn.Module:
+    """As `build_module`, on the host, with undefined values, which take no memory until written."""
+    with torch.device("meta"):
+        built = module.resolve()(module.configuration(config))
+    for owner in built.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, dtype=dtype, device="cpu")
+            setattr(owner, name, nn.Parameter(empty, requires_grad=False))
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, torch.empty_like(buffer, device="cpu"))
+    return built.eval()
+
+
 def _other_form(source: type[nn.Module], config: Config, weights: Weights) -> str | None:
     """The first weight of another shape or kind than the module holds, found before memory is allocated."""
     with torch.device("meta"):

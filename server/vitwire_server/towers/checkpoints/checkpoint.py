@@ -13,7 +13,7 @@ from packaging.version import Version
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.checkpoints.building import BROKEN, build_module
+from vitwire_server.towers.checkpoints.building import BROKEN, build_module, unfilled_module
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import Track, download, fingerprint, read_weights
 from vitwire_server.towers.configs import Config
@@ -132,6 +132,15 @@ def load_tower(
         raise CheckpointError(f"{checkpoint.folder}: the vision tower cannot be built: {error}") from error
     tower.rewrite()
     return Loaded(tower, fingerprint(weights, checkpoint.pooling))
+
+
+def unfilled_tower(checkpoint: Checkpoint, dtype: torch.dtype) -> Tower:
+    """The tower as `load_tower` builds it, on the host, with weights whose values are undefined. Reads no weights."""
+    modules = checkpoint.family.modules.items()
+    parts = {name: unfilled_module(module, checkpoint.config, dtype) for name, module in modules}
+    tower = checkpoint.family.build(parts, checkpoint.config)
+    tower.rewrite()
+    return tower
 
 
 def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> Config:

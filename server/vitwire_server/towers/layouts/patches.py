@@ -58,10 +58,10 @@ class PatchTower(Tower):
     def _inputs(self) -> dict[str, Kind]:
         """The metadata that the forward takes beside the ends of its segments."""
 
-    def to(self, device: torch.device | str) -> None:
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
         """See Tower."""
-        for module in self._modules.values():
-            module.to(device)
+        return self._modules
 
     def rewrite(self) -> None:
         linear_patches(self.model)

@@ -1,0 +1,116 @@
+"""The command line of `make engine-bench`, and what contradicts each other in it."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from bench.engine.faults import FAULTS
+from bench.engine.loads import Load, Size
+from bench.engine.towers.measuring import SIZES as TOWER_SIZES
+
+WAYS = ("local", "inline", "reference", "again", "text")
+LOCAL = {"local", "again", "text"}
+"""Ways that need no server."""
+_SIZES = "448x1,1024x1"
+
+
+def options_of(description: str | None, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line, by default of this process's. Exits if they are wrong."""
+    parser = _parser(description)
+    options = parser.parse_args(words)
+    sizes = options.sizes or _list(Size.of)(TOWER_SIZES if options.towers else _SIZES)
+    options.sizes = list(dict.fromkeys(sizes))
+    for fault in _faults(options):
+        parser.error(fault)
+    if options.quick:
+        options.sizes, options.loads, options.requests = options.sizes[:1], options.loads[:2], min(options.requests, 16)
+    return options
+
+
+def _faults(options: argparse.Namespace) -> list[str]:
+    faults = [f"--ways: {name!r} is none of {', '.join(WAYS)}" for name in options.ways if name not in WAYS]
+    numbers = ("requests", "text", "tokens", "devices", "engines")
+    faults += [f"--{name} must be at least 1" for name in numbers if getattr(options, name) < 1]
+    if options.engines > options.devices and not options.tiny:
+        faults.append(f"--engines {options.engines} need as many --devices, not {options.devices}")
+    if options.alone and not options.loads[-1].closed:
+        faults.append("--alone measures the most that each can do, so the last of --loads must be a closed loop (cN)")
+    if options.alone and "local" not in options.ways:
+        faults.append("--alone compares with local: add it to --ways")
+    faults += [
+        f"--failures: {name!r} is none of {', '.join(FAULTS)}" for name in options.failures if name not in FAULTS
+    ]
+    if options.source == "jpeg" and "text" in options.ways:
+        faults.append("--from jpeg has no way of text")
+    if options.failures and options.engines > 1:
+        faults.append("--failures are measured with one engine: leave out --engines")
+    if not 0 < options.encoder_wait < inf:
+        faults.append("--encoder-wait must be more than 0 seconds")
+    if options.towers and (options.failures or options.itl or options.alone or options.engines > 1):
+        faults.append("--towers starts no engine: leave out --itl, --alone, --failures and --engines")
+    if options.towers and any(size.side % 32 or size.side < 128 for size in options.sizes):
+        faults.append("--towers needs sides that no processor changes: multiples of 32 from 128 on")
+    return faults
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("engine-bench", description=description)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("/tmp/engine-bench"), help="checkpoint; written if it is not there")
+    sizes = f"SIDExIMAGES of a request, ...; default: {_SIZES}, with --towers {TOWER_SIZES}"
+    add("--sizes", type=_list(Size.of), help=sizes)
+    add("--loads", type=_list(Load.of), default="c1,c8", help="cN: N in flight; pN: N requests/s, Poisson; ...")
+    ways = f"of {', '.join(WAYS)}; local alone needs no server"
+    add("--ways", type=_list(str), default="local,reference,again", help=ways)
+    add("--requests", type=int, default=96, help="of each stream")
+    add("--text", type=int, default=64, help="tokens of text in a prompt")
+    add("--tokens", type=int, default=16, help="tokens to generate")
+    add("--itl", action="store_true", help="times between tokens of generations beside the last load, too")
+    alone = "also encoder and engine alone, and what N engines and k encoders give by these rates"
+    add("--alone", action="store_true", help=alone)
+    jpeg = "patches: made before TTFT begins; jpeg: files in requests by HTTP, to vLLM or to vitwire router"
+    add("--from", dest="source", choices=("patches", "jpeg"), default="patches", help=jpeg)
+    faults = f"also an encoder that fails under the last load, behind a router: of {', '.join(FAULTS)}"
+    add("--failures", type=_list(str), default=[], help=faults)
+    add("--encoder-wait", type=float, default=1.0, help="of the router in --failures, in seconds")
+    add("--towers", action="store_true", help="vLLM's tower and the server's side by side on one GPU, and no engine")
+    add("--devices", type=int, default=2, help="the server is on the last of them, the engines are on the first ones")
+    add("--engines", type=int, default=1, help="engines, each on a device; their front ends share this process")
+    add("--delivery", choices=("auto", "nixl", "stream"), default="auto", help="from the server into the engine")
+    add("--engine-args", type=_object, default="{}", help="more arguments of vLLM, as JSON")
+    flags = "--nixl --cache-bytes 8000000000 --rpc-processes 1"
+    add("--server-flags", default=flags, help=f"flags of vitwire-server serve in one argument; default: {flags}")
+    add("--server-pythonpath", default="", help="PYTHONPATH of the server, if it cannot share vLLM's")
+    add("--tiny", action="store_true", help="a small model, and a server on the CPU")
+    add("--quick", action="store_true", help="one size, two loads, 16 requests")
+    add("--time-limit", type=float, default=540, help="seconds for everything; then print what was measured")
+    add("--reserve", type=float, default=20, help="start no stream if fewer seconds are left")
+    add("--out", type=Path, help="write the JSON document here too, after each row")
+    add("--plot", type=Path, help="write plots here (PNG)")
+    return parser
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Type of an option with values between commas."""
+
+    def values(text: str) -> list[Any]:
+        try:
+            return [kind(each) for each in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return values
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Type of an option with a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return found

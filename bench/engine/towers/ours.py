@@ -1,0 +1,113 @@
+"""The server's tower and graphs in this process, and the same weights in float32 by plain transformers."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from bench.engine.towers.answering import Row, Tower, answering
+from bench.models import plain
+from torch import Tensor
+
+from vitwire import Model
+from vitwire._prepare import image_items
+from vitwire_server.config.settings import ServeSettings
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import DType, Item, Modality, Pixels
+from vitwire_server.observe.metrics import Metrics
+from vitwire_server.process.loading import load_model
+from vitwire_server.rpc.responses import model_message
+from vitwire_server.runtime.streams import TORCH_TYPES
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+
+
+class ServerTower(Tower):
+    """What `vitwire-server serve` loads, driven as its engine thread does."""
+
+    def __init__(self, job: Row) -> None:
+        self.device = torch.device(job["device"])
+        graphs: Any = "cuda" if self.device.type == "cuda" else "simulated"
+        settings = ServeSettings(model=job["model"], device=job["device"], graphs=graphs)
+        self._loaded = load_model(settings, Metrics())
+        self._model = Model.from_message(model_message(self._loaded.card))
+        self._float32: Any = None
+        self._checkpoint = job["model"]
+
+    def described(self) -> Row:
+        card = self._loaded.card
+        return {"vitwire_attention": card.attention, "vitwire_budgets": [each.tokens for each in card.ladder]}
+
+    def encode(self, column: str, pictures: Sequence[Any]) -> Tensor:
+        items = self._items(pictures)
+        if column == "float32":
+            return self._exact(items)
+        rows: dict[int, Tensor] = {}
+        for batch in self._batches(items):
+            results = self._launch(items, batch)
+            for index, result in zip(batch.items, results, strict=True):
+                if isinstance(result, Exception):
+                    raise result
+                dtype = TORCH_TYPES[result.dtype]
+                rows[index] = torch.frombuffer(bytearray(result.data), dtype=dtype).view(result.shape)
+        return torch.cat([rows[index] for index in range(len(items))])
+
+    def replayed(
+        self,
+        column: str,  # noqa: ARG002  # one way only
+        pictures: Sequence[Any],
+    ) -> tuple[Callable[[], object], Sequence[int]]:
+        """Graphs share their inputs: several take the time of the forward, but do not return its rows."""
+        items = self._items(pictures)
+        batches = self._batches(items)
+        if any(batch.budget is None for batch in batches):
+            raise RuntimeError("no graph of this size")
+        for batch in batches:
+            self._launch(items, batch)
+        graphs = [self._loaded.engine._graphs[batch.budget] for batch in batches if batch.budget]
+        replay = torch.inference_mode()(lambda: [each.replay() for each in graphs])
+        return replay, [each.budget.tokens for each in graphs]
+
+    def call(self, column: str, pictures: Sequence[Any]) -> Callable[[], object]:  # noqa: ARG002  # as above
+        items = self._items(pictures)
+        batches = self._batches(items)
+        return lambda: [self._launch(items, batch) for batch in batches]
+
+    def _batches(self, items: Sequence[Item]) -> Sequence[Any]:
+        return self._loaded.planner.plan([item.footprint for item in items]).batches
+
+    def _launch(self, items: Sequence[Item], batch: Any) -> Sequence[Any]:
+        return self._loaded.engine.launch([items[i] for i in batch.items], batch.budget).collect().results
+
+    def _items(self, pictures: Sequence[Any]) -> list[Item]:
+        """What the server makes of a client's request."""
+        card, footprint = self._loaded.card, self._loaded.tower.footprint
+        made = []
+        for each in image_items(pictures, self._model):
+            patches, grid = np.ascontiguousarray(each.pixels), Grid(*each.grid)
+            pixels = Pixels(patches.tobytes(), DType.of(str(patches.dtype)), patches.shape)
+            made.append(Item(Modality.IMAGE, grid, pixels, footprint(grid), card.dtype))
+        return made
+
+    @torch.inference_mode()
+    def _exact(self, items: Sequence[Item]) -> Tensor:
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        if self._float32 is None:
+            checkpoint = open_checkpoint(self._checkpoint)
+            loaded = load_tower(checkpoint, dtype=torch.float32, device=self.device, track=lambda each, *_: each)
+            self._float32 = loaded.tower
+        tower = self._float32
+        settings = self._loaded.card.preprocessing[Modality.IMAGE]
+        scale = partial(torch.tensor, dtype=torch.float32, device=self.device)
+        mean, std = (scale(each).view(-1, 1, 1) for each in (settings.mean, settings.std))
+        pixels = []
+        for item in items:
+            patches = torch.frombuffer(bytearray(item.pixels.data), dtype=torch.uint8).view(item.pixels.shape)
+            frame = (patches.to(self.device).float() * settings.rescale_factor).view(len(patches), len(mean), 1, -1)
+            pixels.append(((frame - mean) / std).expand(-1, -1, tower.geometry.temporal, -1).flatten(1))
+        return plain(tower, torch.cat(pixels), [item.grid for item in items])
+
+
+if __name__ == "__main__":
+    answering(ServerTower)

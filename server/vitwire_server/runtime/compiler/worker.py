@@ -1,0 +1,66 @@
+"""The compiler: answers requests to compile a tower's forward, one shape after the other."""
+
+import importlib
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from msgspec import json
+from torch import nn
+
+from vitwire_server.runtime.compiler.messages import BLUEPRINT, REQUEST, Blueprint, Compile, FromCompiler, Refused
+from vitwire_server.runtime.compiler.tensors import named_tensors
+from vitwire_server.towers.tower import Tower
+
+_MOST_REASON = 500
+_OUTPUT = "\nOutput:\n"
+"""In torch's errors, before what the compiler of C++ wrote."""
+
+
+def serve(end: int) -> NoReturn:
+    """Answer requests on a socket until it is closed."""
+    with socket.socket(fileno=end) as link, link.makefile("rwb") as lines:
+        blueprint = BLUEPRINT.decode(lines.readline())
+        sys.path[:] = blueprint.path
+        tower: Tower | None = None
+        for line in lines:
+            answer: FromCompiler
+            try:
+                tower = tower or _unfilled(blueprint)
+                answer = _answer(tower, REQUEST.decode(line), blueprint.threads)
+            except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the shape stays eager
+                answer = Refused(_brief(error))
+            lines.write(json.encode(answer) + b"\n")
+            lines.flush()
+    os._exit(0)
+
+
+def _unfilled(blueprint: Blueprint) -> Tower:
+    """The server's tower, with tensors of the same layouts. Raises ValueError if it has others."""
+    module, _, function = blueprint.factory.function.partition(":")
+    tower: Tower = getattr(importlib.import_module(module), function)(**blueprint.factory.arguments)
+    other = named_tensors(tower).keys() ^ blueprint.tensors.keys()
+    if other:
+        raise ValueError(f"the tower without weights differs from the server's in {min(other)}")
+    for name, layout in blueprint.tensors.items():
+        part, _, path = name.partition(".")
+        owner, _, last = path.rpartition(".")
+        parent = tower.modules[part].get_submodule(owner)
+        empty = layout.empty()
+        setattr(parent, last, nn.Parameter(empty, requires_grad=False) if last in parent._parameters else empty)  # noqa: SLF001
+    return tower
+
+
+def _answer(tower: Tower, request: Compile, threads: int) -> FromCompiler:
+    from vitwire_server.runtime.compiler.forwards import compiled  # noqa: PLC0415 - takes seconds to import
+
+    return compiled(tower, request, threads)
+
+
+def _brief(error: Exception) -> str:
+    """The first line that says something; over C++, of what its compiler said."""
+    text = str(error)
+    lines = [line.strip() for line in (text.partition(_OUTPUT)[2] or text).splitlines() if line.strip()]
+    line = next((line for line in lines if _OUTPUT in text and "error" in line.lower()), lines[0] if lines else "")
+    return f"{type(error).__name__}: {line}"[:_MOST_REASON]
