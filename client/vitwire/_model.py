@@ -57,6 +57,22 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class TileShapes:
+    """What a processor returns for a model that takes tiles."""
+
+    tile: tuple[int, int]
+    """Height and width of a tile: pixels are `(tiles, 3, H, W)`."""
+    crop: tuple[int, int] | None
+    """Height and width of a crop; None if the model takes none."""
+    patch: int
+    """Side of a patch, where grids are `(1, rows, columns)` of the patches that show the image; 0: they count tiles."""
+    single: bool
+    """Whether every image is one tile."""
+    layouts: tuple[tuple[int, int], ...]
+    """Rows and columns, of which the processor chooses those that keep most pixels; empty if it chooses otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The server's model, how to prepare pixels for it, and the server's limits."""
 
@@ -95,6 +111,12 @@ class Model:
     """none: an image has a row for each token; cls, mean or attention: one row, and a clip one for each frame."""
     available_poolings: tuple[str, ...] = ("none",)
     """What the server could be started with for this model (`--pooling`)."""
+    prepared: tuple[str, ...] = ()
+    """Modalities of which the server prepares pictures and files: image, video."""
+    preparation_fingerprint: str = ""
+    """SHA-256 over all that decides how the server prepares these, in hex."""
+    tiles: TileShapes | None = None
+    """None if the model takes patches."""
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
@@ -127,6 +149,9 @@ class Model:
             pooling=_named(pb.Pooling, message.pooling, "none"),
             available_poolings=tuple(_named(pb.Pooling, each, "none") for each in message.available_poolings)
             or ("none",),
+            prepared=tuple(_named(pb.Modality, each, "") for each in message.prepared),
+            preparation_fingerprint=message.preparation_fingerprint,
+            tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")
@@ -204,6 +229,16 @@ def _tiling(message: pb.Tiling) -> Tiling:
         crop_background=tuple(message.crop_background),
         patch=message.patch,
         crop_resample=message.crop_resample if message.HasField("crop_resample") else None,
+    )
+
+
+def _tile_shapes(message: pb.Tiles) -> TileShapes:
+    return TileShapes(
+        tile=_size(message.tile),
+        crop=_size(message.crop) if message.HasField("crop") else None,
+        patch=message.patch,
+        single=message.single,
+        layouts=tuple((layout.rows, layout.columns) for layout in message.layouts),
     )
 
 

@@ -376,6 +376,9 @@ class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     ENCODING_WEBP: _Encoding.ValueType  # 3
     ENCODING_MP4: _Encoding.ValueType  # 4
     ENCODING_WEBM: _Encoding.ValueType  # 5
+    ENCODING_GIF: _Encoding.ValueType  # 6
+    """The first frame of an animation."""
+    ENCODING_BMP: _Encoding.ValueType  # 7
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
     """File format that the server decodes."""
@@ -386,6 +389,9 @@ ENCODING_PNG: Encoding.ValueType  # 2
 ENCODING_WEBP: Encoding.ValueType  # 3
 ENCODING_MP4: Encoding.ValueType  # 4
 ENCODING_WEBM: Encoding.ValueType  # 5
+ENCODING_GIF: Encoding.ValueType  # 6
+"""The first frame of an animation."""
+ENCODING_BMP: Encoding.ValueType  # 7
 Global___Encoding: typing_extensions.TypeAlias = Encoding
 
 class _SamplingRule:
@@ -498,8 +504,8 @@ Global___Tensor: typing_extensions.TypeAlias = Tensor
 
 @typing.final
 class Item(google.protobuf.message.Message):
-    """One image or one clip, as returned by the model's Hugging Face processor, or
-    as a file.
+    """One image or one clip: what the model's Hugging Face processor returned, or a
+    picture or a file that the server prepares.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -528,8 +534,8 @@ class Item(google.protobuf.message.Message):
     with EmbeddingStored or NOT_FOUND at once.
     """
     encoded: builtins.bytes
-    """A file instead of pixels: a JPEG, PNG or WebP image, or an MP4 or WebM clip.
-    The server decodes and prepares it; `grid` and tensors are absent. On an
+    """A file instead of pixels, of a format in GetModelResponse.encodings. The
+    server decodes and prepares it; `grid` and tensors are absent. On an
     EncodeStream it is empty: the bytes follow in chunks.
     """
     @property
@@ -546,8 +552,11 @@ class Item(google.protobuf.message.Message):
 
     @property
     def pixels(self) -> Global___Tensor:
-        """(t*h*w, C*T*p*p) patches, or (tiles, C, H, W); uint8 before rescaling and
-        normalisation is accepted, and for images the frame axis T may be omitted.
+        """With a grid: (t*h*w, C*T*p*p) patches, or (tiles, C, H, W); uint8 before
+        rescaling and normalisation is accepted, and for images the frame axis T may
+        be omitted.
+        Without a grid: a picture that the server prepares, uint8: (height, width, 3)
+        in RGB, or 4 with alpha; for clips (frames, height, width, 3).
         """
 
     def __init__(
@@ -1087,6 +1096,9 @@ class GetModelResponse(google.protobuf.message.Message):
     UNAVAILABLE_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
     AVAILABLE_POOLINGS_FIELD_NUMBER: builtins.int
+    PREPARED_FIELD_NUMBER: builtins.int
+    PREPARATION_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TILES_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -1118,6 +1130,10 @@ class GetModelResponse(google.protobuf.message.Message):
     """Whether the columns of a patch are (p, p, C); otherwise (C, T, p, p)."""
     pooling: Global___Pooling.ValueType
     """How rows are pooled."""
+    preparation_fingerprint: builtins.str
+    """SHA-256 over all that decides how pictures and files are prepared, in hex:
+    equal files have equal pixels as long as it is the same.
+    """
     @property
     def image_preprocessor(self) -> Global___Preprocessor:
         """How to prepare pixels of each modality."""
@@ -1156,6 +1172,16 @@ class GetModelResponse(google.protobuf.message.Message):
     def available_poolings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Pooling.ValueType]:
         """Values of pooling that the server could be started with for this model."""
 
+    @property
+    def prepared(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
+        """Modalities of which the server prepares pictures and files; of others it
+        takes only what the model's processor returned.
+        """
+
+    @property
+    def tiles(self) -> Global___Tiles:
+        """Shapes of a processor's tiles; absent for towers of patches."""
+
     def __init__(
         self,
         *,
@@ -1186,11 +1212,65 @@ class GetModelResponse(google.protobuf.message.Message):
         unavailable: collections.abc.Iterable[Global___Unavailable] | None = ...,
         pooling: Global___Pooling.ValueType = ...,
         available_poolings: collections.abc.Iterable[Global___Pooling.ValueType] | None = ...,
+        prepared: collections.abc.Iterable[Global___Modality.ValueType] | None = ...,
+        preparation_fingerprint: builtins.str = ...,
+        tiles: Global___Tiles | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "precision", b"precision", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "precision", b"precision", "tiles", b"tiles", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
+
+@typing.final
+class Tiles(google.protobuf.message.Message):
+    """What a processor returns for towers of tiles. In the item's grid, t is the
+    number of tiles, and h and w are the rows and columns of the layout; with
+    several tiles, t may count one more that shows the whole image. If the layout
+    is unknown, (tiles, 1, 1) is accepted; images of Llama 3.2 Vision and
+    LLaVA-NeXT-Video, whose embeddings depend on the layout, need it. Each frame
+    of a clip is one tile: (frames, 1, 1). With `patch`, grids count patches.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TILE_FIELD_NUMBER: builtins.int
+    CROP_FIELD_NUMBER: builtins.int
+    PATCH_FIELD_NUMBER: builtins.int
+    SINGLE_FIELD_NUMBER: builtins.int
+    LAYOUTS_FIELD_NUMBER: builtins.int
+    patch: builtins.int
+    """Side of a patch, where grids are (1, rows, columns) of the patches that are
+    not background; 0 where they count tiles.
+    """
+    single: builtins.bool
+    """Whether every image is one tile."""
+    @property
+    def tile(self) -> Global___PixelSize:
+        """Pixels are (tiles, 3, height, width)."""
+
+    @property
+    def crop(self) -> Global___PixelSize:
+        """Crops are (crops, 3, height, width); absent if the tower takes none."""
+
+    @property
+    def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
+        """Layouts of which the processor chooses the one that keeps most pixels; empty
+        where it chooses in another way.
+        """
+
+    def __init__(
+        self,
+        *,
+        tile: Global___PixelSize | None = ...,
+        crop: Global___PixelSize | None = ...,
+        patch: builtins.int = ...,
+        single: builtins.bool = ...,
+        layouts: collections.abc.Iterable[Global___TileLayout] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["crop", b"crop", "tile", b"tile"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["crop", b"crop", "layouts", b"layouts", "patch", b"patch", "single", b"single", "tile", b"tile"]) -> None: ...
+
+Global___Tiles: typing_extensions.TypeAlias = Tiles
 
 @typing.final
 class Unavailable(google.protobuf.message.Message):

@@ -228,6 +228,8 @@ class Encoding(StrEnum):
     WEBP = "webp"
     MP4 = "mp4"
     WEBM = "webm"
+    GIF = "gif"
+    BMP = "bmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +285,10 @@ class ModelCard:
     """Random name of this engine, by which clients count replicas."""
     encodings: tuple[Encoding, ...] = ()
     """Files that are decoded."""
+    prepared: tuple[Modality, ...] = ()
+    """Of which pictures and files are prepared."""
+    preparation: str = ""
+    """SHA-256 over all that decides how these are prepared, in hex."""
     backends: Mapping[Budget, str] = field(default_factory=dict)
     """The attention backend of each budget's longest segments."""
     unavailable: Mapping[str, str] = field(default_factory=dict)

@@ -28,6 +28,7 @@ _RESIZINGS = {rule: pb.Resizing.Value(f"RESIZING_{rule.name}") for rule in Resiz
 _SAMPLINGS = {rule: pb.SamplingRule.Value(f"SAMPLING_RULE_{rule.name}") for rule in SamplingRule}
 _POOLINGS = {pooling: pb.Pooling.Value(f"POOLING_{pooling.name}") for pooling in Pooling}
 _ENCODINGS = {kind: pb.Encoding.Value(f"ENCODING_{kind.name}") for kind in Encoding}
+_MODALITIES = {kind: pb.Modality.Value(f"MODALITY_{kind.name}") for kind in Modality}
 _PATHS = {Path.GRAPH: pb.PATH_GRAPH, Path.EAGER: pb.PATH_EAGER, Path.CACHE: pb.PATH_CACHE}
 
 
@@ -156,6 +157,9 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         pooling=_POOLINGS[card.pooling],
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
+        prepared=[_MODALITIES[modality] for modality in card.prepared],
+        preparation_fingerprint=card.preparation,
+        tiles=_tiles(card),
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
     )
 
@@ -187,6 +191,20 @@ def _preprocessor(card: ModelCard, modality: Modality) -> pb.Preprocessor | None
         tiling=_tiling(settings.tiling) if settings.tiling else None,
         drops_transparency=settings.drops_transparency,
         sampling=_sampling(settings.sampling) if settings.sampling else None,
+    )
+
+
+def _tiles(card: ModelCard) -> pb.Tiles | None:
+    tiling = next((own.tiling for own in card.preprocessing.values() if own.tiling), None)
+    if tiling is None:
+        return None
+    chosen = tiling.layouts if tiling.rule is TilingRule.BEST_FIT else ()
+    return pb.Tiles(
+        tile=_size(tiling.tile),
+        crop=_size(tiling.crop) if tiling.crop else None,
+        patch=tiling.patch,
+        single=tiling.max_tiles == 1 and not tiling.layouts and not tiling.patch,
+        layouts=[pb.TileLayout(rows=rows, columns=columns) for rows, columns in chosen],
     )
 
 
