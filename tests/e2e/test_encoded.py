@@ -57,7 +57,7 @@ def results_of(client: Client, items: list[Item], *, stream: bool) -> dict[int, 
 
 def decoders(server: ServerProcess) -> list[psutil.Process]:
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return [child for child in children if "vitwire_server.decoding.worker" in child.cmdline()]
+    return [child for child in children if "vitwire_server.preparing.files.worker" in child.cmdline()]
 
 
 def test_the_model_says_what_is_decoded(client: Client) -> None:

@@ -17,8 +17,8 @@ from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality
 from vitwire_server.core.models import Encoding, Preprocessing
-from vitwire_server.decoding.messages import Measured
-from vitwire_server.rpc.codec import Codec, EncodedItem, parsed
+from vitwire_server.preparing.files.messages import Measured
+from vitwire_server.rpc.codec import Codec, Unprepared, parsed
 from vitwire_server.rpc.responses import model_message
 
 GEOMETRY = cards.CARD.geometry
@@ -76,7 +76,7 @@ def test_files_are_checked_before_they_are_read(item: pb.Item, data: bytes, wron
         ENCODED.items(file_request(item, data))
     assert {violation.field for violation in error.value.violations} == wrong
     with pytest.raises(InvalidRequest) as error:
-        ENCODED.encoded_header("items[0]", item, len(data), DType.FLOAT32)
+        ENCODED.unprepared_header("items[0]", item, len(data), DType.FLOAT32)
     assert {violation.field for violation in error.value.violations} == wrong
 
 
@@ -88,7 +88,7 @@ def test_a_server_that_decodes_nothing_refuses_files() -> None:
 def test_a_measured_file_is_checked_as_pixels_are() -> None:
     sent = pb.Item(modality=pb.MODALITY_IMAGE, content_id="name")
     (item,) = ENCODED.items(file_request(sent))
-    assert isinstance(item, EncodedItem)
+    assert isinstance(item, Unprepared)
     assert bytes(item.data) == b"file"
     found = ENCODED.measured("items[4]", item, Measured((1, 4, 2), (8, SINGLE), None, cost=0), None)
     assert (found.grid, found.content_id, found.nbytes) == (Grid(1, 4, 2), "name", 8 * SINGLE)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from vitwire_server.decoding.turns import Flow, Turn, Turns
+from vitwire_server.preparing.files.turns import Flow, Turn, Turns
 from vitwire_server.scheduling.tickets import Priority
 
 SHORT, LONG = 70_000, 3_000_000

@@ -33,9 +33,9 @@ from vitwire.sampling import sampled
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
-from vitwire_server.decoding.messages import Measured
-from vitwire_server.decoding.pool import DecodePool, NotDecoded, Sizes
-from vitwire_server.decoding.turns import Flow
+from vitwire_server.preparing.files.messages import Measured
+from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Sizes
+from vitwire_server.preparing.files.turns import Flow
 
 SAMPLING = pb.FrameSampling(rule=pb.SAMPLING_RULE_RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=16)
 IMAGE = {"mean": [0.5] * 3, "std": [0.5] * 3, "rescale_factor": 1 / 255, "resample": 3}

@@ -60,7 +60,6 @@ async def serve(settings: ServeSettings) -> int:
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
     delivery.check(settings)
-    decoding.check(settings)
     health = Health()
     metrics = Metrics(health)
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)

@@ -8,14 +8,13 @@ from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
-from vitwire.wire import Buffer
 from vitwire_server.caching.keys import Digest, digest_of
 from vitwire_server.core.errors import InvalidRequest, InvalidTensors, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.rpc.codec import Codec, EncodedItem
+from vitwire_server.rpc.codec import Codec, Unprepared
 from vitwire_server.rpc.decodes import Decodes, Decoding, Prepared
 from vitwire_server.rpc.deliveries import Claims
 from vitwire_server.rpc.principals import Caller
@@ -125,16 +124,17 @@ class Call:
         held.accepted = _acceptance(item)
         return await self._session.answer(held.key, item, digest)
 
-    async def digest_of_file(self, data: Buffer) -> bytes | None:
-        """The digest of an encoded item, if the engine needs one."""
+    async def digest_unprepared(self, item: Unprepared) -> bytes | None:
+        """The digest of a file or picture, if the engine needs one."""
         seed = self._sessions.digest_seed
         if seed is None:
             return None
         digest = Digest(seed ^ _OTHER_SEED)
-        if len(data) > _LARGE_BYTES:
-            await asyncio.to_thread(digest.add, data)
+        digest.add(repr(item.picture).encode())
+        if len(item.data) > _LARGE_BYTES:
+            await asyncio.to_thread(digest.add, item.data)
         else:
-            digest.add(data)
+            digest.add(item.data)
         return digest.value()
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes] | None = None) -> None:
@@ -154,13 +154,13 @@ class Call:
         )
         await self._accept(work)
 
-    async def submit_all(self, items: Sequence[Item | CacheLookup | EncodedItem]) -> None:
+    async def submit_all(self, items: Sequence[Item | CacheLookup | Unprepared]) -> None:
         """Submit the items of one message, numbered in order; those with files once these were decoded.
 
         Raises as Session, for all items together.
         """
-        files = {index: item for index, item in enumerate(items) if isinstance(item, EncodedItem)}
-        others = {index: item for index, item in enumerate(items) if not isinstance(item, EncodedItem)}
+        files = {index: item for index, item in enumerate(items) if isinstance(item, Unprepared)}
+        others = {index: item for index, item in enumerate(items) if not isinstance(item, Unprepared)}
         permits = self.decodes.admit([item.nbytes for item in files.values()]) if self.decodes and files else []
         try:
             if others:

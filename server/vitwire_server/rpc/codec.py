@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -14,8 +15,8 @@ from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
-from vitwire_server.core.models import ModelCard, Shape
-from vitwire_server.decoding.messages import Measured
+from vitwire_server.core.models import Limits, ModelCard, Shape
+from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.rpc.deliveries import region_of, wrong_region
 from vitwire_server.scheduling.tickets import Priority
 
@@ -28,20 +29,38 @@ DTYPES = {
 _MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
 _OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 _MAX_CONTENT_ID = 512
+_CHANNELS = 4
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedItem:
-    """An item that carries a file, checked as far as that is possible before the file is read."""
+class Unprepared:
+    """An item with a file or a picture, checked as far as that is possible before it is read."""
 
     message: pb.Item
-    """Without the bytes of the file."""
+    """Without the bytes of the file or picture."""
     modality: Modality
     output: DType
     nbytes: int
+    picture: tuple[int, ...] | None = None
+    """The shape of a picture, or of the frames of a clip; None for a file."""
     data: wire.Buffer = b""
-    """The file; empty while its bytes are still to come."""
+    """The file or picture; empty while its bytes are still to come."""
+
+    @property
+    def field(self) -> str:
+        """The field of the item that it came in."""
+        return "pixels" if self.picture else "encoded"
+
+
+def is_picture(item: pb.Item) -> bool:
+    """Whether the item's pixels are a picture that the server prepares: they come without a grid."""
+    return item.HasField("pixels") and not item.HasField("grid")
+
+
+def picture_bytes(limits: Limits) -> int:
+    """Bytes of the largest picture or clip of frames that is prepared."""
+    return limits.encoded_pixels * _CHANNELS
 
 
 class Codec:
@@ -51,7 +70,7 @@ class Codec:
         self._card = card
         self._footprints = footprints
 
-    def items(self, request: wire.Request, consumer: Consumer | None = None) -> list[Item | CacheLookup | EncodedItem]:
+    def items(self, request: wire.Request, consumer: Consumer | None = None) -> list[Item | CacheLookup | Unprepared]:
         """The items of an Encode request; `consumer` leases their regions.
 
         Raises InvalidRequest with every wrong field.
@@ -97,21 +116,25 @@ class Codec:
         assert header is not None, "a description without violations is complete"
         return header
 
-    def encoded_header(self, field: str, item: pb.Item, nbytes: int, output: DType) -> EncodedItem:
-        """An encoded item that is uploaded in chunks. Raises InvalidRequest."""
+    def unprepared_header(self, field: str, item: pb.Item, file_bytes: int, output: DType) -> Unprepared:
+        """A file of so many bytes or a picture that is uploaded in chunks. Raises InvalidRequest."""
         violations: list[Violation] = []
-        header = self._encoded(field, item, nbytes, output, violations)
-        if item.encoded:
-            violations.append(Violation(f"{field}.encoded", "must be empty: the bytes follow in chunks"))
+        header = self._unprepared(field, item, file_bytes, output, violations)
+        violations += [
+            Violation(f"{field}.{name}", "must be empty: the bytes follow in chunks")
+            for name, data in (("encoded", item.encoded), ("pixels.data", item.pixels.data))
+            if data
+        ]
         if violations or header is None:
             raise InvalidRequest(violations)
         return header
 
-    def measured(self, field: str, item: EncodedItem, found: Measured, consumer: Consumer | None) -> Item:
-        """An encoded item as it will be once it was decoded. Raises InvalidRequest."""
+    def measured(self, field: str, item: Unprepared, found: Measured, consumer: Consumer | None) -> Item:
+        """The item as it will be once it was prepared. Raises InvalidRequest."""
         message = pb.Item()
         message.CopyFrom(item.message)
         message.grid.t, message.grid.h, message.grid.w = found.grid
+        message.ClearField("pixels")
         message.pixels.data_type = pb.DATA_TYPE_UINT8
         message.pixels.shape.extend(found.pixels)
         if found.crops:
@@ -145,10 +168,14 @@ class Codec:
         output: DType,
         consumer: Consumer | None,
         violations: list[Violation],
-    ) -> Item | CacheLookup | EncodedItem | None:
-        if len(tensors.encoded):
-            encoded = self._encoded(field, item, len(tensors.encoded), output, violations)
-            return replace(encoded, data=tensors.encoded) if encoded else None
+    ) -> Item | CacheLookup | Unprepared | None:
+        if len(tensors.encoded) or is_picture(item):
+            made = self._unprepared(field, item, len(tensors.encoded), output, violations)
+            data = tensors.encoded or tensors.pixels
+            if made and len(data) != made.nbytes:
+                reason = f"has {len(data)} bytes, shape requires {made.nbytes}"
+                violations.append(Violation(f"{field}.pixels.data", reason))
+            return replace(made, data=data) if made else None
         header = self._header(field, item, output, consumer, violations)
         if header is None or isinstance(header, CacheLookup):
             return header
@@ -166,26 +193,52 @@ class Codec:
         crops = replace(header.crops, data=tensors.crops) if header.crops else None
         return replace(header, pixels=replace(header.pixels, data=tensors.pixels), crops=crops)
 
-    def _encoded(
-        self, field: str, item: pb.Item, nbytes: int, output: DType, violations: list[Violation]
-    ) -> EncodedItem | None:
+    def _unprepared(
+        self, field: str, item: pb.Item, file_bytes: int, output: DType, violations: list[Violation]
+    ) -> Unprepared | None:
         """The item without its bytes; None if it is invalid, with the reasons appended to `violations`."""
         wrong = [*self._wrong_extras(item)]
-        modality, most = _MODALITIES.get(item.modality), self._card.limits.encoded_bytes
+        modality = _MODALITIES.get(item.modality)
         if modality is None:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
             wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
-        if not most:
-            wrong.append(Violation("encoded", "is not accepted: this server decodes no files; send pixels"))
-        elif nbytes > most:
-            wrong.append(Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted"))
-        if item.HasField("pixels") or item.HasField("crops"):
-            wrong.append(Violation("encoded", "must be empty if the item has pixels or crops"))
-        if item.HasField("grid"):
-            wrong.append(Violation("grid", "must be absent: the server chooses the grid of an encoded item"))
+        if item.HasField("crops"):
+            wrong.append(Violation("crops", "must be absent: the server makes the crops of a file or picture"))
+        picture = tuple(item.pixels.shape) if is_picture(item) and not file_bytes else None
+        wrong += self._wrong_file(item, file_bytes) if picture is None else self._wrong_picture(item, modality)
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
-        return None if wrong or modality is None else EncodedItem(item, modality, output, nbytes)
+        if wrong or modality is None:
+            return None
+        return Unprepared(item, modality, output, prod(picture) if picture else file_bytes, picture)
+
+    def _wrong_file(self, item: pb.Item, nbytes: int) -> Iterator[Violation]:
+        most = self._card.limits.encoded_bytes
+        if not most:
+            yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
+        elif nbytes > most:
+            yield Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted")
+        if item.HasField("pixels"):
+            yield Violation("encoded", "must be empty if the item has pixels")
+        if item.HasField("grid"):
+            yield Violation("grid", "must be absent: the server chooses the grid of a file")
+
+    def _wrong_picture(self, item: pb.Item, modality: Modality | None) -> Iterator[Violation]:
+        shape, limits = tuple(item.pixels.shape), self._card.limits
+        axes, channels = (4, (3,)) if modality is Modality.VIDEO else (3, (3, 4))
+        if modality not in self._card.prepared:
+            yield Violation("grid", "is missing, and this server prepares no pictures of this modality")
+        elif len(shape) != axes or shape[-1] not in channels or item.pixels.data_type != pb.DATA_TYPE_UINT8:
+            layout = "(frames, height, width, 3)" if modality is Modality.VIDEO else "(height, width, 3 or 4)"
+            given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
+            yield Violation("grid", f"is missing: only a picture has none, {layout} in UINT8; pixels are {given}")
+        elif min(shape) < 1:
+            yield Violation("pixels.shape", f"must be of at least one pixel, got {list(shape)}")
+        elif shape[-3] * shape[-2] > limits.encoded_pixels:
+            size = f"{shape[-2]}x{shape[-3]}"
+            yield Violation("pixels.shape", f"is a picture of {size}, the limit is {limits.encoded_pixels} pixels")
+        elif prod(shape) > picture_bytes(limits):
+            yield Violation("pixels.shape", f"takes {prod(shape)} bytes, at most {picture_bytes(limits)} are accepted")
 
     def _header(
         self, field: str, item: pb.Item, output: DType, consumer: Consumer | None, violations: list[Violation]

@@ -1,4 +1,4 @@
-"""Encoded items of an RPC: decoded, and then submitted like others."""
+"""Files and pictures of an RPC: prepared, and then submitted like other items."""
 
 import asyncio
 import logging
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.errors import EncodeFailed, EncoderError
-from vitwire_server.decoding.pool import DecodePool, NotDecoded
-from vitwire_server.decoding.turns import Flow
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import SPAN
+from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
+from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.scheduling.admission import Admission, Permit
 
 if TYPE_CHECKING:
     from vitwire_server.rpc.calls import Call
-    from vitwire_server.rpc.codec import Codec, EncodedItem
+    from vitwire_server.rpc.codec import Codec, Unprepared
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the server chose for an encoded item, for its report."""
+    """What the server chose for a file or picture, for its report."""
 
     grid: tuple[int, int, int]
     frame_seconds: tuple[float, ...]
@@ -33,7 +33,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What all RPCs of a process decode with."""
+    """What all RPCs of a process prepare with."""
 
     pool: DecodePool
     waiting: Admission
@@ -43,13 +43,13 @@ class Decoding:
 
 @dataclass(slots=True)
 class Decodes:
-    """The encoded items of one RPC."""
+    """The files and pictures of one RPC."""
 
     decoding: Decoding
     codec: "Codec"
     call: "Call"
     prepared: dict[int, Prepared] = field(default_factory=dict)
-    """Of items that were decoded and are not answered yet."""
+    """Of items that were prepared and are not answered yet."""
     _unfinished: set[Permit] = field(default_factory=set)
     """Of files whose bytes are still to come."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -69,7 +69,7 @@ class Decodes:
         self._unfinished.discard(permit)
         permit.release()
 
-    def start(self, items: Mapping[int, "EncodedItem"], permits: Sequence[Permit]) -> None:
+    def start(self, items: Mapping[int, "Unprepared"], permits: Sequence[Permit]) -> None:
         """Decode items whose bytes have arrived; each is answered by the call. Takes over the permits."""
         for (index, item), permit in zip(items.items(), permits, strict=True):
             self._unfinished.discard(permit)
@@ -86,33 +86,36 @@ class Decodes:
         for task in self._tasks:
             task.cancel()
 
-    async def _run(self, index: int, item: "EncodedItem") -> None:
+    async def _run(self, index: int, item: "Unprepared") -> None:
         try:
             await self._decode(index, item)
         except NotDecoded as error:
             self.decoding.metrics.decode_failed(error.fault)
-            self.call.settle(index, error.of_item(f"items[{index}].encoded"))
+            self.call.settle(index, error.of_item(f"items[{index}].{item.field}"))
         except EncoderError as error:
             self.call.settle(index, error)
         except Exception:  # noqa: BLE001 - a defect must not leave the client without an answer
             _log.exception("decoding failed")
             self.decoding.metrics.decode_failed(Fault.LOST)
-            self.call.settle(index, EncodeFailed(f"items[{index}].encoded: decoding failed"))
+            self.call.settle(index, EncodeFailed(f"items[{index}].{item.field}: decoding failed"))
 
-    async def _decode(self, index: int, encoded: "EncodedItem") -> None:
+    async def _decode(self, index: int, given: "Unprepared") -> None:
         pool, call = self.decoding.pool, self.call
         start = time.monotonic()
         flow = Flow(*call.caller, id(call), call.priority)
-        measured = await pool.measure(flow, encoded.data, encoded.modality)
-        item = self.codec.measured(f"items[{index}]", encoded, measured, call.consumer)
+        if given.picture:
+            measured = pool.measure_picture(given.picture, given.modality)
+        else:
+            measured = await pool.measure(flow, given.data, given.modality)
+        item = self.codec.measured(f"items[{index}]", given, measured, call.consumer)
         self.prepared[index] = Prepared(measured.grid, measured.frame_seconds)
-        digest = await call.digest_of_file(encoded.data)
+        digest = await call.digest_unprepared(given)
         if digest and await call.answer(index, item, digest):
             return
         reserve = partial(call.reserve, index, item)
-        memory = await pool.decode(flow, encoded.data, encoded.modality, measured.cost, reserve)
+        memory = await pool.decode(flow, given.data, given.modality, measured.cost, reserve, given.picture)
         seconds = time.monotonic() - start
-        self.decoding.metrics.decoded(encoded.modality, seconds)
+        self.decoding.metrics.decoded(given.modality, seconds)
         if span := SPAN.get():
             span.stage("decode", start, seconds, {"vitwire.item": index})
         await call.submit({index: item.filled(memory)}, {index: digest} if digest else {})

@@ -10,7 +10,7 @@ from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.codec import Codec, EncodedItem
+from vitwire_server.rpc.codec import Codec, Unprepared, is_picture
 from vitwire_server.rpc.deliveries import consumer_of, region_of
 from vitwire_server.scheduling.admission import Permit
 
@@ -22,7 +22,7 @@ _REMEMBERED = 4096
 
 @dataclass(slots=True)
 class _Upload:
-    item: Item | EncodedItem
+    item: Item | Unprepared
     """Without its bytes."""
     data: memoryview
     digest: Digest | None
@@ -30,7 +30,7 @@ class _Upload:
     due: float
     """When it counts as stalled unless more bytes arrive, on the clock of `Uploads.waited`."""
     permit: Permit | None = None
-    """Of an encoded item."""
+    """Of a file or picture."""
     filled: int = 0
 
     @property
@@ -41,8 +41,8 @@ class _Upload:
     @property
     def last_field(self) -> str:
         """The field that the last bytes belong to."""
-        if isinstance(self.item, EncodedItem):
-            return "encoded"
+        if isinstance(self.item, Unprepared):
+            return "pixels.data" if self.item.picture else "encoded"
         return "crops.data" if self.item.crops else "pixels.data"
 
     @property
@@ -122,8 +122,8 @@ class Uploads:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
         try:
-            if message.encoded_bytes or item.encoded:
-                self._unfinished[number] = self._begin_encoded(number, item, message.encoded_bytes)
+            if message.encoded_bytes or item.encoded or is_picture(item):
+                self._unfinished[number] = self._begin_unprepared(number, item, message.encoded_bytes)
                 return
             header = self.codec.header(f"items[{number}]", item, self.output, self.call.consumer)
             self.call.claim(number, region_of(item))
@@ -136,14 +136,14 @@ class Uploads:
             return
         self._unfinished[number] = _Upload(header, data, self.call.digest(), self.waited + self.stall_seconds)
 
-    def _begin_encoded(self, number: int, item: pb.Item, nbytes: int) -> _Upload:
-        """The upload of a file. Raises InvalidRequest or Overloaded."""
-        header = self.codec.encoded_header(f"items[{number}]", item, nbytes, self.output)
+    def _begin_unprepared(self, number: int, item: pb.Item, file_bytes: int) -> _Upload:
+        """The upload of a file or picture. Raises InvalidRequest or Overloaded."""
+        header = self.codec.unprepared_header(f"items[{number}]", item, file_bytes, self.output)
         self.call.claim(number, region_of(item))
         decodes = self.call.decodes
         assert decodes, "else the header was refused"
-        permit = decodes.promise(nbytes)
-        data = np.empty(nbytes, np.uint8).data
+        permit = decodes.promise(header.nbytes)
+        data = np.empty(header.nbytes, np.uint8).data
         self.call.expect(number, submitted=False)
         return _Upload(header, data, None, self.waited + self.stall_seconds, permit)
 
@@ -155,7 +155,7 @@ class Uploads:
             raise _stream_error("chunk.item", f"item {number} has no header, or is already complete")
         end = upload.filled + len(data)
         if end > upload.nbytes:
-            announced = "encoded_bytes" if isinstance(upload.item, EncodedItem) else "data_type and shape"
+            announced = "data_type and shape" if upload.last_field.endswith(".data") else "encoded_bytes"
             reason = f"received more than the {upload.nbytes} bytes that {announced} require"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{upload.last_field}", reason)]))
             return
@@ -169,9 +169,9 @@ class Uploads:
 
     async def _submit(self, number: int, upload: _Upload) -> None:
         del self._unfinished[number]
-        if isinstance(upload.item, EncodedItem):
+        if isinstance(upload.item, Unprepared):
             assert self.call.decodes, "else the header was refused"
-            assert upload.permit, "of every file"
+            assert upload.permit, "of every file and picture"
             self.call.decodes.start({number: replace(upload.item, data=upload.data)}, [upload.permit])
             return
         digests = {number: upload.digest.value()} if upload.digest else {}

@@ -1,11 +1,10 @@
-"""A decoder: a process that decodes one file after the other. Does not import torch.
+"""A decoder: a process that prepares one file or picture after the other. Does not import torch.
 
 It ends with the process that started it. Memory and processor time are limited by the kernel, as files are untrusted
 and the libraries that read them are in C.
 """
 
 import ctypes
-import math
 import mmap
 import os
 import resource
@@ -21,13 +20,12 @@ import numpy as np
 from msgspec import msgpack
 from PIL import Image, UnidentifiedImageError
 
-from vitwire.preparation import Form, Model, Preprocessor, Tiles
-from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
-from vitwire_server.decoding import images
-from vitwire_server.decoding.images import Unusable
-from vitwire_server.decoding.messages import (
+from vitwire_server.preparing import pillow
+from vitwire_server.preparing.files import images
+from vitwire_server.preparing.files.images import Unusable
+from vitwire_server.preparing.files.messages import (
     MAX_MESSAGE,
     TO_DECODER,
     Decode,
@@ -39,8 +37,11 @@ from vitwire_server.decoding.messages import (
     Refused,
     Setup,
 )
+from vitwire_server.preparing.rules.forms import Form
+from vitwire_server.preparing.rules.pictures import Tiles
+from vitwire_server.preparing.rules.recipe import Recipe
 
-_CHANNELS = 3
+_AXES_OF_IMAGE = 3
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON = 200
 _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
@@ -73,10 +74,9 @@ class _Worker:
     def __init__(self, setup: Setup, memory: mmap.mmap) -> None:
         self._setup = setup
         self._memory = memory
-        self._model = Model.from_message(pb.GetModelResponse.FromString(setup.model))
         self._clips: ModuleType | None = None
         if setup.clips:
-            from vitwire_server.decoding import clips  # noqa: PLC0415 - needs PyAV, which is optional
+            from vitwire_server.preparing.files import clips  # noqa: PLC0415 - needs PyAV, which is optional
 
             self._clips = clips
         Image.MAX_IMAGE_PIXELS = setup.max_pixels
@@ -93,7 +93,7 @@ class _Worker:
         except MemoryError:
             return Refused(Fault.TOO_LARGE, "needs more memory than a decoder may use")
         except UnidentifiedImageError:
-            return Refused(Fault.UNSUPPORTED, "is not a JPEG, PNG or WebP image")
+            return Refused(Fault.UNSUPPORTED, "is not a JPEG, PNG, WebP, GIF or BMP image")
         except Image.DecompressionBombError as error:
             return Refused(Fault.TOO_LARGE, str(error))
         except Exception as error:  # noqa: BLE001 - libraries raise anything over broken files
@@ -102,30 +102,33 @@ class _Worker:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _measured(self, job: Measure) -> Measured:
-        data, settings = self._file(job.nbytes), self._settings(job.modality)
+        data, recipe = self._memory[: job.nbytes], self._recipe(job.modality)
         if job.modality is Modality.IMAGE:
-            return _message(*images.measure(data, settings, self._setup.max_pixels))
-        measured = self._clip_reader.measure(data, settings, self._setup.max_pixels)
+            return _message(*images.measure(data, recipe, self._setup.max_pixels))
+        measured = self._clip_reader.measure(data, recipe, self._setup.max_pixels)
         return _message(measured.form, measured.cost, measured.seconds)
 
     def _decoded(self, job: Decode) -> Decoded:
-        data, settings = self._file(job.nbytes), self._settings(job.modality)
-        if job.modality is Modality.IMAGE:
-            tiles = images.decode(data, settings)
+        recipe = self._recipe(job.modality)
+        if job.picture:
+            tiles = self._prepared(job.nbytes, job.picture, recipe)
+        elif job.modality is Modality.IMAGE:
+            tiles = images.decode(self._memory[: job.nbytes], recipe)
         else:
-            tiles = self._clip_reader.decode(data, settings, self._setup.max_pixels)
+            tiles = self._clip_reader.decode(self._memory[: job.nbytes], recipe, self._setup.max_pixels)
         self._write(tiles, job.output_bytes)
         return Decoded()
 
-    def _file(self, nbytes: int) -> bytes:
-        return self._memory[:nbytes]
+    def _prepared(self, nbytes: int, shape: tuple[int, ...], recipe: Recipe) -> Tiles:
+        picture = np.frombuffer(self._memory, np.uint8, nbytes).reshape(shape)
+        if len(shape) == _AXES_OF_IMAGE:
+            return pillow.image(pillow.flattened(picture, recipe), recipe)
+        return pillow.clip((pillow.flattened(frame, recipe) for frame in picture), len(picture), recipe)
 
-    def _settings(self, modality: Modality) -> Preprocessor:
-        model = self._model
-        settings = model.image_preprocessor if modality is Modality.IMAGE else model.video_preprocessor
-        if settings is None:
-            raise Unusable(Fault.UNSUPPORTED, f"{model.model_type} takes {modality}s as pixels only")
-        return settings
+    def _recipe(self, modality: Modality) -> Recipe:
+        if modality not in self._setup.recipes:
+            raise Unusable(Fault.UNSUPPORTED, f"is one of the {modality}s, which this model takes as pixels only")
+        return self._setup.recipes[modality]
 
     @property
     def _clip_reader(self) -> ModuleType:
@@ -145,8 +148,7 @@ class _Worker:
 
 def _message(form: Form, decoded: int, seconds: tuple[float, ...] = ()) -> Measured:
     """`decoded` is what decoding costs, in pixels."""
-    written = sum(math.prod(shape) for shape in (form.pixels, form.crops) if shape) // _CHANNELS
-    return Measured(form.grid, form.pixels, form.crops, decoded + written, seconds)
+    return Measured(form.grid, form.pixels, form.crops, decoded + form.area, seconds)
 
 
 def _limit(memory: int) -> None:

@@ -17,7 +17,7 @@ from msgspec import msgpack
 
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
-from vitwire_server.decoding.messages import (
+from vitwire_server.preparing.files.messages import (
     FROM_DECODER,
     MAX_MESSAGE,
     FromDecoder,
@@ -197,7 +197,7 @@ async def _spawn(link: socket.socket, memory: int) -> Process:
         sys.executable,
         "-P",
         "-m",
-        "vitwire_server.decoding.worker",
+        "vitwire_server.preparing.files.worker",
         *arguments,
         stdin=DEVNULL,
         stdout=DEVNULL,

@@ -2,18 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import Modality
-from vitwire_server.decoding.child import Child, DecoderGone
-from vitwire_server.decoding.messages import Decode, Decoded, FromDecoder, Measure, Measured, Refused, Setup
-from vitwire_server.decoding.turns import Flow, Turn, Turns
+from vitwire_server.preparing.files.child import Child, DecoderGone
+from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, Measured, Refused, Setup
+from vitwire_server.preparing.files.turns import Flow, Turn, Turns
+from vitwire_server.preparing.rules.forms import clip_form, image_form
+from vitwire_server.preparing.rules.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0
@@ -52,7 +55,8 @@ class Sizes:
 
     processes: int
     """That decode at a time; one more reads headers."""
-    file_bytes: int
+    input_bytes: int
+    """Of the largest file or picture."""
     output_bytes: int
     """Bytes of the largest prepared item."""
     pixels: int
@@ -65,10 +69,13 @@ class Sizes:
 class DecodePool:
     """Starts decoders as they are needed, and replaces those that die. Used on one event loop."""
 
-    def __init__(self, sizes: Sizes, model: bytes, monitor: DecodeMonitor, *, clips: bool) -> None:
-        """`model` is a serialised GetModelResponse."""
+    def __init__(
+        self, sizes: Sizes, recipes: Mapping[Modality, Recipe], monitor: DecodeMonitor, *, clips: bool
+    ) -> None:
+        """`clips` is whether files of clips are read."""
         self._sizes = sizes
-        self._setup = Setup(model, sizes.file_bytes, sizes.pixels, sizes.memory, clips)
+        self._recipes = recipes
+        self._setup = Setup(dict(recipes), sizes.input_bytes, sizes.pixels, sizes.memory, clips)
         self._monitor = monitor
         self._measuring = Turns(1, self._count_waiting)
         self._decoding = Turns(sizes.processes, self._count_waiting)
@@ -85,17 +92,34 @@ class DecodePool:
         assert isinstance(answer, Measured)
         return answer
 
-    async def decode(
-        self, flow: Flow, data: Buffer, modality: Modality, cost: int, reserve: Callable[[], Awaitable[memoryview]]
-    ) -> memoryview:
-        """Decode and prepare a file of a measured cost; returns its pixels. Raises NotDecoded.
+    def measure_picture(self, shape: tuple[int, ...], modality: Modality) -> Measured:
+        """What a picture, or the frames of a clip, will be, from their shape. Raises NotDecoded."""
+        try:
+            if modality is Modality.VIDEO:
+                form = clip_form((shape[1], shape[2]), shape[0], self._recipes[modality])
+            else:
+                form = image_form((shape[0], shape[1]), self._recipes[modality])
+        except ValueError as error:
+            raise NotDecoded(Fault.UNSUPPORTED, str(error)) from error
+        return Measured(*form, prod(shape[:-1]) + form.area)
 
-        `reserve` gets the memory for the pixels once it is the file's turn.
+    async def decode(
+        self,
+        flow: Flow,
+        data: Buffer,
+        modality: Modality,
+        cost: int,
+        reserve: Callable[[], Awaitable[memoryview]],
+        picture: tuple[int, ...] | None = None,
+    ) -> memoryview:
+        """Prepare a file, or a picture of this shape, of a measured cost; returns its pixels. Raises NotDecoded.
+
+        `reserve` gets the memory for the pixels once it is the item's turn.
         """
         async with self._child(self._decoding, flow, cost) as child:
             target = await reserve()
             await child.write(data)
-            answer = await self._ask(child, Decode(len(data), modality, self._seconds(cost), len(target)))
+            answer = await self._ask(child, Decode(len(data), modality, self._seconds(cost), len(target), picture))
             assert isinstance(answer, Decoded)
             await child.read(target)
         return target

@@ -7,6 +7,7 @@ from msgspec.msgpack import Decoder
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
+from vitwire_server.preparing.rules.recipe import Recipe
 
 # -- to a decoder ----------------------------------------------------------------------------------
 
@@ -14,14 +15,14 @@ from vitwire_server.core.items import Modality
 class Setup(Struct, array_like=True, frozen=True, tag=0):
     """The first message."""
 
-    model: bytes
-    """A serialised GetModelResponse: the same settings as clients have."""
+    recipes: dict[Modality, Recipe]
     input_bytes: int
-    """The shared memory begins with room for a file of so many bytes, and ends with that for its pixels."""
+    """The shared memory begins with room for a file or picture of so many bytes, and ends with that for its pixels."""
     max_pixels: int
     memory: int
     """Bytes of memory that the process may use beyond what it has after its imports."""
     clips: bool
+    """Whether files of clips are read, which needs PyAV."""
 
 
 class Measure(Struct, array_like=True, frozen=True, tag=1):
@@ -34,13 +35,15 @@ class Measure(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Decode(Struct, array_like=True, frozen=True, tag=2):
-    """Answered with Decoded: so many bytes of pixels and crops are in the shared memory."""
+    """Answered with Decoded: so many bytes of pixels and crops are in the shared memory, of a file or a picture."""
 
     nbytes: int
     modality: Modality
     seconds: float
     """Of processor time."""
     output_bytes: int
+    picture: tuple[int, ...] | None = None
+    """The shape of a picture, or of the frames of a clip; None for a file."""
 
 
 # -- from a decoder --------------------------------------------------------------------------------

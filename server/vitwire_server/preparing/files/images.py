@@ -7,11 +7,15 @@ from zlib import crc32
 from PIL import Image
 from PIL.ExifTags import Base
 
-from vitwire import preparation
-from vitwire.preparation import Form, Preprocessor, Tiles
 from vitwire_server.core.decoding import Fault
+from vitwire_server.preparing import pillow
+from vitwire_server.preparing.rules.forms import Form, image_form
+from vitwire_server.preparing.rules.pictures import Tiles
+from vitwire_server.preparing.rules.recipe import Recipe
 
-_FORMATS = ("JPEG", "PNG", "WEBP")
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_FIRST_OF_MANY = ("GIF", "MPO")
+"""Formats of which the first picture is used: animations, and photographs beside which a camera stores others."""
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF with width and height exchanged."""
 _PNG_HEADER, _PNG_DATA, _PNG_METADATA = b"IHDR", b"IDAT", (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
@@ -26,24 +30,23 @@ class Unusable(Exception):
         self.fault = fault
 
 
-def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> tuple[Form, int]:
+def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, int]:
     """What the prepared image will be, and how many pixels must be decoded. Raises Unusable, or what Pillow raises."""
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
             raise Unusable(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # other pictures of a camera's file
+        if getattr(image, "is_animated", False) and image.format not in _FIRST_OF_MANY:
             raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         if _orientation(image, data) in _TURNED:
             width, height = height, width
-    return preparation.image_form((height, width), settings), width * height
+    return image_form((height, width), recipe), width * height
 
 
-def decode(data: bytes, settings: Preprocessor) -> Tiles:
-    """The prepared image, by the client's own code. Raises ValueError."""
+def decode(data: bytes, recipe: Recipe) -> Tiles:
+    """The prepared image. Raises ValueError."""
     with BytesIO(data) as file:
-        image = preparation.read_image(file, "the image", drop=settings.drops_transparency, formats=_FORMATS)
-    return preparation.image(image, settings)
+        return pillow.image(pillow.read(file, recipe, _FORMATS), recipe)
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:

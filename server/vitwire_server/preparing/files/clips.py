@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import av
 import numpy as np
@@ -11,11 +11,13 @@ import numpy.typing as npt
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
-from vitwire import preparation
-from vitwire.preparation import Form, Preprocessor, Tiles
-from vitwire.sampling import sampled
 from vitwire_server.core.decoding import Fault
-from vitwire_server.decoding.images import Unusable
+from vitwire_server.preparing import pillow
+from vitwire_server.preparing.files.images import Unusable
+from vitwire_server.preparing.rules.forms import Form, clip_form
+from vitwire_server.preparing.rules.pictures import Tiles
+from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.sampling import sampled
 
 Frame = npt.NDArray[np.uint8]
 _MARKS = ((4, b"ftyp", "mp4"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
@@ -40,9 +42,9 @@ class Measured(NamedTuple):
     """What decoding costs, in pixels of an image."""
 
 
-def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Measured:
+def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Choose the frames; at most one is decoded. Raises Unusable, ValueError, or what PyAV raises."""
-    if settings.sampling is None:
+    if recipe.settings.sampling is None:
         raise Unusable(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
     with _opened(data) as (container, stream):
         width, height = stream.width, stream.height
@@ -50,52 +52,33 @@ def measure(data: bytes, settings: Preprocessor, max_pixels: int) -> Measured:
             raise Unusable(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
         rate = float(stream.average_rate or 0)
         total = _count(data, container, stream)
-    indices = sampled(total, rate, settings.sampling, settings.temporal_patch_size)
+    indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
     seconds = tuple(index / rate for index in indices) if rate else ()
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
-    return Measured(preparation.clip_form((height, width), len(indices), settings), indices, seconds, cost)
+    return Measured(clip_form((height, width), len(indices), recipe), indices, seconds, cost)
 
 
-def decode(data: bytes, settings: Preprocessor, max_pixels: int) -> Tiles:
-    """The prepared clip, by the client's own code; one frame is in memory at a time. Raises as `measure`."""
-    indices = measure(data, settings, max_pixels).indices
+def decode(data: bytes, recipe: Recipe, max_pixels: int) -> Tiles:
+    """The prepared clip; one frame is in memory at a time. Raises as `measure`."""
+    indices = measure(data, recipe, max_pixels).indices
     with _opened(data) as (container, stream):
-        return preparation.clip(_Frames(container, stream, indices), settings)
+        return pillow.clip(_frames(container, stream, indices), len(indices), recipe)
 
 
-class _Frames(Sequence[Frame]):
-    """The chosen frames of a clip, which are decoded as they are iterated over."""
-
-    def __init__(self, container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> None:
-        self._container = container
-        self._stream = stream
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __iter__(self) -> Iterator[Frame]:
-        wanted = iter(self._indices)
-        due = next(wanted, None)
-        size = self._stream.width, self._stream.height
-        for index, frame in enumerate(self._container.decode(self._stream)):
-            if index == due:
-                if (frame.width, frame.height) != size:
-                    raise Unusable(Fault.UNSUPPORTED, "its frames change their size")
-                yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
-                due = next(wanted, None)
-            if due is None:
-                return
-        raise Unusable(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
-
-    @overload
-    def __getitem__(self, index: int) -> Frame: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Frame]: ...
-
-    def __getitem__(self, index: int | slice) -> Frame | Sequence[Frame]:
-        raise TypeError("frames are only iterated over")
+def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> Iterator[Frame]:
+    """The chosen frames of a clip, each decoded when it is taken. Raises Unusable, or what PyAV raises."""
+    wanted = iter(indices)
+    due = next(wanted, None)
+    size = stream.width, stream.height
+    for index, frame in enumerate(container.decode(stream)):
+        if index == due:
+            if (frame.width, frame.height) != size:
+                raise Unusable(Fault.UNSUPPORTED, "its frames change their size")
+            yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+            due = next(wanted, None)
+        if due is None:
+            return
+    raise Unusable(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
 
 
 @contextmanager

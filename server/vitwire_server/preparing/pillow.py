@@ -1,0 +1,134 @@
+"""Pictures prepared by Pillow and numpy: the reference, and the way on a CPU. Pixels stay uint8."""
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import IO, TypeAlias
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from vitwire_server.preparing.rules.patches import MAX_DECODED_PIXELS, Pixels, Size, patch_rows
+from vitwire_server.preparing.rules.pictures import Picture, Tiles
+from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.sizes import resized
+from vitwire_server.preparing.rules.tiles import cut
+
+AnyPicture: TypeAlias = Image.Image | Pixels
+"""In RGB."""
+
+# What Pillow raises for truncated, damaged or invalid files; Warning if warnings are errors.
+_UNREADABLE = (
+    OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, RuntimeError, Warning, struct.error,
+    zlib.error, Image.DecompressionBombError,
+)  # fmt: skip
+
+
+def image(picture: AnyPicture, recipe: Recipe) -> Tiles:
+    """Patches `(h*w, C*p*p)` of an image with the grid `(1, h, w)`, or its tiles and crops.
+
+    The frame axis, along which the processor only duplicates the image, is omitted.
+    Raises ValueError for an image that the model's processor refuses.
+    """
+    if recipe.settings.tiling:
+        return _cut(picture, recipe)
+    size = resized(*_size(picture), recipe, recipe.temporal)
+    return Tiles(*patch_rows([_resized(picture, size, recipe.settings.resample)], size, (1, 1), recipe))
+
+
+def clip(frames: Iterable[AnyPicture], count: int, recipe: Recipe) -> Tiles:
+    """Patches `(t*h*w, C*T*p*p)` of `count` frames with the grid `(t, h, w)`, t = ceil(count / T); or a tile each.
+
+    The last frame is repeated until T divides their number. One frame is read at a time. Raises ValueError as `image`,
+    and for frames of several sizes.
+    """
+    pictures = iter(frames)
+    first = next(pictures)
+    alike = _of_one_size(chain([first], pictures), _size(first))
+    if recipe.settings.tiling:
+        tiles = [_cut(picture, recipe).pixels for picture in alike]
+        return Tiles(np.concatenate(tiles), (len(tiles), 1, 1))
+    size = resized(*_size(first), recipe, count)
+    at_size = (_resized(picture, size, recipe.settings.resample) for picture in alike)
+    return Tiles(*patch_rows(at_size, size, (-(-count // recipe.temporal), recipe.temporal), recipe))
+
+
+def _cut(picture: AnyPicture, recipe: Recipe) -> Tiles:
+    assert recipe.settings.tiling, "else there are patches"
+    pixels = np.asarray(picture)
+    return cut(Picture(_size(pixels), pixels, _resized, recipe.settings.resample), recipe.settings.tiling)
+
+
+def _of_one_size(pictures: Iterable[AnyPicture], size: Size) -> Iterator[AnyPicture]:
+    for index, picture in enumerate(pictures):
+        if _size(picture) != size:
+            raise ValueError(f"expected frames of one size, got {size} and, at {index}, {_size(picture)}")
+        yield picture
+
+
+def _size(picture: AnyPicture) -> Size:
+    if isinstance(picture, np.ndarray):
+        return picture.shape[0], picture.shape[1]
+    return picture.height, picture.width
+
+
+def _resized(picture: AnyPicture, size: Size, resample: int) -> Pixels:
+    """An (H, W, 3) array of the picture at `size`; the same array if it has that size."""
+    if _size(picture) == size:
+        return np.asarray(picture)
+    whole = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    return np.asarray(whole.resize((size[1], size[0]), resample))
+
+
+# -- to RGB ----------------------------------------------------------------------------------------
+
+
+def flattened(pixels: Pixels, recipe: Recipe) -> Pixels:
+    """A picture `(H, W, 3)`, a view if it can be, of one with 3 or 4 channels; the fourth is alpha.
+
+    Transparency is dropped or becomes white, as the model's processor has it.
+    """
+    if pixels.shape[-1] == 3 or recipe.settings.drops_transparency:
+        return pixels[..., :3]
+    alpha = pixels[..., 3:].astype(np.uint16)
+    blend = alpha * pixels[..., :3] + (255 - alpha) * 255
+    return ((blend + 127) // 255).astype(np.uint8)  # at most 65152; never halfway between two values
+
+
+def read(file: IO[bytes], recipe: Recipe, formats: tuple[str, ...]) -> Image.Image:
+    """The image in a file as Hugging Face loads it: rotated by EXIF, alpha ignored, a transparent colour applied.
+
+    formats: the formats that are accepted, by Pillow's names. Raises ValueError.
+    """
+    with _decoding():
+        image: Image.Image = Image.open(file, formats=formats)
+        _check_bounded(image)
+        ImageOps.exif_transpose(image, in_place=True)
+        if isinstance(image.info.get("transparency"), bytes):
+            del image.info["transparency"]  # the conversion drops it too, but with a warning
+        return _rgb(image.convert("RGB"), drop=recipe.settings.drops_transparency)
+
+
+def _rgb(image: Image.Image, *, drop: bool) -> Image.Image:
+    _check_bounded(image)
+    if not drop and ("A" in image.getbands() or image.info.get("transparency") is not None):
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _check_bounded(image: Image.Image) -> None:
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_DECODED_PIXELS} pixels")
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Turn any error of Pillow for a bad image into a ValueError."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ValueError(f"the image cannot be read as an image: {error}") from error

@@ -1,0 +1,97 @@
+"""Frames to patch rows: target sizes of frames and the order of their patches, as in the Hugging Face
+processors of the qwen2_vl, qwen2_5_vl, qwen3_vl and glm4v families.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from vitwire_server.preparing.rules.recipe import Recipe
+
+Pixels = npt.NDArray[np.uint8]
+Grid = tuple[int, int, int]
+Size = tuple[int, int]
+
+CHANNELS = 3
+MAX_ASPECT_RATIO = 200
+MAX_DECODED_PIXELS = 89_478_485
+"""Larger images are refused before decoding: a quarter of a GiB as RGB, where Pillow starts to warn."""
+
+
+def smart_resize(height: int, width: int, recipe: Recipe, frames: int = 1) -> Size:
+    """Height and width to resize to: multiples of the factor, within the area bounds, nearly the same shape.
+
+    `frames` (before repetition) matters only if the bounds span frames.
+    Raises ValueError for empty or very long frames, and for too few if the bounds span frames.
+    """
+    if min(height, width) < 1:
+        raise ValueError(f"expected at least one pixel, got a frame of {height}x{width}")
+    factor, depth = recipe.factor, 1
+    if recipe.settings.bounds_span_frames:
+        depth = _temporal_depth(frames, recipe.temporal)
+        height, width = _at_least(factor, height, width)
+    else:
+        frames = 1
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise ValueError(f"{height}x{width} is too elongated: the maximum aspect ratio is {MAX_ASPECT_RATIO}")
+
+    rows, columns = round(height / factor), round(width / factor)
+    area = depth * rows * factor * columns * factor
+    if area > recipe.settings.max_pixels:
+        shrink = math.sqrt(frames * height * width / recipe.settings.max_pixels)
+        rows = max(1, math.floor(height / shrink / factor))
+        columns = max(1, math.floor(width / shrink / factor))
+    elif area < recipe.settings.min_pixels:
+        grow = math.sqrt(recipe.settings.min_pixels / (frames * height * width))
+        rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
+    return rows * factor, columns * factor
+
+
+def _temporal_depth(frames: int, group: int) -> int:
+    """Frames rounded to a multiple of `group` as in the processor (ties to even)."""
+    if frames < group:
+        raise ValueError(f"this model needs clips of at least {group} frames, got {frames}")
+    return round(frames / group) * group
+
+
+def _at_least(side: int, height: int, width: int) -> Size:
+    """The size enlarged so that both sides are at least `side`."""
+    if min(height, width) >= side:
+        return height, width
+    scale = max(side / height, side / width)
+    return int(height * scale), int(width * scale)
+
+
+def patch_rows(frames: Iterable[Pixels], size: Size, slots: Size, recipe: Recipe) -> tuple[Pixels, Grid]:
+    """Rows of patches, and their grid, of RGB frames (H, W, 3) of `size`.
+
+    `slots` is (t, T): t groups of T frames each; the last frame is repeated to fill them.
+    Rows are in the order (t, h/m, w/m, m, m), so that the patches of one token are adjacent, or (t, h, w)
+    for raster patches; their columns in the order (C, T, p, p) or (T, p, p, C).
+    """
+    patch, merge = recipe.patch, 1 if recipe.raster else recipe.merge
+    (height, width), (groups, depth) = size, slots
+    high, wide = height // (patch * merge), width // (patch * merge)
+    columns = (depth, patch, patch, CHANNELS) if recipe.channels_last else (CHANNELS, depth, patch, patch)
+    rows = np.empty((groups, high, wide, merge, merge, *columns), np.uint8)
+    # (t, T, h/m, m, p, w/m, m, p, C): frames, as a view
+    order = (0, 5, 1, 3, 6, 2, 4, 7, 8) if recipe.channels_last else (0, 6, 1, 3, 7, 2, 4, 8, 5)
+    canvas = rows.transpose(order)
+    filled = 0
+    for frame in frames:
+        canvas[divmod(filled, depth)] = frame.reshape(canvas.shape[2:])
+        filled += 1
+    last = canvas[divmod(filled - 1, depth)]
+    for spare in range(filled, groups * depth):
+        canvas[divmod(spare, depth)] = last
+    grid, shape = patch_shape(size, slots, recipe)
+    return rows.reshape(shape), grid
+
+
+def patch_shape(size: Size, slots: Size, recipe: Recipe) -> tuple[Grid, tuple[int, int]]:
+    """The grid of frames of `size`, and the shape of its rows; `slots` as in `patch_rows`."""
+    patch, (groups, depth) = recipe.patch, slots
+    grid = (groups, size[0] // patch, size[1] // patch)
+    return grid, (math.prod(grid), CHANNELS * depth * patch * patch)

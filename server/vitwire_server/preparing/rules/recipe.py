@@ -1,0 +1,31 @@
+"""All that decides how pictures and files of one modality are prepared."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from vitwire_server.core.models import Geometry, Preprocessing
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The settings of the model's processor, and how its tower wants patches."""
+
+    settings: Preprocessing
+    patch: int
+    merge: int
+    temporal: int
+    """Frames of a patch."""
+    raster: bool = False
+    """Whether patches are ordered row by row of the frame, rather than token by token."""
+    channels_last: bool = False
+    """Whether the columns of a patch are (p, p, C), rather than (C, T, p, p)."""
+
+    @classmethod
+    def of(cls, settings: Preprocessing, geometry: Geometry) -> Self:
+        """The recipe of a modality."""
+        return cls(settings, geometry.patch, geometry.merge, geometry.temporal, geometry.raster, geometry.channels_last)
+
+    @property
+    def factor(self) -> int:
+        """Side of one token in pixels; resized frames are multiples of it."""
+        return self.patch * self.merge
