@@ -1099,6 +1099,7 @@ class GetModelResponse(google.protobuf.message.Message):
     PREPARED_FIELD_NUMBER: builtins.int
     PREPARATION_FINGERPRINT_FIELD_NUMBER: builtins.int
     TILES_FIELD_NUMBER: builtins.int
+    PREPARATION_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -1182,6 +1183,10 @@ class GetModelResponse(google.protobuf.message.Message):
     def tiles(self) -> Global___Tiles:
         """Shapes of a processor's tiles; absent for towers of patches."""
 
+    @property
+    def preparation(self) -> Global___Preparation:
+        """Where pictures are prepared."""
+
     def __init__(
         self,
         *,
@@ -1215,11 +1220,34 @@ class GetModelResponse(google.protobuf.message.Message):
         prepared: collections.abc.Iterable[Global___Modality.ValueType] | None = ...,
         preparation_fingerprint: builtins.str = ...,
         tiles: Global___Tiles | None = ...,
+        preparation: Global___Preparation | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "precision", b"precision", "tiles", b"tiles", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "precision", b"precision", "preparation", b"preparation", "tiles", b"tiles", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
+
+@typing.final
+class Preparation(google.protobuf.message.Message):
+    """Where pictures, and files once they are decoded, are resized and cut."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    place: builtins.str
+    """device or cpu."""
+    reason: builtins.str
+    """Why not on the device; empty otherwise."""
+    def __init__(
+        self,
+        *,
+        place: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["place", b"place", "reason", b"reason"]) -> None: ...
+
+Global___Preparation: typing_extensions.TypeAlias = Preparation
 
 @typing.final
 class Tiles(google.protobuf.message.Message):

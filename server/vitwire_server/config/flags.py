@@ -25,7 +25,7 @@ MAX_RPC_PROCESSES = 64
 """Most edge processes per device."""
 MAX_DECODE_PROCESSES = 256
 MAX_IMAGE_PIXELS = 89_478_485
-"""Most pixels that the client's code, which decodes, accepts."""
+"""Most pixels of a picture: a quarter of a GiB as RGB, where Pillow starts to warn."""
 _MIB = 1 << 20
 MAX_QUEUED_ITEMS = 1 << 31
 MAX_BYTES = 1 << 44
@@ -141,8 +141,13 @@ class Flags(SourcedSettings):
     max_patches_per_item: int = Field(default=65536, ge=4, le=MAX_PATCHES, description="maximum patches per item")
     decode_processes: str = Field(
         default="auto",
-        description="number of processes per device that decode items sent as JPEG, PNG, WebP, MP4 or WebM files; "
-        "one more reads headers; 0: items must be pixels; auto: half of the cores, 1 to 8; needs Linux and Pillow",
+        description="number of processes per device that decode files and prepare pictures; one more reads headers; "
+        "0: items must be pixels as a processor returns them; auto: half of the cores, 1 to 8; needs Linux",
+    )
+    prepare: Literal["auto", "device", "cpu"] = Field(
+        default="auto",
+        description="where pictures, and files once they are decoded, are resized and cut: on the model's device, in "
+        "the decoders, or, with auto, on the device if that is CUDA and its pixels equal Pillow's",
     )
     max_encoded_bytes: int = Field(
         default=32 * _MIB, ge=1, le=1 << 30, description="maximum bytes of an item that is sent as a file"
@@ -151,7 +156,7 @@ class Flags(SourcedSettings):
         default=64 * _MIB,
         ge=1,
         le=MAX_IMAGE_PIXELS,
-        description="maximum pixels of an image that is sent as a file, or of a frame of a clip",
+        description="maximum pixels of a picture, sent as a file or not, or of a frame of a clip",
     )
     decode_seconds: float = Field(
         default=10.0,

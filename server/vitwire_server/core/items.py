@@ -70,6 +70,8 @@ class Item:
     """Whether the region is in memory of a device."""
     store_only: bool = False
     """Whether the rows are only cached, on the device if there is room."""
+    is_picture: bool = False
+    """Whether the pixels are a picture, `(H, W, 3)` or `(F, H, W, 3)`, that the engine prepares."""
 
     def filled(self, data: memoryview) -> "Item":
         """The item with its `nbytes` bytes: pixels, then crops."""

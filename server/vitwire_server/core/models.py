@@ -220,6 +220,38 @@ class Preprocessing:
     """How frames of encoded clips are chosen; None if clips come as pixels only."""
 
 
+class Place(StrEnum):
+    """Where pictures are prepared."""
+
+    DEVICE = "device"
+    """In the engine, on its device."""
+    CPU = "cpu"
+    """In decoders."""
+
+
+class NotOnDevice(StrEnum):
+    """Why a picture is prepared on the CPU."""
+
+    ASKED = "asked"
+    """By `--prepare cpu`."""
+    NO_DEVICE = "no_device"
+    """The tower runs on the CPU."""
+    UNVERIFIED = "unverified"
+    """Test pictures could not be prepared on the device, or differed."""
+    TOO_LARGE = "too_large"
+    """The picture takes more memory than one may have on its way to the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Where pictures are prepared, and why not on the device."""
+
+    place: Place = Place.CPU
+    reason: NotOnDevice | None = NotOnDevice.NO_DEVICE
+    detail: str = ""
+    """What was found, for `UNVERIFIED`."""
+
+
 class Encoding(StrEnum):
     """Format of a file that items may carry instead of pixels."""
 
@@ -287,7 +319,9 @@ class ModelCard:
     """Files that are decoded."""
     prepared: tuple[Modality, ...] = ()
     """Of which pictures and files are prepared."""
-    preparation: str = ""
+    preparation: Preparation = field(default_factory=Preparation)
+    """Where that is done."""
+    preparation_fingerprint: str = ""
     """SHA-256 over all that decides how these are prepared, in hex."""
     backends: Mapping[Budget, str] = field(default_factory=dict)
     """The attention backend of each budget's longest segments."""

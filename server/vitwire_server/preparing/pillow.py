@@ -19,11 +19,19 @@ from vitwire_server.preparing.rules.tiles import cut
 AnyPicture: TypeAlias = Image.Image | Pixels
 """In RGB."""
 
+_AXES_OF_IMAGE = 3
 # What Pillow raises for truncated, damaged or invalid files; Warning if warnings are errors.
 _UNREADABLE = (
     OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, RuntimeError, Warning, struct.error,
     zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
+
+
+def prepared(pixels: Pixels, recipe: Recipe) -> Tiles:
+    """A picture `(H, W, 3 or 4)`, or frames `(F, H, W, 3)`, as `image` or `clip` prepare them. Raises as these."""
+    if pixels.ndim == _AXES_OF_IMAGE:
+        return image(flattened(pixels, recipe), recipe)
+    return clip((flattened(frame, recipe) for frame in pixels), len(pixels), recipe)
 
 
 def image(picture: AnyPicture, recipe: Recipe) -> Tiles:

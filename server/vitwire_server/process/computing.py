@@ -1,18 +1,22 @@
 """How a tower's blocks are computed: their attention, their precision, fused or compiled."""
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.models import Precision
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import NotOnDevice, Place, Precision, Preparation, Preprocessing
+from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.process.precision import reduce_precision
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.compiler.messages import Factory
 from vitwire_server.runtime.compiler.unfilled import served
 from vitwire_server.runtime.compiling import HotShapes
 from vitwire_server.runtime.devices import kernel_fault
+from vitwire_server.runtime.preparing import HostPreparer, Preparer
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
@@ -73,6 +77,20 @@ def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
 
     fused = fuse_tower(tower, attention, reduced=reduced)
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))
+
+
+def preparer_of(
+    settings: ServeSettings, tower: Tower, preprocessing: Mapping[Modality, Preprocessing], stager: Stager
+) -> tuple[Preparer | None, Preparation]:
+    """What prepares pictures in the engine, None if decoders do, and why. Raises UsageError."""
+    if settings.prepare == "cpu":
+        return None, Preparation(Place.CPU, NotOnDevice.ASKED)
+    recipes = recipes_of(preprocessing, tower.geometry)
+    if tower.device.type == "cpu":
+        if settings.prepare == "device":
+            return HostPreparer(recipes, stager), Preparation(Place.DEVICE, None)
+        return None, Preparation(Place.CPU, NotOnDevice.NO_DEVICE)
+    return None, Preparation(Place.CPU, NotOnDevice.UNVERIFIED)
 
 
 def hot_shapes(

@@ -27,7 +27,7 @@ from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.metrics.edges import EdgeMetrics
-from vitwire_server.process import decoding, delivery
+from vitwire_server.process import delivery, preparing
 from vitwire_server.process.descriptors import metrics_connections, raise_limit
 from vitwire_server.process.edges import EdgeFront
 from vitwire_server.process.fronts import Front, LocalFront
@@ -152,7 +152,7 @@ async def _until_stopped(
     if courier and model.outbox:
         keep = settings.stored_bytes > 0
         await asyncio.to_thread(delivery.add_outbox, courier, model.outbox, keep=keep)
-    card = decoding.described(replace(model.card, nixl=courier is not None), settings)
+    card = preparing.described(replace(model.card, nixl=courier is not None), settings)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
     front.serve(card, model.tower.footprints, sessions)
     if model.learner:

@@ -148,6 +148,8 @@ class Call:
             in_flight.submitted = True
             if index in work and not in_flight.is_accepted:
                 in_flight.accepted = _acceptance(work[index])
+        if self.decodes:
+            self.decodes.note_pictures(work)
         await self._session.submit(
             {held[index].key: item for index, item in items.items()},
             {held[index].key: digest for index, digest in (digests or {}).items()},

@@ -15,8 +15,10 @@ from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
-from vitwire_server.core.models import Limits, ModelCard, Shape
+from vitwire_server.core.models import Limits, ModelCard, Place, Shape
 from vitwire_server.preparing.files.messages import Measured
+from vitwire_server.preparing.rules.forms import form_of
+from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.rpc.deliveries import region_of, wrong_region
 from vitwire_server.scheduling.tickets import Priority
 
@@ -29,7 +31,9 @@ DTYPES = {
 _MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
 _OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 _MAX_CONTENT_ID = 512
-_CHANNELS = 4
+_RGB, _RGBA = 3, 4
+MAX_PICTURE_BYTES = 96 << 20
+"""Of a picture on its way to the device: 32 megapixels."""
 T = TypeVar("T")
 
 
@@ -60,7 +64,7 @@ def is_picture(item: pb.Item) -> bool:
 
 def picture_bytes(limits: Limits) -> int:
     """Bytes of the largest picture or clip of frames that is prepared."""
-    return limits.encoded_pixels * _CHANNELS
+    return limits.encoded_pixels * _RGBA
 
 
 class Codec:
@@ -69,6 +73,7 @@ class Codec:
     def __init__(self, card: ModelCard, footprints: Footprints) -> None:
         self._card = card
         self._footprints = footprints
+        self._recipes = recipes_of(card.preprocessing, card.geometry)
 
     def items(self, request: wire.Request, consumer: Consumer | None = None) -> list[Item | CacheLookup | Unprepared]:
         """The items of an Encode request; `consumer` leases their regions.
@@ -133,16 +138,29 @@ class Codec:
         """The item as it will be once it was prepared. Raises InvalidRequest."""
         message = pb.Item()
         message.CopyFrom(item.message)
-        message.grid.t, message.grid.h, message.grid.w = found.grid
         message.ClearField("pixels")
         message.pixels.data_type = pb.DATA_TYPE_UINT8
-        message.pixels.shape.extend(found.pixels)
-        if found.crops:
-            message.crops.data_type = pb.DATA_TYPE_UINT8
-            message.crops.shape.extend(found.crops)
+        if self._goes_to_device(found.picture):
+            message.pixels.shape.extend(found.picture)
+        else:
+            message.grid.t, message.grid.h, message.grid.w = found.grid
+            message.pixels.shape.extend(found.pixels)
+            if found.crops:
+                message.crops.data_type = pb.DATA_TYPE_UINT8
+                message.crops.shape.extend(found.crops)
         header = self.header(field, message, item.output, consumer)
         assert isinstance(header, Item), "it has pixels"
         return header
+
+    def is_unprepared(self, item: pb.Item, file_bytes: int) -> bool:
+        """Whether a decoder must read an item: a file, or a picture that the engine does not prepare."""
+        picture = is_picture(item) and not self._goes_to_device(tuple(item.pixels.shape))
+        return bool(file_bytes or item.encoded) or picture
+
+    def _goes_to_device(self, picture: tuple[int, ...]) -> bool:
+        """Whether the engine prepares a picture of this shape."""
+        on_device = self._card.preparation.place is Place.DEVICE
+        return on_device and picture[-1:] == (_RGB,) and prod(picture) <= MAX_PICTURE_BYTES
 
     def _options(self, output_type: int, priority: int, violations: list[Violation]) -> DType:
         if priority not in pb.Priority.values():
@@ -169,7 +187,7 @@ class Codec:
         consumer: Consumer | None,
         violations: list[Violation],
     ) -> Item | CacheLookup | Unprepared | None:
-        if len(tensors.encoded) or is_picture(item):
+        if self.is_unprepared(item, len(tensors.encoded)):
             made = self._unprepared(field, item, len(tensors.encoded), output, violations)
             data = tensors.encoded or tensors.pixels
             if made and len(data) != made.nbytes:
@@ -256,8 +274,13 @@ class Codec:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
             wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
-        wrong += _wrong_type("pixels", item.pixels)
-        wrong += list(self._wrong_grid(grid, modality)) or self._wrong_shapes(item, grid, modality)
+        if is_picture(item):
+            wrong += self._wrong_picture(item, modality)
+            grid = Grid(1, 1, 1) if wrong else self._grid_of(item, modality, wrong)
+            wrong += [] if wrong else list(self._wrong_grid(grid, modality))
+        else:
+            wrong += _wrong_type("pixels", item.pixels)
+            wrong += list(self._wrong_grid(grid, modality)) or self._wrong_shapes(item, grid, modality)
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
         if wrong or modality is None:
             return None
@@ -276,6 +299,7 @@ class Codec:
             region,
             on_device=on_device,
             store_only=item.store_only,
+            is_picture=is_picture(item),
         )
         nbytes, cached = made.rows_nbytes(self._card.geometry.width), self._card.limits.cached_bytes
         wrong = wrong_region(region, consumer, nbytes)
@@ -283,6 +307,15 @@ class Codec:
             wrong.append(Violation("store_only", f"the rows would take {taken} bytes of the cache, which has {cached}"))
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
         return None if wrong else made
+
+    def _grid_of(self, item: pb.Item, modality: Modality | None, violations: list[Violation]) -> Grid:
+        """The grid that a checked picture will have."""
+        assert modality, "else it was refused"
+        try:
+            return Grid(*form_of(tuple(item.pixels.shape), self._recipes[modality]).grid)
+        except ValueError as error:
+            violations.append(Violation("pixels", str(error)))
+            return Grid(1, 1, 1)
 
     def _wrong_grid(self, grid: Grid, modality: Modality | None) -> Iterator[Violation]:
         geometry = self._card.geometry

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.errors import EncodeFailed, EncoderError
+from vitwire_server.core.items import Item
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import SPAN
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
@@ -79,6 +80,12 @@ class Decodes:
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(partial(_release, permit))
 
+    def note_pictures(self, items: Mapping[int, Item]) -> None:
+        """Pictures among the items go to the engine, which prepares them."""
+        for index, item in items.items():
+            if item.is_picture:
+                self.prepared.setdefault(index, Prepared(item.grid, ()))
+
     def close(self) -> None:
         """The RPC is over."""
         for permit in self._unfinished:
@@ -113,7 +120,9 @@ class Decodes:
         if digest and await call.answer(index, item, digest):
             return
         reserve = partial(call.reserve, index, item)
-        memory = await pool.decode(flow, given.data, given.modality, measured.cost, reserve, given.picture)
+        memory = await pool.decode(
+            flow, given.data, given.modality, measured.cost, reserve, given.picture, raw=item.is_picture
+        )
         seconds = time.monotonic() - start
         self.decoding.metrics.decoded(given.modality, seconds)
         if span := SPAN.get():

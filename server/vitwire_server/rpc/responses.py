@@ -8,7 +8,7 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
-from vitwire_server.core.models import Encoding, ModelCard, Precision, Resizing
+from vitwire_server.core.models import Encoding, ModelCard, Precision, Preparation, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.sampling import Sampling, SamplingRule
@@ -158,7 +158,8 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
         prepared=[_MODALITIES[modality] for modality in card.prepared],
-        preparation_fingerprint=card.preparation,
+        preparation=pb.Preparation(place=card.preparation.place, reason=_reason(card.preparation)),
+        preparation_fingerprint=card.preparation_fingerprint,
         tiles=_tiles(card),
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
     )
@@ -192,6 +193,10 @@ def _preprocessor(card: ModelCard, modality: Modality) -> pb.Preprocessor | None
         drops_transparency=settings.drops_transparency,
         sampling=_sampling(settings.sampling) if settings.sampling else None,
     )
+
+
+def _reason(preparation: Preparation) -> str:
+    return preparation.detail or (preparation.reason.value if preparation.reason else "")
 
 
 def _tiles(card: ModelCard) -> pb.Tiles | None:

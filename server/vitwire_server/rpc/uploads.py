@@ -10,7 +10,7 @@ from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.codec import Codec, Unprepared, is_picture
+from vitwire_server.rpc.codec import Codec, Unprepared
 from vitwire_server.rpc.deliveries import consumer_of, region_of
 from vitwire_server.scheduling.admission import Permit
 
@@ -122,7 +122,7 @@ class Uploads:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
         try:
-            if message.encoded_bytes or item.encoded or is_picture(item):
+            if self.codec.is_unprepared(item, message.encoded_bytes):
                 self._unfinished[number] = self._begin_unprepared(number, item, message.encoded_bytes)
                 return
             header = self.codec.header(f"items[{number}]", item, self.output, self.call.consumer)

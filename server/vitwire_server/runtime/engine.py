@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.runtime.checks import copied_and_checked
 from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.outbox import DeviceRows, Outbox
+from vitwire_server.runtime.preparing import Preparer
 from vitwire_server.runtime.pruning import prune
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import TORCH_TYPES, Download, Streams, flat
@@ -98,8 +99,12 @@ class Engine:
         streams: Streams,
         forward: Callable[[Tensor, Metadata], Tensor] | None = None,
         outbox: Outbox | None = None,
+        preparer: Preparer | None = None,
     ) -> None:
-        """`forward` replaces the tower's forward in eager batches; `outbox` is where rows are delivered from."""
+        """`forward` replaces the tower's forward in eager batches; `outbox` is where rows are delivered from.
+
+        Without a `preparer`, no item may be a picture.
+        """
         self._forward = forward or tower.forward
         self.depth = streams.depth
         self._tower = tower
@@ -107,6 +112,7 @@ class Engine:
         self._stager = stager
         self._streams = streams
         self._outbox = outbox
+        self._preparer = preparer
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
@@ -137,9 +143,7 @@ class Engine:
         sources = self._streams.upload([[item.pixels for item in group] for group in groups] + crops)
         stage_in = time.perf_counter() - start
         with self._streams.computing():
-            staged = _Staged(
-                groups, sources[: len(groups)], [item for item in items if item.crops], sources[len(groups) :]
-            )
+            staged = _Staged(groups, sources[: len(groups)], sources[len(groups) :])
             forward = self._replay(items, staged, budget) if budget else self._eager(items, staged)
             rows, finite, kept = self._finish(items, forward)
             outgoing = self._outgoing(items, rows)
@@ -199,14 +203,19 @@ class Engine:
 
     def _fill(self, staged: "_Staged", pixels: Tensor, crops: Tensor | None) -> None:
         """Write pixels and crops into the tower's inputs."""
+        items = [item for group in staged.groups for item in group]
+        of_crops = torch.split(crops, [item.footprint.crops for item in items]) if crops is not None else repeat(None)
+        views, sources = iter(of_crops), iter(staged.crops)
         patches = [sum(item.footprint.patches for item in group) for group in staged.groups]
         for group, source, rows in zip(staged.groups, staged.pixels, torch.split(pixels, patches), strict=True):
+            if group[0].is_picture:
+                assert self._preparer, "else pictures were prepared by a decoder"
+                self._preparer.write(group[0], source, rows, next(views))
+                continue
             self._stager.stage(source, group[0].modality, rows)
-        if crops is None:
-            return
-        views = torch.split(crops, [item.footprint.crops for item in staged.cropped])
-        for item, source, rows in zip(staged.cropped, staged.crops, views, strict=True):
-            self._stager.stage(source, item.modality, rows, crops=True)
+            for item, target in zip(group, views, strict=False):
+                if item.crops and target is not None:
+                    self._stager.stage(next(sources), item.modality, target, crops=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +225,13 @@ class _Staged:
     groups: Sequence[Sequence[Item]]
     pixels: Sequence[Tensor]
     """Of each group."""
-    cropped: Sequence[Item]
     crops: Sequence[Tensor]
-    """Of each item that has some."""
+    """Of each item that brings some."""
 
 
-def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...]]:
-    """What staging depends on: items that agree in it are staged as one."""
-    return item.modality, item.pixels.dtype, item.pixels.shape[1:]
+def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...], int]:
+    """What staging depends on: items that agree in it are staged as one; a picture always alone."""
+    return item.modality, item.pixels.dtype, item.pixels.shape[1:], id(item) if item.is_picture else 0
 
 
 def _bytes(rows: Tensor) -> memoryview:

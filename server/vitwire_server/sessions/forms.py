@@ -28,6 +28,7 @@ class ItemForm(Struct, array_like=True, frozen=True, tag="i"):
     region: tuple[int, int] | None
     on_device: bool
     store_only: bool
+    is_picture: bool
 
 
 class LookupForm(Struct, array_like=True, frozen=True, tag="l"):
@@ -70,6 +71,7 @@ def form_of(item: Item | CacheLookup) -> ItemForm | LookupForm:
         _pair(item.region),
         item.on_device,
         item.store_only,
+        item.is_picture,
     )
 
 
@@ -99,6 +101,7 @@ def item_of(form: ItemForm) -> Item:
         Region(*form.region) if form.region else None,
         on_device=form.on_device,
         store_only=form.store_only,
+        is_picture=form.is_picture,
     )
 
 

@@ -12,10 +12,8 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 
 from vitwire_server.core.decoding import Fault
-from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files.images import Unusable
 from vitwire_server.preparing.rules.forms import Form, clip_form
-from vitwire_server.preparing.rules.pictures import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
 
@@ -38,6 +36,8 @@ class Measured(NamedTuple):
     """Of the frames that are used."""
     seconds: tuple[float, ...]
     """When each is shown, from the start of the clip."""
+    size: tuple[int, int]
+    """Height and width of a frame."""
     cost: int
     """What decoding costs, in pixels of an image."""
 
@@ -55,14 +55,15 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
     seconds = tuple(index / rate for index in indices) if rate else ()
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
-    return Measured(clip_form((height, width), len(indices), recipe), indices, seconds, cost)
+    return Measured(clip_form((height, width), len(indices), recipe), indices, seconds, (height, width), cost)
 
 
-def decode(data: bytes, recipe: Recipe, max_pixels: int) -> Tiles:
-    """The prepared clip; one frame is in memory at a time. Raises as `measure`."""
+@contextmanager
+def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iterator[Frame], int]]:
+    """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
     indices = measure(data, recipe, max_pixels).indices
     with _opened(data) as (container, stream):
-        return pillow.clip(_frames(container, stream, indices), len(indices), recipe)
+        yield _frames(container, stream, indices), len(indices)
 
 
 def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> Iterator[Frame]:

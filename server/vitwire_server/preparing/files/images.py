@@ -10,7 +10,6 @@ from PIL.ExifTags import Base
 from vitwire_server.core.decoding import Fault
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.rules.forms import Form, image_form
-from vitwire_server.preparing.rules.pictures import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -30,8 +29,8 @@ class Unusable(Exception):
         self.fault = fault
 
 
-def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, int]:
-    """What the prepared image will be, and how many pixels must be decoded. Raises Unusable, or what Pillow raises."""
+def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, tuple[int, int]]:
+    """What the prepared image will be, and its height and width. Raises Unusable, or what Pillow raises."""
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
@@ -40,13 +39,13 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, int]:
             raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         if _orientation(image, data) in _TURNED:
             width, height = height, width
-    return image_form((height, width), recipe), width * height
+    return image_form((height, width), recipe), (height, width)
 
 
-def decode(data: bytes, recipe: Recipe) -> Tiles:
-    """The prepared image. Raises ValueError."""
+def decode(data: bytes, recipe: Recipe) -> Image.Image:
+    """The image in RGB. Raises ValueError."""
     with BytesIO(data) as file:
-        return pillow.image(pillow.read(file, recipe, _FORMATS), recipe)
+        return pillow.read(file, recipe, _FORMATS)
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:

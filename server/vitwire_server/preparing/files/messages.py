@@ -35,7 +35,7 @@ class Measure(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Decode(Struct, array_like=True, frozen=True, tag=2):
-    """Answered with Decoded: so many bytes of pixels and crops are in the shared memory, of a file or a picture."""
+    """Answered with Decoded: so many bytes of pixels and crops, of a file or a picture, are in the shared memory."""
 
     nbytes: int
     modality: Modality
@@ -44,6 +44,8 @@ class Decode(Struct, array_like=True, frozen=True, tag=2):
     output_bytes: int
     picture: tuple[int, ...] | None = None
     """The shape of a picture, or of the frames of a clip; None for a file."""
+    raw: bool = False
+    """Whether to return the picture in RGB, for the engine to prepare."""
 
 
 # -- from a decoder --------------------------------------------------------------------------------
@@ -61,6 +63,8 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
     crops: tuple[int, ...] | None
     cost: int
     """Pixels to decode and to write, which predict the time that it takes."""
+    picture: tuple[int, ...] = ()
+    """Shape of the decoded picture in RGB, `(H, W, 3)` or `(F, H, W, 3)`."""
     frame_seconds: tuple[float, ...] = ()
 
 

@@ -15,7 +15,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.preparing.files.child import Child, DecoderGone
 from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, Measured, Refused, Setup
 from vitwire_server.preparing.files.turns import Flow, Turn, Turns
-from vitwire_server.preparing.rules.forms import clip_form, image_form
+from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -95,13 +95,10 @@ class DecodePool:
     def measure_picture(self, shape: tuple[int, ...], modality: Modality) -> Measured:
         """What a picture, or the frames of a clip, will be, from their shape. Raises NotDecoded."""
         try:
-            if modality is Modality.VIDEO:
-                form = clip_form((shape[1], shape[2]), shape[0], self._recipes[modality])
-            else:
-                form = image_form((shape[0], shape[1]), self._recipes[modality])
+            form = form_of(shape, self._recipes[modality])
         except ValueError as error:
             raise NotDecoded(Fault.UNSUPPORTED, str(error)) from error
-        return Measured(*form, prod(shape[:-1]) + form.area)
+        return Measured(form.grid, form.pixels, form.crops, prod(shape[:-1]) + form.area, (*shape[:-1], 3))
 
     async def decode(
         self,
@@ -111,15 +108,18 @@ class DecodePool:
         cost: int,
         reserve: Callable[[], Awaitable[memoryview]],
         picture: tuple[int, ...] | None = None,
+        *,
+        raw: bool = False,
     ) -> memoryview:
         """Prepare a file, or a picture of this shape, of a measured cost; returns its pixels. Raises NotDecoded.
 
-        `reserve` gets the memory for the pixels once it is the item's turn.
+        `reserve` gets the memory for the pixels once it is the item's turn. `raw` leaves the picture, in RGB, for the
+        engine to prepare.
         """
         async with self._child(self._decoding, flow, cost) as child:
             target = await reserve()
             await child.write(data)
-            answer = await self._ask(child, Decode(len(data), modality, self._seconds(cost), len(target), picture))
+            answer = await self._ask(child, Decode(len(data), modality, self._seconds(cost), len(target), picture, raw))
             assert isinstance(answer, Decoded)
             await child.read(target)
         return target

@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -38,10 +40,11 @@ from vitwire_server.preparing.files.messages import (
     Setup,
 )
 from vitwire_server.preparing.rules.forms import Form
+from vitwire_server.preparing.rules.patches import Pixels
 from vitwire_server.preparing.rules.pictures import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe
 
-_AXES_OF_IMAGE = 3
+_CHANNELS = 3
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON = 200
 _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
@@ -104,26 +107,27 @@ class _Worker:
     def _measured(self, job: Measure) -> Measured:
         data, recipe = self._memory[: job.nbytes], self._recipe(job.modality)
         if job.modality is Modality.IMAGE:
-            return _message(*images.measure(data, recipe, self._setup.max_pixels))
-        measured = self._clip_reader.measure(data, recipe, self._setup.max_pixels)
-        return _message(measured.form, measured.cost, measured.seconds)
+            form, size = images.measure(data, recipe, self._setup.max_pixels)
+            return _message(form, prod(size), (*size, _CHANNELS))
+        clip = self._clip_reader.measure(data, recipe, self._setup.max_pixels)
+        frames = (len(clip.indices), *clip.size, _CHANNELS)
+        return _message(clip.form, clip.cost, frames, clip.seconds)
 
     def _decoded(self, job: Decode) -> Decoded:
         recipe = self._recipe(job.modality)
         if job.picture:
-            tiles = self._prepared(job.nbytes, job.picture, recipe)
+            picture = np.frombuffer(self._memory, np.uint8, job.nbytes).reshape(job.picture)
+            self._write(
+                [pillow.flattened(picture, recipe)] if job.raw else _parts(pillow.prepared(picture, recipe)), job
+            )
         elif job.modality is Modality.IMAGE:
-            tiles = images.decode(self._memory[: job.nbytes], recipe)
+            image = images.decode(self._memory[: job.nbytes], recipe)
+            self._write([np.asarray(image)] if job.raw else _parts(pillow.image(image, recipe)), job)
         else:
-            tiles = self._clip_reader.decode(self._memory[: job.nbytes], recipe, self._setup.max_pixels)
-        self._write(tiles, job.output_bytes)
+            reading = self._clip_reader.decoded(self._memory[: job.nbytes], recipe, self._setup.max_pixels)
+            with reading as (frames, count):
+                self._write(frames if job.raw else _parts(pillow.clip(frames, count, recipe)), job)
         return Decoded()
-
-    def _prepared(self, nbytes: int, shape: tuple[int, ...], recipe: Recipe) -> Tiles:
-        picture = np.frombuffer(self._memory, np.uint8, nbytes).reshape(shape)
-        if len(shape) == _AXES_OF_IMAGE:
-            return pillow.image(pillow.flattened(picture, recipe), recipe)
-        return pillow.clip((pillow.flattened(frame, recipe) for frame in picture), len(picture), recipe)
 
     def _recipe(self, modality: Modality) -> Recipe:
         if modality not in self._setup.recipes:
@@ -136,19 +140,24 @@ class _Worker:
             raise Unusable(Fault.UNSUPPORTED, "is a clip, and this server decodes images only")
         return self._clips
 
-    def _write(self, tiles: Tiles, nbytes: int) -> None:
-        parts = [part.reshape(-1) for part in (tiles.pixels, tiles.crops) if part is not None]
-        if sum(map(len, parts)) != nbytes:
-            raise Unusable(Fault.MALFORMED, "its header and its content differ in size")
-        at = self._setup.input_bytes
+    def _write(self, parts: Iterable[Pixels], job: Decode) -> None:
+        """Write arrays one after the other; together they must have the job's bytes."""
+        at, end = self._setup.input_bytes, self._setup.input_bytes + job.output_bytes
         for part in parts:
-            np.frombuffer(self._memory, np.uint8, len(part), at)[:] = part
-            at += len(part)
+            if at + part.size <= end:
+                np.frombuffer(self._memory, np.uint8, part.size, at).reshape(part.shape)[:] = part
+            at += part.size
+        if at != end:
+            raise Unusable(Fault.MALFORMED, "its header and its content differ in size")
 
 
-def _message(form: Form, decoded: int, seconds: tuple[float, ...] = ()) -> Measured:
-    """`decoded` is what decoding costs, in pixels."""
-    return Measured(form.grid, form.pixels, form.crops, decoded + form.area, seconds)
+def _message(form: Form, cost: int, picture: tuple[int, ...], seconds: tuple[float, ...] = ()) -> Measured:
+    """`cost` is that of decoding, in pixels."""
+    return Measured(form.grid, form.pixels, form.crops, cost + form.area, picture, seconds)
+
+
+def _parts(tiles: Tiles) -> list[Pixels]:
+    return [tiles.pixels] if tiles.crops is None else [tiles.pixels, tiles.crops]
 
 
 def _limit(memory: int) -> None:

@@ -23,6 +23,12 @@ class Form(NamedTuple):
         return sum(prod(shape) for shape in (self.pixels, self.crops) if shape) // CHANNELS
 
 
+def form_of(picture: tuple[int, ...], recipe: Recipe) -> Form:
+    """What a picture `(H, W, channels)`, or frames `(F, H, W, channels)`, become. Raises ValueError as `image_form`."""
+    *frames, height, width, _ = picture
+    return clip_form((height, width), frames[0], recipe) if frames else image_form((height, width), recipe)
+
+
 def image_form(size: Size, recipe: Recipe) -> Form:
     """What an image of this height and width becomes. Raises ValueError for one that the processor refuses."""
     if recipe.settings.tiling:

@@ -1,9 +1,11 @@
 """All that decides how pictures and files of one modality are prepared."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from vitwire_server.core.models import Geometry, Preprocessing
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +31,12 @@ class Recipe:
     def factor(self) -> int:
         """Side of one token in pixels; resized frames are multiples of it."""
         return self.patch * self.merge
+
+
+def recipes_of(preprocessing: Mapping[Modality, Preprocessing], geometry: Geometry) -> dict[Modality, Recipe]:
+    """The recipe of each modality that is prepared; others come as a processor returns them."""
+    return {
+        modality: Recipe.of(settings, geometry)
+        for modality, settings in preprocessing.items()
+        if settings.resizing is not Resizing.OTHER
+    }

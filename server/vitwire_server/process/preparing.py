@@ -1,4 +1,4 @@
-"""What a server process decodes with, and what it offers."""
+"""What a server process prepares with, and what it offers."""
 
 import logging
 import sys
@@ -13,11 +13,11 @@ import PIL
 from vitwire_server.config.host import decode_processes
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Encoding, ModelCard, Resizing
+from vitwire_server.core.models import Encoding, ModelCard, Place
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.pool import DecodePool, Sizes
-from vitwire_server.preparing.rules.recipe import Recipe
-from vitwire_server.rpc.codec import picture_bytes
+from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
+from vitwire_server.rpc.codec import MAX_PICTURE_BYTES, picture_bytes
 from vitwire_server.rpc.decodes import Decoding
 from vitwire_server.scheduling.admission import Admission
 
@@ -33,7 +33,7 @@ _COPIES = 3
 
 def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
     """The card with what is prepared, by the settings, the model and the installed libraries."""
-    recipes = _recipes(card)
+    recipes = recipes_of(card.preprocessing, card.geometry)
     if not recipes or not _processes(settings):
         return card
     encodings: tuple[Encoding, ...] = _IMAGES if Modality.IMAGE in recipes else ()
@@ -41,7 +41,9 @@ def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
     if clips and clips.settings.sampling and find_spec("av"):
         encodings += _CLIPS
     limits = replace(card.limits, encoded_bytes=settings.max_encoded_bytes, encoded_pixels=settings.max_image_pixels)
-    return replace(card, limits=limits, encodings=encodings, prepared=tuple(recipes), preparation=_fingerprint(recipes))
+    return replace(
+        card, limits=limits, encodings=encodings, prepared=tuple(recipes), preparation_fingerprint=_fingerprint(recipes)
+    )
 
 
 def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, processes: int) -> Decoding | None:
@@ -49,7 +51,8 @@ def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, proc
     if not card.prepared:
         return None
     geometry = card.geometry
-    output = card.limits.patches_per_item * geometry.columns(frames=geometry.temporal)
+    on_device = MAX_PICTURE_BYTES if card.preparation.place is Place.DEVICE else 0
+    output = max(card.limits.patches_per_item * geometry.columns(frames=geometry.temporal), on_device)
     input_bytes = max(settings.max_encoded_bytes, picture_bytes(card.limits))
     sizes = Sizes(
         processes=max(1, _processes(settings) // processes),
@@ -59,17 +62,11 @@ def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, proc
         seconds=settings.decode_seconds,
         memory=_BASE_BYTES + settings.max_image_pixels * _BYTES_PER_PIXEL + _COPIES * (input_bytes + output),
     )
-    pool = DecodePool(sizes, _recipes(card), metrics, clips=Encoding.MP4 in card.encodings)
+    pool = DecodePool(
+        sizes, recipes_of(card.preprocessing, card.geometry), metrics, clips=Encoding.MP4 in card.encodings
+    )
     waiting = Admission(settings.max_queued_items, settings.max_queued_bytes // processes)
     return Decoding(pool, waiting, metrics)
-
-
-def _recipes(card: ModelCard) -> dict[Modality, Recipe]:
-    return {
-        modality: Recipe.of(own, card.geometry)
-        for modality, own in card.preprocessing.items()
-        if own.resizing is not Resizing.OTHER
-    }
 
 
 def _fingerprint(recipes: Mapping[Modality, Recipe]) -> str:
