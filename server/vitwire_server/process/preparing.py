@@ -60,13 +60,15 @@ def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, proc
         output_bytes=output,
         pixels=settings.max_image_pixels,
         seconds=settings.decode_seconds,
-        memory=_BASE_BYTES + settings.max_image_pixels * _BYTES_PER_PIXEL + _COPIES * (input_bytes + output),
+        memory=_BASE_BYTES
+        + settings.max_image_pixels * _BYTES_PER_PIXEL
+        + _COPIES * (settings.max_encoded_bytes + output),
     )
     pool = DecodePool(
         sizes, recipes_of(card.preprocessing, card.geometry), metrics, clips=Encoding.MP4 in card.encodings
     )
     waiting = Admission(settings.max_queued_items, settings.max_queued_bytes // processes)
-    return Decoding(pool, waiting, metrics)
+    return Decoding(pool, waiting, card.preparation, metrics)
 
 
 def _fingerprint(recipes: Mapping[Modality, Recipe]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.errors import EncodeFailed, EncoderError
 from vitwire_server.core.items import Item
+from vitwire_server.core.models import NotOnDevice, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import SPAN
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
@@ -39,6 +40,7 @@ class Decoding:
     pool: DecodePool
     waiting: Admission
     """Bounds the files in the process."""
+    preparation: Preparation
     metrics: RpcMetrics
 
 
@@ -85,6 +87,7 @@ class Decodes:
         for index, item in items.items():
             if item.is_picture:
                 self.prepared.setdefault(index, Prepared(item.grid, ()))
+                self.decoding.metrics.prepared(None)
 
     def close(self) -> None:
         """The RPC is over."""
@@ -120,14 +123,19 @@ class Decodes:
         if digest and await call.answer(index, item, digest):
             return
         reserve = partial(call.reserve, index, item)
-        memory = await pool.decode(
+        done = await pool.decode(
             flow, given.data, given.modality, measured.cost, reserve, given.picture, raw=item.is_picture
         )
         seconds = time.monotonic() - start
-        self.decoding.metrics.decoded(given.modality, seconds)
+        metrics = self.decoding.metrics
+        metrics.decoded(given.modality, seconds)
+        reason = None if item.is_picture else self.decoding.preparation.reason or NotOnDevice.TOO_LARGE
+        metrics.prepare_took(reason, {"wait": done.waited, "decode": done.decode, "prepare": done.prepare})
+        if reason:
+            metrics.prepared(reason)
         if span := SPAN.get():
             span.stage("decode", start, seconds, {"vitwire.item": index})
-        await call.submit({index: item.filled(memory)}, {index: digest} if digest else {})
+        await call.submit({index: item.filled(done.pixels)}, {index: digest} if digest else {})
 
 
 def _release(permit: Permit, task: asyncio.Task[None]) -> None:

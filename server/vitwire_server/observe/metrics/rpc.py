@@ -1,7 +1,10 @@
 """Metrics that `rpc/` records, on the event loop."""
 
+from collections.abc import Mapping
+
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
+from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.observe.metrics.series import SECONDS, Series, Shared
 
 ITEM_CODES = (
@@ -13,6 +16,10 @@ ITEM_CODES = (
     "INTERNAL",
 )
 """Names of gRPC's codes that an item may fail with."""
+
+
+def _where(reason: NotOnDevice | None) -> str:
+    return Place.CPU if reason else Place.DEVICE
 
 
 class RpcMetrics:
@@ -44,6 +51,13 @@ class RpcMetrics:
             "Time at which the certificate that new connections get expires; 0 without TLS",
         )
         self._decode_waiting = series.gauge("decode_waiting", "Encoded items that wait for a decoder")
+        self._prepared = series.counter(
+            "prepared", "Pictures and files prepared, by where, and why not on the device", "where", "reason"
+        )
+        self._prepare_seconds = series.histogram(
+            "prepare_seconds", "Time of a picture or file in a decoder, by where it is resized", SECONDS,
+            "where", "stage",
+        )  # fmt: skip
         for modality in Modality:
             self._decode_seconds.labels(modality)
         for reason in Fault:
@@ -64,6 +78,15 @@ class RpcMetrics:
     def decoded(self, modality: Modality, seconds: float) -> None:
         """An encoded item was decoded and prepared, so long after its bytes had arrived."""
         self._decode_seconds.labels(modality).observe(seconds)
+
+    def prepared(self, reason: NotOnDevice | None) -> None:
+        """A picture or file was prepared, or sent to the device without a reason."""
+        self._prepared.labels(_where(reason), reason or "").inc()
+
+    def prepare_took(self, reason: NotOnDevice | None, stages: Mapping[str, float]) -> None:
+        """Seconds of each stage in a decoder."""
+        for stage, seconds in stages.items():
+            self._prepare_seconds.labels(_where(reason), stage).observe(seconds)
 
     def decode_failed(self, reason: Fault) -> None:
         """An encoded item was not decoded."""

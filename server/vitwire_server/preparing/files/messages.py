@@ -71,6 +71,10 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
 class Decoded(Struct, array_like=True, frozen=True, tag=2):
     """The pixels are in the shared memory, and the crops behind them."""
 
+    decode_seconds: float
+    prepare_seconds: float
+    """0 for a picture that the engine prepares."""
+
 
 class Refused(Struct, array_like=True, frozen=True, tag=3):
     """The file cannot be used."""

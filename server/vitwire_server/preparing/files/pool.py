@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
@@ -47,6 +48,16 @@ class NotDecoded(Exception):
         if self.fault is Fault.LOST:
             return EncodeFailed(f"{field}: {self}")
         return InvalidRequest([Violation(field, str(self))])
+
+
+class Prepared(NamedTuple):
+    """The pixels of a file or picture, and the seconds that they took."""
+
+    pixels: memoryview
+    waited: float
+    """For a decoder."""
+    decode: float
+    prepare: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +121,21 @@ class DecodePool:
         picture: tuple[int, ...] | None = None,
         *,
         raw: bool = False,
-    ) -> memoryview:
-        """Prepare a file, or a picture of this shape, of a measured cost; returns its pixels. Raises NotDecoded.
+    ) -> Prepared:
+        """Prepare a file, or a picture of this shape, of a measured cost. Raises NotDecoded.
 
         `reserve` gets the memory for the pixels once it is the item's turn. `raw` leaves the picture, in RGB, for the
         engine to prepare.
         """
+        start = time.perf_counter()
         async with self._child(self._decoding, flow, cost) as child:
+            waited = time.perf_counter() - start
             target = await reserve()
             await child.write(data)
             answer = await self._ask(child, Decode(len(data), modality, self._seconds(cost), len(target), picture, raw))
             assert isinstance(answer, Decoded)
             await child.read(target)
-        return target
+        return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds)
 
     async def close(self) -> None:
         """End all decoders."""

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterable
 from math import prod
@@ -114,20 +115,24 @@ class _Worker:
         return _message(clip.form, clip.cost, frames, clip.seconds)
 
     def _decoded(self, job: Decode) -> Decoded:
-        recipe = self._recipe(job.modality)
+        recipe, data = self._recipe(job.modality), self._memory
+        start = time.perf_counter()
         if job.picture:
-            picture = np.frombuffer(self._memory, np.uint8, job.nbytes).reshape(job.picture)
-            self._write(
-                [pillow.flattened(picture, recipe)] if job.raw else _parts(pillow.prepared(picture, recipe)), job
-            )
+            picture: pillow.AnyPicture = np.frombuffer(data, np.uint8, job.nbytes).reshape(job.picture)
         elif job.modality is Modality.IMAGE:
-            image = images.decode(self._memory[: job.nbytes], recipe)
-            self._write([np.asarray(image)] if job.raw else _parts(pillow.image(image, recipe)), job)
+            picture = images.decode(data[: job.nbytes], recipe)
         else:
-            reading = self._clip_reader.decoded(self._memory[: job.nbytes], recipe, self._setup.max_pixels)
-            with reading as (frames, count):
+            reading = self._clip_reader.decoded(data[: job.nbytes], recipe, self._setup.max_pixels)
+            with reading as (frames, count):  # decoding and preparing take turns
                 self._write(frames if job.raw else _parts(pillow.clip(frames, count, recipe)), job)
-        return Decoded()
+            return Decoded(time.perf_counter() - start, 0.0)
+        decoded = time.perf_counter()
+        if job.raw:
+            self._write([pillow.flattened(np.asarray(picture), recipe)], job)
+            return Decoded(time.perf_counter() - start, 0.0)
+        made = pillow.prepared(picture, recipe) if isinstance(picture, np.ndarray) else pillow.image(picture, recipe)
+        self._write(_parts(made), job)
+        return Decoded(decoded - start, time.perf_counter() - decoded)
 
     def _recipe(self, modality: Modality) -> Recipe:
         if modality not in self._setup.recipes:
