@@ -1,0 +1,106 @@
+"""Pictures and files that the engine prepares, against those that decoders prepare, through real servers."""
+
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from checkpoints import Checkpoints
+from encoded_files import clip, moving, photograph, saved, turned
+from servers import ServerProcess, serving
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire.v1 import encoder_pb2_grpc as rpc
+
+FLAGS = ("--dtype", "float32", "--decode-processes", "1")
+MODEL_TYPES = ("qwen3_vl", "deepseek_ocr2", "llava_onevision")
+"""Of patches, of tiles with crops, and of tiles with an overview."""
+SHAPES = {"one process": (), "edges": ("--rpc-processes", "2", "--decode-processes", "2")}
+
+
+def picture(array: np.ndarray, modality: "pb.Modality.ValueType" = pb.MODALITY_IMAGE) -> pb.Item:
+    """A picture as a message: pixels without a grid."""
+    tensor = pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=array.shape, data=array.tobytes())
+    return pb.Item(modality=modality, pixels=tensor)
+
+
+def items(*, clips: bool) -> list[pb.Item]:
+    """Pictures and files of several sizes and kinds."""
+    photo = photograph(230, 310)
+    rgba = np.dstack([np.asarray(photo), np.arange(230 * 310, dtype=np.uint32).reshape(230, 310).astype(np.uint8)])
+    files = [saved(photo, quality=85), saved(photo, "PNG"), turned("JPEG"), saved(photo, "GIF"), saved(photo, "BMP")]
+    made = [picture(np.asarray(photograph(*size))) for size in ((230, 310), (61, 400), (300, 64))] + [picture(rgba)]
+    made += [pb.Item(modality=pb.MODALITY_IMAGE, encoded=file) for file in files]
+    if clips:
+        made.append(pb.Item(modality=pb.MODALITY_VIDEO, encoded=clip(moving(12), 4.0)))
+        frames = np.stack([np.asarray(photograph(90, 120))] * 3 + [np.asarray(photograph(90, 120))[:, ::-1]])
+        made.append(picture(frames, pb.MODALITY_VIDEO))
+    return made
+
+
+def rows_of(server: ServerProcess, sent: list[pb.Item]) -> list[tuple[tuple[int, int, int], np.ndarray]]:
+    """The grid and rows of each item, from one request."""
+    parts: dict[int, list[bytes]] = {}
+    found: dict[int, tuple[tuple[int, int, int], np.ndarray]] = {}
+    with grpc.insecure_channel(server.target) as channel:
+        for answer in rpc.EncoderServiceStub(channel).Encode(pb.EncodeRequest(items=sent)):
+            assert answer.WhichOneof("result") == "chunk", answer
+            parts.setdefault(answer.item, []).append(answer.chunk.data)
+            if answer.chunk.last:
+                grid = answer.report.grid
+                rows = np.frombuffer(b"".join(parts[answer.item]), np.float32).reshape(tuple(answer.chunk.shape))
+                found[answer.item] = ((grid.t, grid.h, grid.w), rows)
+    return [found[index] for index in range(len(sent))]
+
+
+@pytest.fixture(params=MODEL_TYPES)
+def model_type(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_engine_prepares_as_decoders_do(model_type: str, shape: str, checkpoints: Checkpoints) -> None:
+    folder = checkpoints(model_type)
+    with serving(folder, *FLAGS, "--prepare", "cpu") as server, grpc.insecure_channel(server.target) as channel:
+        model = rpc.EncoderServiceStub(channel).GetModel(pb.GetModelRequest())
+        sent = items(clips=pb.ENCODING_MP4 in model.encodings)
+        expected = rows_of(server, sent)
+        assert (model.preparation.place, model.preparation.reason) == ("cpu", "asked")
+        assert server.metric("vitwire_prepared_total", where="cpu", reason="asked") == len(sent)
+    with (
+        serving(folder, *FLAGS, *SHAPES[shape], "--prepare", "device") as server,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        model = rpc.EncoderServiceStub(channel).GetModel(pb.GetModelRequest())
+        assert (model.preparation.place, model.preparation.reason) == ("device", "")
+        for own, other in zip(rows_of(server, sent), expected, strict=True):
+            assert own[0] == other[0]
+            np.testing.assert_allclose(own[1], other[1], rtol=0, atol=1e-5)
+        for own, other in zip(rows_of(server, sent[::-1]), expected[::-1], strict=True):
+            np.testing.assert_allclose(own[1], other[1], rtol=0, atol=1e-5)
+        assert server.metric("vitwire_prepared_total", where="device", reason="") == 2 * len(sent)
+        assert server.metric("vitwire_admitted_bytes") == 0
+
+
+def test_a_graph_is_filled_by_the_engine(checkpoints: Checkpoints) -> None:
+    """The same with simulated graphs, whose buffers are used again and again."""
+    flags = (*FLAGS, "--graphs", "simulated", "--max-budget-tokens", "256")
+    folder = checkpoints("qwen3_vl")
+    sent = items(clips=False)
+    with serving(folder, *flags, "--prepare", "cpu") as server:
+        expected = rows_of(server, sent)
+    with serving(folder, *flags, "--prepare", "device") as server:
+        for _ in range(2):
+            for own, other in zip(rows_of(server, sent), expected, strict=True):
+                np.testing.assert_allclose(own[1], other[1], rtol=0, atol=1e-5)
+        assert server.metric("vitwire_items_total", path="graph") > 0
+
+
+def test_a_large_picture_goes_through_a_decoder(checkpoints: Checkpoints) -> None:
+    """6000 x 6000 pixels are 108 MB, more than may wait for the engine; 4 MB of them are left after resizing."""
+    photo = saved(photograph(6000, 6000).resize((6000, 6000)), quality=60)
+    with serving(checkpoints("qwen3_vl"), *FLAGS, "--prepare", "device") as server:
+        ((grid, _),) = rows_of(server, [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo)])
+        assert grid[1] * grid[2] > 0
+        assert server.metric("vitwire_prepared_total", where="cpu", reason="too_large") == 1
+        assert server.metric("vitwire_prepared_total", where="device") == 0
