@@ -24,9 +24,8 @@ from vitwire._errors import (
     Violation,
     VitwireError,
 )
-from vitwire._images import Preprocessor, Tiling
 from vitwire._items import Item, Modality
-from vitwire._model import Budget, Limits, Model, Precision
+from vitwire._model import Budget, Limits, Model, Precision, TileShapes
 from vitwire._protocol import Priority, Result
 from vitwire._storing import Accepted, Stored
 
@@ -47,12 +46,11 @@ __all__ = [
     "NotCached",
     "Overloaded",
     "Precision",
-    "Preprocessor",
     "Priority",
     "Report",
     "Result",
     "Stored",
-    "Tiling",
+    "TileShapes",
     "Unauthenticated",
     "Unavailable",
     "Violation",

@@ -16,7 +16,7 @@ from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
 from vitwire._items import Item, Modality, numbered, without_pixels
 from vitwire._model import Model
-from vitwire._prepare import Clip, Upload, clip_items, image_items
+from vitwire._pictures import Clip, clip_items, image_items
 from vitwire._processors import batch_items, identified
 from vitwire._protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
 from vitwire._sources import ImageLike
@@ -163,11 +163,10 @@ class AsyncClient(BaseClient[AsyncTransport]):
         priority: Priority | None = None,
         *,
         content_ids: Sequence[str | None] | None = None,
-        upload: Upload = "pixels",
     ) -> list[Embedding]:
         """Encode images, prepared in threads for the server's model. As `Client.encode_images`."""
         call = self._call(timeout, output_type, priority)
-        items = await asyncio.to_thread(image_items, images, await self._get_model(call), upload)
+        items = await asyncio.to_thread(image_items, images, await self._get_model(call))
         return await self._encode_known(identified(items, content_ids), call, content_ids)
 
     async def encode_clips(

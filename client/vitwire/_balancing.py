@@ -71,8 +71,7 @@ class Balancing:
         """How many RPCs to split a request of so many tokens into."""
         if self.spread != "auto":
             return self.spread
-        largest = model.budgets[-1].tokens if model.budgets else _LARGE_TOKENS
-        return max(1, min(replicas, math.ceil(tokens / largest)))
+        return max(1, min(replicas, math.ceil(tokens / _largest(model))))
 
 
 class Replicas:
@@ -97,20 +96,27 @@ class Replicas:
 
 
 def tokens_of(item: Item, model: Model) -> int:
-    """Tokens that the tower computes for an item, before pruning and pooling: of tiles by area, of files a guess."""
-    if item.encoded is not None:
-        return max(1, patches_of(item) // model.merge_size**2)
-    settings = model.video_preprocessor if item.modality == "video" else model.image_preprocessor
-    if settings is None or settings.tiling is None:
+    """Tokens that the tower computes for an item, before pruning and pooling: of tiles by area.
+
+    Of files and pictures a guess, as the server chooses their size: at most those of its largest budget.
+    """
+    if not any(item.grid) and (item.encoded is not None or item.pixels is not None):
+        return min(max(1, patches_of(item) // model.merge_size**2), _largest(model))
+    if model.tiles is None:
         return max(1, math.prod(item.grid) // model.merge_size**2)
-    tiling, tiles = settings.tiling, item.grid[0]
-    crops = item.crops.shape[0] if item.crops is not None else max(0, tiles - 1) if tiling.crop else 0
+    shapes, tiles = model.tiles, item.grid[0]
+    crops = item.crops.shape[0] if item.crops is not None else max(0, tiles - 1) if shapes.crop else 0
     if item.pixels is not None:
         tiles = item.pixels.shape[0]
-    elif tiling.crop:
+    elif shapes.crop:
         tiles = 1
-    area = tiles * math.prod(tiling.tile) + crops * math.prod(tiling.crop or (0, 0))
+    area = tiles * math.prod(shapes.tile) + crops * math.prod(shapes.crop or (0, 0))
     return max(1, area // (max(1, model.patch_size) * model.merge_size) ** 2)
+
+
+def _largest(model: Model) -> int:
+    """Tokens that are worth another replica."""
+    return model.budgets[-1].tokens if model.budgets else _LARGE_TOKENS
 
 
 def hint_of(content_id: str) -> str:

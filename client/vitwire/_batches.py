@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vitwire._host import Batch, Tensor, integers, invalid, rank, rows
-from vitwire._tile_layouts import layout_of_most
-from vitwire._tiles import Tiling
+from vitwire._model import TileShapes
 
 _FORMS = {1: "numbers of tiles", 2: "pairs (height, width)", 3: "grids (t, h, w)"}
+Layout = tuple[int, int]
+"""Rows and columns, or height and width."""
 _HINT = "pass one (t, h, w) per item, as in [(1, 8, 8)]"
 
 
@@ -156,13 +157,26 @@ def beside_overviews(key: str, value: object) -> Grids:
     return Grids(key, [(1 + columns * rows, rows, columns) for columns, rows in cuts])
 
 
-def fitted(key: str, value: object, tiling: Tiling) -> Grids:
+def fitted(key: str, value: object, tiles: TileShapes) -> Grids:
     """Grids of images of these sizes, cut in the layout that keeps most of each, after a tile of the whole image."""
     sizes = integers(value, key)
     if sizes.ndim != 2 or sizes.shape[1] != 2:
         raise invalid(key, f"expected pairs (height, width), got the shape {sizes.shape}")
-    cuts = [layout_of_most((int(height), int(width)), tiling.tile, tiling.layouts) for height, width in sizes]
+    cuts = [_layout_of_most((int(height), int(width)), tiles.tile, tiles.layouts) for height, width in sizes]
     return Grids(key, [(1 + rows * columns, rows, columns) for rows, columns in cuts])
+
+
+def _layout_of_most(picture: Layout, tile: Layout, layouts: Sequence[Layout]) -> Layout:
+    """The layout that keeps most pixels of the image; in a tie, the smallest."""
+    height, width = picture
+
+    def kept(layout: Layout) -> Layout:
+        down, across = layout[0] * tile[0], layout[1] * tile[1]
+        scale = min(across / width, down / height)
+        effective = min(int(width * scale) * int(height * scale), width * height)
+        return effective, effective - down * across
+
+    return max(layouts, key=kept)
 
 
 def without_padding(batch: Batch) -> list[int]:

@@ -13,7 +13,7 @@ from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
 from vitwire._items import Item, Modality, numbered, without_pixels
 from vitwire._model import Model
-from vitwire._prepare import Clip, Upload, clip_items, image_items
+from vitwire._pictures import Clip, clip_items, image_items
 from vitwire._processors import batch_items, identified
 from vitwire._protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
 from vitwire._sources import ImageLike
@@ -219,19 +219,17 @@ class Client(BaseClient[Transport]):
         priority: Priority | None = None,
         *,
         content_ids: Sequence[str | None] | None = None,
-        upload: Upload = "pixels",
     ) -> list[Embedding]:
-        """Encode images, prepared for the server's model; arguments and errors as for `encode`.
+        """Encode images, which the server prepares for its model; arguments and errors as for `encode`.
 
-        images: paths, bytes of files, file objects in binary mode, `data:` URIs, Pillow images or uint8 arrays
-            `(H, W)`, `(H, W, C)` or `(C, H, W)`. The client fetches no URLs.
+        images: paths, bytes of files, file objects in binary mode and `data:` URIs, sent as they are; Pillow images or
+            uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`, sent as pictures. The client fetches no URLs.
         content_ids: as for `encode_batch`.
-        upload: "pixels"; "encoded" sends files as they are, and the server decodes and prepares them; "auto" does so
-            for files that the server accepts.
-        Raises InvalidItem for an invalid image, and OSError for a file that cannot be opened.
+        Raises InvalidItem for an invalid image, OSError for a file that cannot be opened, and EncodeFailed for a server
+        that prepares no images.
         """
         call = self._call(timeout, output_type, priority)
-        items = identified(image_items(images, self._get_model(call), upload), content_ids)
+        items = identified(image_items(images, self._get_model(call)), content_ids)
         return self._encode_known(items, call, content_ids)
 
     def encode_clips(
@@ -244,9 +242,10 @@ class Client(BaseClient[Transport]):
         content_ids: Sequence[str | None] | None = None,
         keep_ratio: float = 0.0,
     ) -> list[Embedding]:
-        """Encode clips, prepared for the server's model; arguments and errors as for `encode`.
+        """Encode clips, which the server prepares for its model; arguments and errors as for `encode`.
 
-        clips: the sampled frames of each clip: a uint8 array `(F, H, W, 3)` or a sequence of images of one size.
+        clips: the chosen frames of each clip: a uint8 array `(F, H, W, 3)` or a sequence of Pillow images or arrays of
+            one size. For the file of a clip, of which the server chooses the frames, use `Item.from_file`.
         content_ids, keep_ratio: as for `encode_batch`.
         """
         call = self._call(timeout, output_type, priority)

@@ -72,7 +72,7 @@ class Deadline:
 def patches_of(item: Item) -> int:
     """Patches by the grid, or by the pixels, whichever is more: the grid of tile towers counts tiles.
 
-    Those of an encoded item are a guess.
+    Those of a file or picture are a guess: the server chooses the size.
     """
     if item.encoded is not None:
         return min(len(item.encoded) // _BYTES_PER_PATCH, _MAX_PATCHES)

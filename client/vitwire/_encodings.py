@@ -2,7 +2,13 @@
 
 CLIPS = ("mp4", "webm")
 HEAD_BYTES = 12
-_STARTS = (("jpeg", b"\xff\xd8\xff"), ("png", b"\x89PNG\r\n\x1a\n"), ("webm", b"\x1a\x45\xdf\xa3"))
+_STARTS = (
+    ("jpeg", b"\xff\xd8\xff"),
+    ("png", b"\x89PNG\r\n\x1a\n"),
+    ("gif", b"GIF8"),
+    ("bmp", b"BM"),
+    ("webm", b"\x1a\x45\xdf\xa3"),
+)
 
 
 def encoding_of(head: bytes | bytearray | memoryview) -> str | None:

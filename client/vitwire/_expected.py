@@ -34,10 +34,9 @@ class Expected:
     @classmethod
     def of(cls, item: Item, model: Model) -> "Expected":
         video = item.modality == "video"
-        settings = model.video_preprocessor if video else model.image_preprocessor
         if model.pooling != "none" and any(item.grid):
             return cls(item.grid, model.embedding_width, item.grid[0], exact=True)
-        if settings is None or settings.tiling is not None or item.encoded is not None:
+        if not any(item.grid) or model.tiles or item.modality not in model.prepared:
             return cls(item.grid, model.embedding_width)
         t, h, w = item.grid
         rows = t * h * w // model.merge_size**2

@@ -1,4 +1,4 @@
-"""Items: one image or clip each, as patches, tiles or a file."""
+"""Items: one image or clip each, as patches, tiles, a picture or a file."""
 
 import math
 import sys
@@ -64,18 +64,19 @@ _UNKNOWN_GRID = (0, 0, 0)
 class Item:
     """One image or clip to encode.
 
-    pixels: `(t*h*w, C*T*p*p)` patches as the model's Hugging Face processor emits them, or `(tiles, 3, H, W)`
-        for tile towers; a numpy array or a torch tensor of uint8, float32, float16 or bfloat16, read when the
-        item is sent. uint8 means before rescaling and normalisation; for images the frame axis T may be
-        omitted. None requests the embedding cached under `content_id`.
+    pixels: with a grid, `(t*h*w, C*T*p*p)` patches as the model's Hugging Face processor emits them, or
+        `(tiles, 3, H, W)` for tile towers; a numpy array or a torch tensor of uint8, float32, float16 or bfloat16,
+        read when the item is sent. uint8 means before rescaling and normalisation; for images the frame axis T may be
+        omitted. Without a grid, a picture that the server prepares: uint8 `(H, W, 3)` in RGB or `(H, W, 4)` with
+        alpha, for a clip `(F, H, W, 3 or 4)`. None requests the embedding cached under `content_id`.
     grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers, `(tiles, 1, 1)` if only
-        the number of tiles is known. Not needed without pixels.
+        the number of tiles is known. Of a picture or file, the server chooses it.
     modality: "image" or "video".
     content_id: key of the content in the server's embedding cache.
     keep_ratio: share of a video's tokens to keep, in (0, 1); 0 and 1 disable pruning.
     crops: of towers that take crops, of the same types as `pixels`.
-    encoded: a JPEG, PNG or WebP image, or an MP4 or WebM clip, which the server decodes and prepares; without
-        `pixels`, `crops` and `grid`. `GetModel` lists what a server decodes.
+    encoded: a file, which the server decodes and prepares; without `pixels`, `crops` and `grid`.
+        `Model.encodings` lists the formats: JPEG, PNG, WebP, GIF, BMP, MP4, WebM.
 
     Raises InvalidItem, naming the field, for errors that can be found without the model.
     """
@@ -107,6 +108,17 @@ class Item:
         if modality is None:
             modality = "video" if encoding_of(encoded) in CLIPS else "image"
         return cls(modality=modality, content_id=content_id, keep_ratio=keep_ratio, encoded=encoded)
+
+    @classmethod
+    def from_image(cls, image: object, *, content_id: str | None = None) -> Self:
+        """An item with a picture, which the server prepares.
+
+        image: a Pillow image, or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4 channels.
+        Raises ValueError or TypeError for anything else.
+        """
+        from vitwire._pictures import pixels_of  # noqa: PLC0415  # it imports this module
+
+        return cls(pixels_of(image), content_id=content_id)
 
     def __post_init__(self) -> None:
         violations = list(self._violations())
@@ -157,8 +169,10 @@ class Item:
     def _violations(self) -> Iterator[Violation]:
         if self.encoded is not None:
             yield from self._encoded_violations()
-        elif self.pixels is not None or self.grid != _UNKNOWN_GRID:
+        elif self.grid != _UNKNOWN_GRID:
             yield from _grid_violations(self.grid)
+        elif self.pixels is not None:
+            yield from self._picture_violations(self.pixels)
         if not isinstance(self.modality, str) or self.modality not in MODALITIES:
             yield Violation("modality", f"expected one of {', '.join(MODALITIES)}, got {self.modality!r}")
         if not isinstance(self.keep_ratio, int | float) or not 0.0 <= self.keep_ratio <= 1.0:
@@ -170,6 +184,17 @@ class Item:
         for name, tensor in (("pixels", self.pixels), ("crops", self.crops)):
             if tensor is not None and (problem := _problem(tensor)):
                 yield Violation(name, problem)
+
+    def _picture_violations(self, pixels: object) -> Iterator[Violation]:
+        if not isinstance(pixels, np.ndarray | TorchTensor):
+            return  # which is named below
+        axes, layout = (4, "(F, H, W, 3 or 4)") if self.modality == "video" else (3, "(H, W, 3 or 4)")
+        shape = tuple(pixels.shape)
+        if type_name(pixels) != "uint8" or len(shape) != axes or shape[-1] not in (3, 4) or not all(shape):
+            got = f"{type_name(pixels)} of shape {shape}"
+            yield Violation("grid", f"is missing: only a picture has none, uint8 of shape {layout}; pixels are {got}")
+        if self.crops is not None:
+            yield Violation("crops", "must be absent: the server makes the crops of a picture")
 
     def _encoded_violations(self) -> Iterator[Violation]:
         if not isinstance(self.encoded, bytes | bytearray | memoryview):

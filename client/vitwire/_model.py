@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from vitwire._images import Preprocessor, Tiling
-from vitwire.sampling import Sampling
 from vitwire.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ class TileShapes:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The server's model, how to prepare pixels for it, and the server's limits."""
+    """The server's model, the pixels that it takes, and the server's limits."""
 
     model_id: str
     model_type: str
@@ -90,9 +88,6 @@ class Model:
     merge_size: int
     temporal_patch_size: int
     channels: int
-    image_preprocessor: Preprocessor | None
-    """None if the checkpoint has no settings for images."""
-    video_preprocessor: Preprocessor | None
     budgets: tuple[Budget, ...]
     """Captured budgets in ascending order; empty when graphs are off."""
     limits: Limits
@@ -132,8 +127,6 @@ class Model:
             merge_size=message.merge_size,
             temporal_patch_size=message.temporal_patch_size,
             channels=message.channels,
-            image_preprocessor=_preprocessor(message, "image_preprocessor"),
-            video_preprocessor=_preprocessor(message, "video_preprocessor"),
             budgets=tuple(
                 Budget(each.tokens, each.items, each.segments, each.segment_patches, each.crops)
                 for each in message.budgets
@@ -179,56 +172,6 @@ def _limits(message: pb.Limits) -> Limits:
         encoded_bytes=message.encoded_bytes,
         encoded_pixels=message.encoded_pixels,
         cached_bytes=message.cached_bytes,
-    )
-
-
-def _preprocessor(model: pb.GetModelResponse, field: str) -> Preprocessor | None:
-    if not model.HasField(field):  # type: ignore[arg-type]  # the stub lists the names as literals
-        return None
-    settings: pb.Preprocessor = getattr(model, field)
-    return Preprocessor(
-        patch_size=model.patch_size,
-        merge_size=model.merge_size,
-        temporal_patch_size=model.temporal_patch_size,
-        min_pixels=settings.min_pixels,
-        max_pixels=settings.max_pixels,
-        mean=tuple(settings.mean),
-        std=tuple(settings.std),
-        rescale_factor=settings.rescale_factor,
-        resample=settings.resample,
-        bounds_span_frames=settings.bounds_span_frames,
-        resizing=_named(pb.Resizing, settings.resizing, "area"),
-        raster=model.raster_patches,
-        channels_last=model.channels_last,
-        tiling=_tiling(settings.tiling) if settings.HasField("tiling") else None,
-        drops_transparency=settings.drops_transparency,
-        sampling=_sampling(settings.sampling) if settings.HasField("sampling") else None,
-    )
-
-
-def _sampling(message: pb.FrameSampling) -> Sampling | None:
-    """None for a rule of a newer server: only the server uses it."""
-    rule = _named(pb.SamplingRule, message.rule, "")
-    if message.rule not in pb.SamplingRule.values() or not rule:
-        return None
-    return Sampling(rule, message.fps, message.frames, message.min_frames, message.max_frames, message.max_seconds)
-
-
-def _tiling(message: pb.Tiling) -> Tiling:
-    return Tiling(
-        rule=_named(pb.TilingRule, message.rule, ""),
-        tile=_size(message.tile),
-        overview=_named(pb.Overview, message.overview, "none"),
-        min_tiles=message.min_tiles,
-        max_tiles=message.max_tiles,
-        layouts=tuple((layout.rows, layout.columns) for layout in message.layouts),
-        background=tuple(message.background),
-        min_side=message.min_side,
-        max_side=message.max_side,
-        crop=_size(message.crop) if message.HasField("crop") else None,
-        crop_background=tuple(message.crop_background),
-        patch=message.patch,
-        crop_resample=message.crop_resample if message.HasField("crop_resample") else None,
     )
 
 

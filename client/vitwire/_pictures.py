@@ -1,110 +1,148 @@
-"""Pictures that are resized, placed on backgrounds and cut; pixels stay uint8."""
+"""Images and clips to items: files as they are, and pictures in memory. The server prepares both."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._patches import CHANNELS, Grid, Pixels, Size
+from vitwire._encodings import encoding_of
+from vitwire._errors import EncodeFailed, InvalidItem
+from vitwire._items import Item, Modality
+from vitwire._model import Model
+from vitwire._sources import FileObject, ImageLike, Loaded, file_bytes, loaded
 
-Resizer = Callable[[Pixels, Size, int], Pixels]
-"""Resizes a picture to a size, with a resampling filter."""
+Pixels = npt.NDArray[np.uint8]
+Clip: TypeAlias = Pixels | Sequence[ImageLike]
+S = TypeVar("S")
+T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """An image, and how to resize it."""
-
-    size: Size
-    pixels: Pixels
-    resizer: Resizer
-    resample: int
-
-    def at(self, size: Size, resample: int | None = None) -> Pixels:
-        """The picture at a size, (H, W, 3)."""
-        return self.resizer(self.pixels, size, self.resample if resample is None else resample)
+_CHANNEL_COUNTS = (1, 3, 4)
+_ALPHA = 4
+"""Channels of a picture with transparency."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Pixels `(tiles, 3, H, W)` of one image, its grid, and its crops, if any."""
+@runtime_checkable
+class PillowImage(Protocol):
+    """The parts of PIL.Image.Image in use; Pillow itself is not imported."""
 
-    pixels: Pixels
-    grid: Grid
-    crops: Pixels | None = None
+    info: dict[Any, Any]
 
+    def getbands(self) -> tuple[str, ...]: ...
 
-class Outline(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
-    """Stands for pixels of which only the shape matters; takes no memory."""
+    def convert(self, mode: str, /) -> "PillowImage": ...
 
 
-def outline(shape: tuple[int, ...]) -> Outline:
-    """Pixels of this shape."""
-    return np.broadcast_to(np.zeros((), np.uint8).view(Outline), shape, subok=True)  # type: ignore[return-value]
+def image_items(images: Sequence[ImageLike], model: Model) -> list[Item]:
+    """One item per image: a file as it is, or a picture. Raises InvalidItem for one that cannot be used, or OSError."""
+    _check_prepared(model, "image")
+    _check_list(images, "images", dimensions=3)
+    return [_indexed(lambda image: _item(loaded(image), model), index, image) for index, image in enumerate(images)]
 
 
-def outline_resizer(pixels: Pixels, size: Size, resample: int) -> Pixels:
-    """Resizes outlines."""
-    del pixels, resample
-    return outline((*size, CHANNELS))
+def clip_items(clips: Sequence[Clip], model: Model) -> list[Item]:
+    """One item per clip, its frames in one array. Raises InvalidItem for one that cannot be used."""
+    _check_prepared(model, "video")
+    _check_list(clips, "clips", dimensions=4)
+    return [_indexed(lambda clip: Item(pixels_of_frames(clip), modality="video"), *each) for each in enumerate(clips)]
 
 
-def resized(picture: Picture, size: Size) -> Picture:
-    return Picture(size, picture.at(size), picture.resizer, picture.resample)
+def pixels_of(image: object) -> Pixels:
+    """A picture `(H, W, 3)`, or `(H, W, 4)` with alpha, of a Pillow image or a uint8 array.
+
+    Arrays are `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4 channels; an ambiguous shape is read as channels
+    first, and they stay views. Raises ValueError or TypeError.
+    """
+    if isinstance(image, np.ndarray):
+        return _of_array(image)
+    if not isinstance(image, PillowImage):
+        raise TypeError(f"expected a Pillow image or a uint8 array, got {type(image).__name__}")
+    has_alpha = "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None
+    try:
+        return np.asarray(image.convert("RGBA" if has_alpha else "RGB"))
+    except (OSError, SyntaxError, EOFError, LookupError, RuntimeError) as error:  # of a file that is read only now
+        raise ValueError(f"the image cannot be read: {error}") from error
 
 
-def squared(
-    picture: Picture, side: int, background: tuple[int, ...], min_side: int = 0, resample: int | None = None
-) -> Pixels:
-    """The picture resized to a longer side of `side`, centred in a square."""
-    scale = side / max(picture.size)
-    height, width = (max(round(length * scale), min_side, 1) for length in picture.size)
-    return centred(picture.at((height, width), resample), (side, side), background)
+def pixels_of_frames(frames: Clip) -> Pixels:
+    """The frames `(F, H, W, 3)` of a clip, or 4 channels if any has alpha. Raises ValueError or TypeError."""
+    if not isinstance(frames, np.ndarray | Sequence) or isinstance(frames, str):
+        raise TypeError(f"expected an array or a sequence of frames, got {type(frames).__name__}")
+    if isinstance(frames, np.ndarray) and frames.ndim != 4:
+        raise ValueError(f"expected frames of shape (F, H, W, 3), got {frames.shape}")
+    if len(frames) == 0:
+        raise ValueError("expected at least one frame, got none")
+    if isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] in (3, _ALPHA):
+        return frames
+    pictures = [_indexed(_of_frame, index, frame) for index, frame in enumerate(frames)]
+    for index, picture in enumerate(pictures):
+        if picture.shape[:2] != pictures[0].shape[:2]:
+            sizes = f"{pictures[0].shape[:2]} and, at {index}, {picture.shape[:2]}"
+            raise ValueError(f"expected frames of one size, got {sizes}")
+    if len({picture.shape[-1] for picture in pictures}) > 1:
+        pictures = [_with_alpha(picture) for picture in pictures]
+    return np.stack(pictures)
 
 
-def padded(picture: Picture, size: Size, background: tuple[int, ...]) -> Pixels:
-    """The picture enlarged or shrunk to a size in its own shape, centred; as `PIL.ImageOps.pad` rounds."""
-    (height, width), (down, across) = picture.size, size
-    if width / height > across / down:
-        down = round(height / width * across)
-    elif width / height < across / down:
-        across = round(width / height * down)
-    if not down or not across:
-        raise ValueError(f"{height}x{width} is too elongated for this model")
-    corner = (round((size[0] - down) * 0.5), round((size[1] - across) * 0.5))
-    return placed(picture.at((down, across)), size, corner, background)
+def _of_frame(frame: object) -> Pixels:
+    if isinstance(frame, str | os.PathLike | bytes | bytearray | memoryview | FileObject):
+        raise TypeError("a frame is a Pillow image or an array: open the file, or send the clip by Item.from_file")
+    return pixels_of(frame)
 
 
-def centred(pixels: Pixels, size: Size, background: tuple[int, ...]) -> Pixels:
-    top, left = ((whole - own) // 2 for whole, own in zip(size, pixels.shape, strict=False))
-    return placed(pixels, size, (top, left), background)
+def _with_alpha(picture: Pixels) -> Pixels:
+    if picture.shape[-1] == _ALPHA:
+        return picture
+    return np.dstack([picture, np.full(picture.shape[:2], 255, np.uint8)])
 
 
-def placed(pixels: Pixels, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
-    if pixels.shape[:2] == size:
-        return pixels
-    if isinstance(pixels, Outline):
-        return outline((*size, CHANNELS))
-    canvas: npt.NDArray[np.uint8] = np.empty((*size, CHANNELS), np.uint8)
-    canvas[:] = background or 0
-    top, left = corner
-    canvas[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
-    return canvas
+def _of_array(image: Pixels) -> Pixels:
+    if image.dtype != np.uint8:
+        raise ValueError(f"expected an array of uint8, values 0 to 255, got {image.dtype}")
+    shape = image.shape
+    if image.ndim == 2:
+        image = image[..., None]
+    elif image.ndim == 3 and shape[0] in _CHANNEL_COUNTS:
+        image = np.moveaxis(image, 0, -1)
+    if image.ndim != 3 or image.shape[-1] not in _CHANNEL_COUNTS or image.size == 0:
+        raise ValueError(f"expected an image (H, W), (H, W, C) or (C, H, W) of 1, 3 or 4 channels, got {shape}")
+    return image if image.shape[-1] > 1 else np.broadcast_to(image, (*image.shape[:2], 3))
 
 
-def split(whole: Pixels, size: Size) -> list[Pixels]:
-    """Tiles (H, W, 3) of a canvas, row by row."""
-    height, width = size
-    return [
-        whole[y : y + height, x : x + width]
-        for y in range(0, whole.shape[0], height)
-        for x in range(0, whole.shape[1], width)
-    ]
+def _item(source: Loaded, model: Model) -> Item:
+    if not isinstance(source, str | bytes | os.PathLike):
+        return Item(pixels_of(source))
+    data = file_bytes(source)
+    kind, accepted = encoding_of(data), ", ".join(model.encodings)
+    if kind not in model.encodings:
+        advice = "open it with Pillow and pass the image"
+        raise ValueError(f"the file's format is {kind or 'unknown'}, the server decodes {accepted}: {advice}")
+    if len(data) > model.limits.encoded_bytes:
+        raise ValueError(f"the file has {len(data)} bytes, the server takes at most {model.limits.encoded_bytes}")
+    return Item(encoded=data)
 
 
-def stacked(tiles: list[Pixels]) -> Pixels:
-    """(tiles, 3, H, W) of tiles (H, W, 3)."""
-    if isinstance(tiles[0], Outline):
-        return outline((len(tiles), CHANNELS, *tiles[0].shape[:2]))
-    return np.ascontiguousarray(np.stack(tiles).transpose(0, 3, 1, 2))
+def _check_list(sources: object, what: str, *, dimensions: int) -> None:
+    """Raises TypeError for a single image or clip, which would be iterated over as if it were a list."""
+    alone = isinstance(sources, np.ndarray) and sources.ndim <= dimensions
+    single = isinstance(sources, str | bytes | bytearray | memoryview | os.PathLike)
+    if alone or single or isinstance(sources, PillowImage | FileObject):
+        raise TypeError(f"expected a list of {what}, got a single {type(sources).__name__}")
+
+
+def _check_prepared(model: Model, modality: Modality) -> None:
+    if modality not in model.prepared:
+        raise EncodeFailed(
+            f"the server prepares no {modality}s for {model.model_type}: it runs with --decode-processes 0, or the "
+            "model takes none, or only as its own processor returns them (encode_batch)",
+            code="UNIMPLEMENTED",
+        )
+
+
+def _indexed(make: Callable[[S], T], index: int, source: S) -> T:
+    """Raises InvalidItem, with the position, for a source that cannot be used."""
+    try:
+        return make(source)
+    except (ValueError, TypeError) as error:
+        raise InvalidItem(str(error), item=index) from error

@@ -33,7 +33,6 @@ from vitwire._canvases import (
 from vitwire._errors import InvalidItem
 from vitwire._host import Batch, integers, invalid, joined, on_host, rank
 from vitwire._items import Item, Modality
-from vitwire._tiles import Tiling
 
 if TYPE_CHECKING:
     from vitwire._model import Model
@@ -207,9 +206,9 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
     if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
         return with_overviews(Grids.of(key, outputs[key]))
     if len(batch) and rank(batch) == 5:
-        tiling = _tiling(model)
-        if tiling and tiling.rule == "best_fit" and _has(outputs, "image_sizes") and not _has(outputs, _UNCUT):
-            return fitted("image_sizes", outputs["image_sizes"], tiling)
+        tiles = model.tiles if model else None
+        if tiles and tiles.layouts and _has(outputs, "image_sizes") and not _has(outputs, _UNCUT):
+            return fitted("image_sizes", outputs["image_sizes"], tiles)
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):
         return Grids.of("image_sizes", outputs["image_sizes"])
@@ -266,12 +265,7 @@ def _positions(key: str, value: object) -> Grids:
 
 
 def _takes_one_tile(model: "Model | None") -> bool:
-    tiling = _tiling(model)
-    return bool(tiling and tiling.max_tiles == 1 and not tiling.layouts and not tiling.patch)
-
-
-def _tiling(model: "Model | None") -> Tiling | None:
-    return model.image_preprocessor.tiling if model and model.image_preprocessor else None
+    return bool(model and model.tiles and model.tiles.single)
 
 
 def _patch_size(model: "Model | None") -> int | None:

@@ -556,7 +556,7 @@ class Item(google.protobuf.message.Message):
         rescaling and normalisation is accepted, and for images the frame axis T may
         be omitted.
         Without a grid: a picture that the server prepares, uint8: (height, width, 3)
-        in RGB, or 4 with alpha; for clips (frames, height, width, 3).
+        in RGB, or 4 with alpha; for clips (frames, height, width, 3 or 4).
         """
 
     def __init__(

@@ -32,6 +32,8 @@ _MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VI
 _OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 _MAX_CONTENT_ID = 512
 _RGB, _RGBA = 3, 4
+_CLIP_BYTES = 16
+"""Of the frames of a clip, for each pixel that a frame may have."""
 MAX_PICTURE_BYTES = 96 << 20
 """Of a picture on its way to the device: 32 megapixels."""
 T = TypeVar("T")
@@ -63,8 +65,8 @@ def is_picture(item: pb.Item) -> bool:
 
 
 def picture_bytes(limits: Limits) -> int:
-    """Bytes of the largest picture or clip of frames that is prepared."""
-    return limits.encoded_pixels * _RGBA
+    """Bytes of the largest picture, or frames of a clip, that is prepared."""
+    return limits.encoded_pixels * _CLIP_BYTES
 
 
 class Codec:
@@ -243,11 +245,11 @@ class Codec:
 
     def _wrong_picture(self, item: pb.Item, modality: Modality | None) -> Iterator[Violation]:
         shape, limits = tuple(item.pixels.shape), self._card.limits
-        axes, channels = (4, (3,)) if modality is Modality.VIDEO else (3, (3, 4))
+        axes = 4 if modality is Modality.VIDEO else 3
         if modality not in self._card.prepared:
             yield Violation("grid", "is missing, and this server prepares no pictures of this modality")
-        elif len(shape) != axes or shape[-1] not in channels or item.pixels.data_type != pb.DATA_TYPE_UINT8:
-            layout = "(frames, height, width, 3)" if modality is Modality.VIDEO else "(height, width, 3 or 4)"
+        elif len(shape) != axes or shape[-1] not in (_RGB, _RGBA) or item.pixels.data_type != pb.DATA_TYPE_UINT8:
+            layout = "(frames, height, width, 3 or 4)" if modality is Modality.VIDEO else "(height, width, 3 or 4)"
             given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
             yield Violation("grid", f"is missing: only a picture has none, {layout} in UINT8; pixels are {given}")
         elif min(shape) < 1:
