@@ -61,7 +61,14 @@ def pixels_of(image: object) -> Pixels:
     has_alpha = "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None
     try:
         return np.asarray(image.convert("RGBA" if has_alpha else "RGB"))
-    except (OSError, SyntaxError, EOFError, LookupError, RuntimeError) as error:  # of a file that is read only now
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        LookupError,
+        RuntimeError,
+    ) as error:  # of a file that is read only now
         raise ValueError(f"the image cannot be read: {error}") from error
 
 
@@ -75,7 +82,7 @@ def pixels_of_frames(frames: Clip) -> Pixels:
         raise ValueError("expected at least one frame, got none")
     if isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] in (3, _ALPHA):
         return frames
-    pictures = [_indexed(_of_frame, index, frame) for index, frame in enumerate(frames)]
+    pictures = [_of_frame(index, frame) for index, frame in enumerate(frames)]
     for index, picture in enumerate(pictures):
         if picture.shape[:2] != pictures[0].shape[:2]:
             sizes = f"{pictures[0].shape[:2]} and, at {index}, {picture.shape[:2]}"
@@ -85,10 +92,13 @@ def pixels_of_frames(frames: Clip) -> Pixels:
     return np.stack(pictures)
 
 
-def _of_frame(frame: object) -> Pixels:
+def _of_frame(index: int, frame: object) -> Pixels:
     if isinstance(frame, str | os.PathLike | bytes | bytearray | memoryview | FileObject):
-        raise TypeError("a frame is a Pillow image or an array: open the file, or send the clip by Item.from_file")
-    return pixels_of(frame)
+        raise TypeError(f"frame {index} is a file: open it with Pillow, or send the whole clip by Item.from_file")
+    try:
+        return pixels_of(frame)
+    except ValueError as error:
+        raise ValueError(f"frame {index}: {error}") from error
 
 
 def _with_alpha(picture: Pixels) -> Pixels:

@@ -113,8 +113,8 @@ ODD: dict[str, Callable[[], bytes]] = {
 """Valid images, which are prepared as the client prepares them."""
 
 HOSTILE: dict[str, tuple[Callable[[], bytes], str, str]] = {
-    "nonsense": (lambda: b"nonsense" * 100, "unsupported", "is not a JPEG, PNG or WebP image"),
-    "gif": (lambda: saved(photograph(), "GIF"), "unsupported", "is not a JPEG, PNG or WebP image"),
+    "nonsense": (lambda: b"nonsense" * 100, "unsupported", "is not a JPEG, PNG, WebP, GIF or BMP image"),
+    "gif": (lambda: saved(photograph(), "GIF"), "unsupported", "is not a JPEG, PNG, WebP, GIF or BMP image"),
     "tiff": (lambda: saved(photograph(), "TIFF"), "unsupported", "is not a JPEG"),
     "bmp": (lambda: saved(photograph(), "BMP"), "unsupported", "is not a JPEG"),
     "postscript": (lambda: saved(photograph(), "EPS"), "unsupported", "is not a JPEG"),

@@ -1,4 +1,4 @@
-"""Decoders: real processes, whose pixels are those of the client."""
+"""Decoders: real processes, whose pixels are those that are prepared here."""
 
 import asyncio
 import os
@@ -6,6 +6,7 @@ import select
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -27,69 +28,61 @@ from encoded_files import (
     saved,
     sound,
 )
-from vitwire import preparation
-from vitwire._model import Model
-from vitwire.sampling import sampled
-from vitwire.v1 import encoder_pb2 as pb
+from prepared import FORMATS, recipe
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Resizing
+from vitwire_server.core.sampling import Sampling, SamplingRule
+from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Sizes
 from vitwire_server.preparing.files.turns import Flow
+from vitwire_server.preparing.rules.forms import clip_form, form_of, image_form
+from vitwire_server.preparing.rules.pictures import Tiles
+from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.sampling import sampled
 
-SAMPLING = pb.FrameSampling(rule=pb.SAMPLING_RULE_RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=16)
-IMAGE = {"mean": [0.5] * 3, "std": [0.5] * 3, "rescale_factor": 1 / 255, "resample": 3}
+SAMPLING = Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=16)
 AREAS = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
-PACKED = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2, "embedding_width": 8}
-PLAIN = {"patch_size": 14, "merge_size": 1, "temporal_patch_size": 1, "embedding_width": 8}
+PACKED = {"patch": 16, "merge": 2, "temporal": 2}
+Recipes = dict[Modality, Recipe]
 
 
-def tiling(**settings: Any) -> pb.GetModelResponse:
-    tile = pb.PixelSize(height=56, width=56)
-    image = pb.Preprocessor(**IMAGE, min_pixels=1, max_pixels=1, tiling=pb.Tiling(tile=tile, **settings))
-    frames = pb.Preprocessor(
-        **IMAGE,
-        min_pixels=1,
-        max_pixels=1,
-        sampling=SAMPLING,
-        tiling=pb.Tiling(tile=tile, rule=pb.TILING_RULE_STRETCH, min_tiles=1, max_tiles=1),
-    )
-    return pb.GetModelResponse(**PLAIN, image_preprocessor=image, video_preprocessor=frames)
+def tiling(rule: TilingRule, **settings: Any) -> Recipes:
+    tile = (56, 56)
+    return {
+        Modality.IMAGE: recipe(tiling=Tiling(rule, tile, **settings)),
+        Modality.VIDEO: recipe(tiling=Tiling(TilingRule.STRETCH, tile), sampling=SAMPLING),
+    }
 
 
-CROP = pb.PixelSize(height=40, width=40)
-MODELS = {
-    "patches": pb.GetModelResponse(
-        **PACKED,
-        image_preprocessor=pb.Preprocessor(**IMAGE, **AREAS),
-        video_preprocessor=pb.Preprocessor(**IMAGE, min_pixels=1, max_pixels=8 * 128**2, sampling=SAMPLING,
-                                           bounds_span_frames=True),
-    ),
-    "raster": pb.GetModelResponse(
-        **PLAIN,
-        raster_patches=True,
-        channels_last=True,
-        image_preprocessor=pb.Preprocessor(**IMAGE, **AREAS, resizing=pb.RESIZING_MOST_PATCHES,
-                                           drops_transparency=True),
-    ),
-    "ratio": tiling(rule=pb.TILING_RULE_CLOSEST_RATIO, overview=pb.OVERVIEW_LAST, min_tiles=1, max_tiles=6),
-    "two ratios": tiling(rule=pb.TILING_RULE_TWO_RATIOS, min_tiles=1, max_tiles=6),
-    "ratio and area": tiling(rule=pb.TILING_RULE_RATIO_AND_AREA, overview=pb.OVERVIEW_LAST, min_tiles=1, max_tiles=6),
-    "best fit": tiling(rule=pb.TILING_RULE_BEST_FIT, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=4,
-                       layouts=[pb.TileLayout(rows=r, columns=c) for r, c in ((1, 2), (2, 1), (2, 2))]),
-    "padded fit": tiling(rule=pb.TILING_RULE_PADDED_FIT, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=1,
-                         background=[9, 8, 7],
-                         layouts=[pb.TileLayout(rows=r, columns=c) for r, c in ((1, 1), (2, 1), (2, 2))]),
-    "canvas": tiling(rule=pb.TILING_RULE_CANVAS, overview=pb.OVERVIEW_LAST, min_tiles=1, max_tiles=5),
-    "covering": tiling(rule=pb.TILING_RULE_COVERING, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=6),
-    "parts": tiling(rule=pb.TILING_RULE_COVERING_PARTS, overview=pb.OVERVIEW_FIRST, min_tiles=1, max_tiles=6),
-    "corner": tiling(rule=pb.TILING_RULE_CORNER, min_tiles=1, max_tiles=1, min_side=24, patch=8),
-    "stretched": tiling(rule=pb.TILING_RULE_STRETCHED_CROP, min_tiles=1, max_tiles=1, min_side=64),
-    "square": tiling(rule=pb.TILING_RULE_SQUARE, min_tiles=1, max_tiles=1, background=[9, 8, 7], min_side=14,
-                     crop=pb.PixelSize(height=96, width=96), crop_background=[1, 2, 3]),
-    "windows": tiling(rule=pb.TILING_RULE_WINDOWS, min_tiles=1, max_tiles=20, max_side=300, crop=CROP),
-    "crops": tiling(rule=pb.TILING_RULE_CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
-}  # fmt: skip
+CROP = (40, 40)
+FIRST, LAST = Overview.FIRST, Overview.LAST
+MODELS: dict[str, Recipes] = {
+    "patches": {
+        Modality.IMAGE: recipe(**PACKED, **AREAS),
+        Modality.VIDEO: recipe(**PACKED, max_pixels=8 * 128**2, sampling=SAMPLING, bounds_span_frames=True),
+    },
+    "raster": {
+        Modality.IMAGE: recipe(
+            raster=True, channels_last=True, **AREAS, resizing=Resizing.MOST_PATCHES, drops_transparency=True
+        )
+    },
+    "ratio": tiling(TilingRule.CLOSEST_RATIO, overview=LAST, max_tiles=6),
+    "two ratios": tiling(TilingRule.TWO_RATIOS, max_tiles=6),
+    "ratio and area": tiling(TilingRule.RATIO_AND_AREA, overview=LAST, max_tiles=6),
+    "best fit": tiling(TilingRule.BEST_FIT, overview=FIRST, max_tiles=4, layouts=((1, 2), (2, 1), (2, 2))),
+    "padded fit": tiling(TilingRule.PADDED_FIT, overview=FIRST, background=(9, 8, 7), layouts=((1, 1), (2, 1), (2, 2))),
+    "canvas": tiling(TilingRule.CANVAS, overview=LAST, max_tiles=5),
+    "covering": tiling(TilingRule.COVERING, overview=FIRST, max_tiles=6),
+    "parts": tiling(TilingRule.COVERING_PARTS, overview=FIRST, max_tiles=6),
+    "corner": tiling(TilingRule.CORNER, min_side=24, patch=8),
+    "stretched": tiling(TilingRule.STRETCHED_CROP, min_side=64),
+    "square": tiling(TilingRule.SQUARE, background=(9, 8, 7), min_side=14, crop=(96, 96), crop_background=(1, 2, 3)),
+    "windows": tiling(TilingRule.WINDOWS, max_tiles=20, max_side=300, crop=CROP),
+    "crops": tiling(TilingRule.CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
+}
 FLOW = Flow("a caller")
 _END = chunk(b"IEND", b"")
 CUT = {
@@ -116,10 +109,10 @@ class Counts:
 
 
 @asynccontextmanager
-async def pool_of(model: pb.GetModelResponse = MODELS["patches"], **sizes: Any) -> AsyncIterator[DecodePool]:
-    usual = Sizes(processes=1, file_bytes=8 << 20, output_bytes=64 << 20, pixels=1 << 24, seconds=5.0, memory=2 << 30)
+async def pool_of(recipes: Recipes = MODELS["patches"], **sizes: Any) -> AsyncIterator[DecodePool]:
+    usual = Sizes(processes=1, input_bytes=8 << 20, output_bytes=64 << 20, pixels=1 << 24, seconds=5.0, memory=2 << 30)
     bounds = Sizes(**{name: sizes.get(name, getattr(usual, name)) for name in Sizes.__slots__})
-    pool = DecodePool(bounds, model.SerializeToString(), Counts(), clips=True)
+    pool = DecodePool(bounds, recipes, Counts(), clips=True)
     try:
         yield pool
     finally:
@@ -129,7 +122,7 @@ async def pool_of(model: pb.GetModelResponse = MODELS["patches"], **sizes: Any) 
 
 def decoders() -> list[psutil.Process]:
     """Those of this process that have not ended."""
-    return [child for child in psutil.Process().children() if "decoding.worker" in _command(child)]
+    return [child for child in psutil.Process().children() if "files.worker" in _command(child)]
 
 
 def _command(process: psutil.Process) -> str:
@@ -151,16 +144,16 @@ async def decoded(
     async def reserve() -> memoryview:
         return np.zeros(nbytes, np.uint8).data
 
-    return await pool.decode(FLOW, file, modality, cost, reserve)
+    return (await pool.decode(FLOW, file, modality, cost, reserve)).pixels
 
 
-def expected(file: bytes, model: pb.GetModelResponse) -> preparation.Tiles:
-    settings = Model.from_message(model).image_preprocessor
-    assert settings
-    return preparation.image(file, settings)
+def expected(file: bytes, recipes: Recipes) -> Tiles:
+    with BytesIO(file) as opened:
+        image = pillow.read(opened, recipes[Modality.IMAGE], FORMATS)
+    return pillow.image(image, recipes[Modality.IMAGE])
 
 
-def assert_equal(found: Measured, pixels: np.ndarray, tiles: preparation.Tiles) -> None:
+def assert_equal(found: Measured, pixels: np.ndarray, tiles: Tiles) -> None:
     parts = [part for part in (tiles.pixels, tiles.crops) if part is not None]
     assert found.grid == tiles.grid
     assert found.pixels == tiles.pixels.shape
@@ -170,31 +163,29 @@ def assert_equal(found: Measured, pixels: np.ndarray, tiles: preparation.Tiles) 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_form_of_an_image_is_known_from_its_size(name: str) -> None:
-    settings = Model.from_message(MODELS[name]).image_preprocessor
-    assert settings
+    own = MODELS[name][Modality.IMAGE]
     for size in SIZES:
         try:
-            form = preparation.image_form(size, settings)
+            form = image_form(size, own)
         except ValueError as error:
             with pytest.raises(ValueError, match=str(error)):
-                preparation.image(np.zeros((*size, 3), np.uint8), settings)
+                pillow.prepared(np.zeros((*size, 3), np.uint8), own)
             continue
-        tiles = preparation.image(np.zeros((*size, 3), np.uint8), settings)
+        tiles = pillow.prepared(np.zeros((*size, 3), np.uint8), own)
         assert form == (tiles.grid, tiles.pixels.shape, None if tiles.crops is None else tiles.crops.shape)
 
 
 @pytest.mark.parametrize("name", ["patches", "ratio"])
 def test_the_form_of_a_clip_is_known_from_size_and_number(name: str) -> None:
-    settings = Model.from_message(MODELS[name]).video_preprocessor
-    assert settings
+    own = MODELS[name][Modality.VIDEO]
     for size in SIZES[:2]:
         for frames in (2, 5, 8):
-            tiles = preparation.clip(np.zeros((frames, *size, 3), np.uint8), settings)
-            assert preparation.clip_form(size, frames, settings) == (tiles.grid, tiles.pixels.shape, None)
+            tiles = pillow.prepared(np.zeros((frames, *size, 3), np.uint8), own)
+            assert clip_form(size, frames, own) == (tiles.grid, tiles.pixels.shape, None)
 
 
 @pytest.mark.parametrize("name", ["patches", "raster", "square"])
-async def test_files_are_prepared_as_the_client_prepares_them(name: str) -> None:
+async def test_files_are_prepared_as_in_this_process(name: str) -> None:
     photo = photograph()
     files = [saved(photo, quality=90), saved(photo, "PNG"), saved(photo, "WEBP"), *(make() for make in ODD.values())]
     async with pool_of(MODELS[name]) as pool:
@@ -364,27 +355,23 @@ async def test_clips_that_start_between_keyframes(codec: str, options: dict[str,
     file = cut(clip(moving(60), codec=codec, options=options), 7)
     shown = len(frames_of(file, range(60)))
     assert shown < 60
-    settings = Model.from_message(MODELS["patches"]).video_preprocessor
-    assert settings
-    assert settings.sampling
-    indices = sampled(shown, 10.0, settings.sampling, settings.temporal_patch_size)
+    own = MODELS["patches"][Modality.VIDEO]
+    indices = sampled(shown, 10.0, SAMPLING, own.temporal)
     async with pool_of() as pool:
         found, pixels = await prepared(pool, file, Modality.VIDEO)
     assert found.frame_seconds == tuple(index / 10.0 for index in indices)
-    assert_equal(found, pixels, preparation.clip(frames_of(file, indices), settings))
+    assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
 
 
 @pytest.mark.parametrize(("name", "kind", "codec"), [("patches", "mp4", "libx264"), ("ratio", "webm", "libvpx-vp9")])
 async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) -> None:
     file = clip(moving(45), 15.0, kind, codec)
-    settings = Model.from_message(MODELS[name]).video_preprocessor
-    assert settings
-    assert settings.sampling
-    indices = sampled(45, 15.0, settings.sampling, settings.temporal_patch_size)
+    own = MODELS[name][Modality.VIDEO]
+    indices = sampled(45, 15.0, SAMPLING, own.temporal)
     async with pool_of(MODELS[name]) as pool:
         found, pixels = await prepared(pool, file, Modality.VIDEO)
     assert found.frame_seconds == tuple(index / 15.0 for index in indices)
-    assert_equal(found, pixels, preparation.clip(frames_of(file, indices), settings))
+    assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
 
 
 async def test_hostile_clips_are_refused() -> None:
@@ -406,3 +393,48 @@ async def test_hostile_clips_are_refused() -> None:
         with suppress(NotDecoded):  # FFmpeg conceals some damage
             await prepared(pool, bytes(damaged), Modality.VIDEO)
         await prepared(pool, good, Modality.VIDEO)
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_pictures_are_prepared_as_in_this_process(name: str) -> None:
+    """With 3 and 4 channels, to pixels and to RGB."""
+    own, photo = MODELS[name][Modality.IMAGE], np.asarray(photograph(150, 210))
+    clear = np.dstack([photo, np.arange(150 * 210, dtype=np.uint16).reshape(150, 210).astype(np.uint8)])
+    async with pool_of(MODELS[name]) as pool:
+        for picture in (photo, clear):
+            found = pool.measure_picture(picture.shape, Modality.IMAGE)
+            assert found.picture == photo.shape
+            assert_equal(found, await pixels_of(pool, picture, found), pillow.prepared(picture, own))
+            rgb = await pixels_of(pool, picture, found, raw=True)
+            assert np.array_equal(rgb.reshape(photo.shape), pillow.flattened(picture, own))
+
+
+@pytest.mark.parametrize("name", ["patches", "ratio"])
+async def test_frames_are_prepared_as_in_this_process(name: str) -> None:
+    own = MODELS[name][Modality.VIDEO]
+    frames = np.stack([np.asarray(photograph(60 + 0 * seed, 90))[:, ::sign] for seed, sign in enumerate((1, -1, 1))])
+    async with pool_of(MODELS[name]) as pool:
+        found = pool.measure_picture(frames.shape, Modality.VIDEO)
+        assert form_of(frames.shape, own).grid == found.grid
+        made = await pixels_of(pool, frames, found, Modality.VIDEO)
+        assert_equal(found, made, pillow.prepared(frames, own))
+
+
+async def test_a_picture_that_the_rule_refuses_is_not_sent_to_a_decoder() -> None:
+    async with pool_of() as pool:
+        with pytest.raises(NotDecoded, match="too elongated") as error:
+            pool.measure_picture((1, 500, 3), Modality.IMAGE)
+        assert error.value.fault is Fault.UNSUPPORTED
+        assert not decoders()
+
+
+async def pixels_of(
+    pool: DecodePool, picture: np.ndarray, found: Measured, modality: Modality = Modality.IMAGE, *, raw: bool = False
+) -> np.ndarray:
+    parts = [found.picture] if raw else [part for part in (found.pixels, found.crops) if part]
+
+    async def reserve() -> memoryview:
+        return np.zeros(sum(int(np.prod(part)) for part in parts), np.uint8).data
+
+    done = await pool.decode(FLOW, picture.tobytes(), modality, found.cost, reserve, picture.shape, raw=raw)
+    return np.asarray(done.pixels)

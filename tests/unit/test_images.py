@@ -1,15 +1,11 @@
-"""Preprocessing on the client against the stock Hugging Face processors."""
+"""Images and clips of patches, prepared, against the stock Hugging Face processors."""
 
 import ast
-import builtins
 import math
-import os
 import struct
-import subprocess
-import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +24,10 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchEmbed
 
-from vitwire import _images
-from vitwire._images import Preprocessor, clip_patches, image_patches, smart_resize
+from prepared import clip_patches, recipe
+from prepared import patches as image_patches
+from vitwire_server.preparing.rules.patches import MAX_DECODED_PIXELS, smart_resize
+from vitwire_server.preparing.rules.recipe import Recipe
 
 QUICK = tuned(max_examples=60)
 MANY = tuned(max_examples=400)
@@ -48,55 +46,55 @@ PHOTOGRAPHS = [package("matplotlib") / "mpl-data/sample_data/grace_hopper.jpg"] 
 ]
 
 
-def preprocessor(patch: int = 14, merge: int = 2, **changes: Any) -> Preprocessor:
+def preprocessor(patch: int = 14, merge: int = 2, **changes: Any) -> Recipe:
     side = patch * merge
     defaults: dict[str, Any] = {
-        "temporal_patch_size": 2, "min_pixels": 4 * side**2, "max_pixels": 150 * side**2,
+        "temporal": 2, "min_pixels": 4 * side**2, "max_pixels": 150 * side**2,
         "mean": MEAN, "std": STD, "rescale_factor": 1 / 255, "resample": 3,
     }  # fmt: skip
-    return Preprocessor(patch_size=patch, merge_size=merge, **defaults | changes)
+    return recipe(patch=patch, merge=merge, **defaults | changes)
 
 
-def loose(**changes: Any) -> Preprocessor:
+def loose(**changes: Any) -> Recipe:
     """Settings of small sides, under which small random pictures are both enlarged and shrunk."""
     return preprocessor(4, 2, **{"min_pixels": 256, "max_pixels": 2000, **changes})
 
 
-def stock(settings: Preprocessor, family: Callable[..., Any] = Qwen2VLImageProcessorPil) -> Any:
+def stock(settings: Recipe, family: Callable[..., Any] = Qwen2VLImageProcessorPil) -> Any:
     return family(
-        patch_size=settings.patch_size,
-        merge_size=settings.merge_size,
-        temporal_patch_size=settings.temporal_patch_size,
-        size={"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
-        image_mean=list(settings.mean),
-        image_std=list(settings.std),
-        rescale_factor=settings.rescale_factor,
-        resample=settings.resample,
+        patch_size=settings.patch,
+        merge_size=settings.merge,
+        temporal_patch_size=settings.temporal,
+        size={"shortest_edge": settings.settings.min_pixels, "longest_edge": settings.settings.max_pixels},
+        image_mean=list(settings.settings.mean),
+        image_std=list(settings.settings.std),
+        rescale_factor=settings.settings.rescale_factor,
+        resample=settings.settings.resample,
     )
 
 
-def duplicated(rows: np.ndarray, settings: Preprocessor) -> np.ndarray:
+def duplicated(rows: np.ndarray, settings: Recipe) -> np.ndarray:
     """Rows of an image with the frame axis that the processor adds."""
-    side = settings.patch_size
+    side = settings.patch
     frames = rows.reshape(-1, 3, 1, side, side)
-    return frames.repeat(settings.temporal_patch_size, axis=2).reshape(len(rows), -1)
+    return frames.repeat(settings.temporal, axis=2).reshape(len(rows), -1)
 
 
-def normalised(rows: np.ndarray, settings: Preprocessor) -> np.ndarray:
+def normalised(rows: np.ndarray, settings: Recipe) -> np.ndarray:
     """Patch rows as the server rescales and normalises them."""
-    values = rows.reshape(len(rows), 3, -1) * settings.rescale_factor
-    mean, std = (np.asarray(value)[None, :, None] for value in (settings.mean, settings.std))
+    values = rows.reshape(len(rows), 3, -1) * settings.settings.rescale_factor
+    mean, std = (np.asarray(value)[None, :, None] for value in (settings.settings.mean, settings.settings.std))
     result: np.ndarray = ((values - mean) / std).reshape(len(rows), -1)
     return result
 
 
-def assert_as_stock(ours: Any, theirs: Any, settings: Preprocessor, family: Any = Qwen2VLImageProcessorPil) -> None:
+def assert_as_stock(ours: Any, theirs: Any, settings: Recipe, family: Any = Qwen2VLImageProcessorPil) -> None:
     rows, grid = image_patches(ours, settings)
     expected = stock(settings, family)(theirs, return_tensors="np")
     assert [list(grid)] == expected["image_grid_thw"].tolist()
     assert rows.dtype == np.uint8
     assert rows.flags.c_contiguous
-    assert rows.shape == (math.prod(grid), 3 * settings.patch_size**2)
+    assert rows.shape == (math.prod(grid), 3 * settings.patch**2)
     full = duplicated(rows, settings)
     np.testing.assert_allclose(expected["pixel_values"], normalised(full, settings), rtol=0, atol=2e-6)
 
@@ -111,10 +109,10 @@ def assert_as_stock(ours: Any, theirs: Any, settings: Preprocessor, family: Any 
         pytest.param(preprocessor(14), id="qwen2_vl"),
         pytest.param(preprocessor(16, mean=(0.5,) * 3, std=(0.5,) * 3), id="qwen3_vl"),
         pytest.param(preprocessor(16, min_pixels=800**2, max_pixels=1200**2), id="enlarged"),
-        pytest.param(preprocessor(14, 1, temporal_patch_size=1, resample=2), id="unmerged-bilinear"),
+        pytest.param(preprocessor(14, 1, temporal=1, resample=2), id="unmerged-bilinear"),
     ],
 )
-def test_photographs(path: Path, settings: Preprocessor) -> None:
+def test_photographs(path: Path, settings: Recipe) -> None:
     assert_as_stock(path, load_image(str(path)), settings)
     assert_as_stock(str(path), str(path), settings)
 
@@ -227,7 +225,6 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "keyed.png": ("RGB", {"transparency": first_colour}),
     "cmyk.jpg": ("CMYK", {}),
     "gray.jpg": ("L", {}),
-    "float.tiff": ("F", {}),
     "photo.webp": ("RGB", {}),
     "photo.bmp": ("RGB", {}),
 }
@@ -305,7 +302,7 @@ def test_smart_resize_over_all_frames(
 ) -> None:
     frames, height, width = clip
     limits = {"min_pixels": area[0], "max_pixels": area[1]}
-    settings = preprocessor(*patch, temporal_patch_size=group, bounds_span_frames=True, **limits)
+    settings = preprocessor(*patch, temporal=group, bounds_span_frames=True, **limits)
     ours = outcome(lambda: smart_resize(height, width, settings, frames))
     bounds = {"temporal_factor": group, "factor": settings.factor, **limits}
     assert ours == outcome(lambda: resize_qwen3(frames, height, width, **bounds))
@@ -333,7 +330,7 @@ def film(frames: int, height: int, width: int) -> np.ndarray:
 def test_rows_of_a_clip(source: tuple[str, str], patch: int, merge: int, group: int, frames: int) -> None:
     side = patch * merge
     clip = film(frames, 2 * side, 3 * side)
-    settings = preprocessor(patch, merge, temporal_patch_size=group, min_pixels=1)
+    settings = preprocessor(patch, merge, temporal=group, min_pixels=1)
     rows, grid = clip_patches(clip, settings)
     video = torch.from_numpy(clip).permute(0, 3, 1, 2)[None]
     expected, *size = stock_function(*source, "patchify")(None, video, patch, merge, group)
@@ -352,7 +349,7 @@ def test_rows_of_a_clip(source: tuple[str, str], patch: int, merge: int, group: 
 @QUICK
 def test_rows_of_a_clip_by_definition(frames: int, high: int, wide: int, group: int, patch: tuple[int, int]) -> None:
     side, merge = patch
-    settings = preprocessor(side, merge, temporal_patch_size=group, min_pixels=1, max_pixels=10**6)
+    settings = preprocessor(side, merge, temporal=group, min_pixels=1, max_pixels=10**6)
     clip = film(frames, high * side * merge, wide * side * merge)
     rows, (t, h, w) = clip_patches(clip, settings)
     full = torch.from_numpy(np.concatenate([clip, *[clip[-1:]] * (-frames % group)]))
@@ -378,7 +375,8 @@ def test_rows_are_what_the_stock_convolution_reads(patch: int) -> None:
 def test_a_still_clip_is_its_image_twice(patch: int, path: Path) -> None:
     settings = preprocessor(patch)
     image, grid = image_patches(path, settings)
-    clip, clip_grid = clip_patches([path, path], settings)
+    with Image.open(path) as opened:
+        clip, clip_grid = clip_patches([opened, opened.copy()], settings)
     assert grid == clip_grid
     np.testing.assert_array_equal(clip, duplicated(image, settings))
 
@@ -455,30 +453,21 @@ def test_bad_clips(frames: Any, message: str) -> None:
 
 
 def test_other_types() -> None:
-    with pytest.raises(
-        TypeError, match="expected a path, bytes, a file object, a Pillow image or a uint8 array, got list"
-    ):
+    with pytest.raises(TypeError, match="expected a Pillow image or a uint8 array, got list"):
         image_patches([[0]], preprocessor())  # type: ignore[arg-type]
     for frames in ("clip.mp4", Path("clip.mp4"), Image.new("RGB", (8, 8))):
         with pytest.raises(TypeError, match="expected an array or a sequence of frames"):
             clip_patches(frames, preprocessor())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"])
-def test_settings_are_checked(name: str) -> None:
-    sizes = {"patch": 14, "merge": 2, "min_pixels": 1, "max_pixels": 1}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        preprocessor(**sizes | {name.removesuffix("_size") if name in {"patch_size", "merge_size"} else name: 0})
-
-
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9])
-@pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "tiff", "webp", "avif", "bmp", "jp2"])
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif", "tiff", "webp", "bmp"])
 def test_truncated_files(suffix: str, share: float, tmp_path: Path) -> None:
     path = tmp_path / f"cut.{suffix}"
     noise("RGB").save(path)
     raw = path.read_bytes()
     path.write_bytes(raw[: int(len(raw) * share)])
-    with pytest.raises(ValueError, match=rf"cut\.{suffix} cannot be read as an image: "):
+    with pytest.raises(ValueError, match="cannot be read as an image: "):
         image_patches(path, loose())
 
 
@@ -486,7 +475,7 @@ def test_truncated_files(suffix: str, share: float, tmp_path: Path) -> None:
 @given(data=st.data())
 @tuned(max_examples=150)
 def test_damaged_files(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    suffix = data.draw(st.sampled_from(["jpg", "png", "gif", "webp", "avif", "bmp"]))
+    suffix = data.draw(st.sampled_from(["jpg", "png", "gif", "webp", "bmp"]))
     path = tmp_path_factory.getbasetemp() / f"damaged.{suffix}"
     noise("L").save(path)
     raw = bytearray(path.read_bytes())
@@ -498,7 +487,7 @@ def test_damaged_files(data: st.DataObject, tmp_path_factory: pytest.TempPathFac
 
 
 def test_files_that_are_no_images(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"test_images\.py cannot be read as an image"):
+    with pytest.raises(ValueError, match="cannot be read as an image"):
         image_patches(__file__, loose())
     with pytest.raises(FileNotFoundError, match="missing"):
         image_patches(tmp_path / "missing.png", loose())
@@ -529,62 +518,21 @@ def test_decompression_bombs(side: int, action: Any, tmp_path: Path) -> None:
     path = bomb(tmp_path / "bomb.png", side)
     with warnings.catch_warnings():
         warnings.simplefilter(action, Image.DecompressionBombWarning)
-        with pytest.raises(ValueError, match=r"bomb\.png cannot be read .* limit of \d+ pixels"):
+        with pytest.raises(ValueError, match=r"cannot be read .* limit of \d+ pixels"):
             image_patches(path, loose())
 
 
 def test_the_limit_holds_where_pillow_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     path = bomb(tmp_path / "bomb.png", 9_500)
-    message = f"9500x9500 exceeds the limit of {_images.MAX_DECODED_PIXELS} pixels"
+    message = f"9500x9500 exceeds the limit of {MAX_DECODED_PIXELS} pixels"
     with pytest.raises(ValueError, match=message):
         image_patches(path, loose())
-    with Image.open(path) as image, pytest.raises(ValueError, match=message):
-        image_patches(image, loose())
 
 
 def test_programs_are_not_run(tmp_path: Path) -> None:
+    """Pillow would run EPS in Ghostscript."""
     path = tmp_path / "endless.eps"
     path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n{} loop\n")
-    with pytest.raises(ValueError, match="EPS is not supported"):
+    with pytest.raises(ValueError, match="cannot identify"):
         image_patches(path, loose())
-    with Image.open(path) as image, pytest.raises(ValueError, match="EPS is not supported"):
-        image_patches(image, loose())
-
-
-# -- what is imported ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_pillow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "PIL":
-            raise ModuleNotFoundError(name=name)
-        return plain(name, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(builtins, "__import__", refuse)
-        yield
-
-
-@pytest.mark.usefixtures("without_pillow")
-def test_without_pillow() -> None:
-    rows, grid = image_patches(np.zeros((28, 56, 3), np.uint8), preprocessor(min_pixels=1))
-    assert (rows.shape, grid) == ((8, 588), (1, 2, 4))
-    for image in (PHOTOGRAPHS[0], np.zeros((30, 60, 3), np.uint8), object()):
-        with pytest.raises(ImportError, match=r"needs Pillow; .*: pip install '\.\[images\]'"):
-            image_patches(image, preprocessor(min_pixels=1))  # type: ignore[arg-type]
-
-
-def test_nothing_heavy_is_imported() -> None:
-    script = "import sys, vitwire._images; print(*{name.partition('.')[0] for name in sys.modules})"
-    paths = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        check=True,
-    )
-    assert not {"PIL", "torch", "transformers"} & set(done.stdout.decode().split())

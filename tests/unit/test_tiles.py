@@ -21,13 +21,14 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil, get_min_tile_covering_grid
 
+import prepared
 from ovis_reference import original_tiles
+from prepared import tiled
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._canvases import layouts_of
-from vitwire._images import Preprocessor, clip_tiles, image_tiles
-from vitwire._pictures import Tiles
-from vitwire._tile_layouts import covering_layout
-from vitwire._tiles import Tiling
+from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.preparing.rules.layouts import covering_layout
+from vitwire_server.preparing.rules.pictures import Tiles
 
 SIZES = [
     (64, 40),
@@ -53,23 +54,8 @@ def picture(height: int, width: int) -> np.ndarray:
     return np.clip(fine + rng.normal(0, 6, fine.shape), 0, 255).astype(np.uint8)
 
 
-def settings(tiling: Tiling, resample: int = 3) -> Preprocessor:
-    return Preprocessor(
-        patch_size=14,
-        merge_size=1,
-        temporal_patch_size=1,
-        min_pixels=1,
-        max_pixels=1,
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-        rescale_factor=1 / 255,
-        resample=resample,
-        tiling=tiling,
-    )
-
-
 def ours(image: np.ndarray, tiling: Tiling, resample: int = 3) -> Tiles:
-    return image_tiles(image, settings(tiling, resample), tiling)
+    return prepared.image(image, tiled(tiling, resample))
 
 
 def assert_near(mine: np.ndarray, theirs: Any) -> None:
@@ -86,7 +72,7 @@ class TestAgainstStock:
     @pytest.mark.parametrize("most", [6, 12, 2])
     def test_h2ovl(self, size: tuple[int, int], most: int) -> None:
         image = picture(*size)
-        mine = ours(image, Tiling("two_ratios", (56, 56), "last", max_tiles=most))
+        mine = ours(image, Tiling(TilingRule.TWO_RATIOS, (56, 56), Overview.LAST, max_tiles=most))
         theirs = h2ovl_tiles(Image.fromarray(image), 56, most)
         np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
         assert mine.grid == (len(theirs), 1, 1)
@@ -94,7 +80,7 @@ class TestAgainstStock:
     @pytest.mark.parametrize("most", [6, 12, 1])
     def test_eagle(self, size: tuple[int, int], most: int) -> None:
         image = picture(*size)
-        mine = ours(image, Tiling("ratio_and_area", (56, 56), "last", max_tiles=most))
+        mine = ours(image, Tiling(TilingRule.RATIO_AND_AREA, (56, 56), Overview.LAST, max_tiles=most))
         theirs = eagle_tiles(Image.fromarray(image), 56, most)
         np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
 
@@ -102,7 +88,7 @@ class TestAgainstStock:
     def test_deepseek_vl2(self, size: tuple[int, int], longest: int) -> None:
         image = picture(*size)
         layouts = [(rows, columns) for rows in range(1, longest + 1) for columns in range(1, longest + 1)]
-        tiling = Tiling("padded_fit", (56, 56), "first", layouts=tuple(layouts), background=(127,) * 3)
+        tiling = Tiling(TilingRule.PADDED_FIT, (56, 56), Overview.FIRST, layouts=tuple(layouts), background=(127,) * 3)
         theirs = deepseek_vl2_tiles(Image.fromarray(image), [(56 * w, 56 * h) for h, w in layouts], 127)
         mine = ours(image, tiling)
         np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
@@ -113,7 +99,7 @@ class TestAgainstStock:
         image = picture(*size)
         stock = GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True)
         theirs = stock([image], min_patches=fewest, max_patches=most, **PLAIN)
-        mine = ours(image, Tiling("closest_ratio", (56, 56), "last", fewest, most))
+        mine = ours(image, Tiling(TilingRule.CLOSEST_RATIO, (56, 56), Overview.LAST, fewest, most))
         assert_near(mine.pixels, theirs["pixel_values"])
         assert mine.grid[0] == len(mine.pixels)
         assert mine.grid[1] * mine.grid[2] in (len(mine.pixels), len(mine.pixels) - 1)
@@ -123,14 +109,14 @@ class TestAgainstStock:
         image = picture(*size)
         stock = Ovis2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True)
         theirs = stock([image], max_patches=9, use_covering_area_grid=covering, **PLAIN)
-        mine = ours(image, Tiling("covering" if covering else "closest_ratio", (56, 56), "first", 1, 9))
+        mine = ours(image, Tiling(TilingRule.COVERING if covering else "closest_ratio", (56, 56), Overview.FIRST, 1, 9))
         assert_near(mine.pixels, theirs["pixel_values"])
         assert mine.grid[1:] == tuple(theirs["grids"][0])
 
     def test_aria(self, size: tuple[int, int]) -> None:
         image = picture(*size)
         theirs = AriaImageProcessorPil(max_image_size=490, min_image_size=168)([image], **PLAIN)
-        mine = ours(image, Tiling("corner", (490, 490), min_side=168, patch=14))
+        mine = ours(image, Tiling(TilingRule.CORNER, (490, 490), min_side=168, patch=14))
         assert_near(mine.pixels, theirs["pixel_values"])
         mask = theirs["pixel_mask"][0].reshape(35, 14, 35, 14).any(axis=(1, 3))
         assert mine.grid == (1, mask[:, 0].sum(), mask[0].sum())
@@ -138,7 +124,7 @@ class TestAgainstStock:
     def test_mllama(self, size: tuple[int, int]) -> None:
         image = picture(*size)
         theirs = MllamaImageProcessorPil(size={"height": 56, "width": 56})([image], **PLAIN)
-        mine = ours(image, Tiling("canvas", (56, 56), max_tiles=4), resample=2)
+        mine = ours(image, Tiling(TilingRule.CANVAS, (56, 56), max_tiles=4), resample=2)
         assert_near(mine.pixels, theirs["pixel_values"][0, 0, : mine.grid[0]])
         assert [[mine.grid[0]]] == theirs["num_tiles"]
         assert layouts_of(4)[theirs["aspect_ratio_ids"][0, 0] - 1] == mine.grid[1:]
@@ -149,7 +135,7 @@ class TestAgainstStock:
         image = picture(*size)
         stock = LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}, image_grid_pinpoints=points)
         theirs = stock(image, **PLAIN)["pixel_values"][0]
-        mine = ours(image, Tiling("best_fit", (56, 56), "first", max_tiles=9, layouts=tuple(layouts)))
+        mine = ours(image, Tiling(TilingRule.BEST_FIT, (56, 56), Overview.FIRST, max_tiles=9, layouts=tuple(layouts)))
         assert_near(mine.pixels, theirs)
         assert mine.grid[0] == 1 + mine.grid[1] * mine.grid[2]
 
@@ -157,14 +143,14 @@ class TestAgainstStock:
     def test_llava(self, size: tuple[int, int], shorter: int) -> None:
         image = picture(*size)
         stock = LlavaImageProcessorPil(size={"shortest_edge": shorter}, crop_size={"height": 56, "width": 56})
-        mine = ours(image, Tiling("center_crop", (56, 56), min_side=shorter))
+        mine = ours(image, Tiling(TilingRule.CENTER_CROP, (56, 56), min_side=shorter))
         assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
         assert mine.grid == (1, 1, 1)
 
     def test_deit(self, size: tuple[int, int]) -> None:
         image = picture(*size)
         stock = DeiTImageProcessorPil(size={"height": 64, "width": 64}, crop_size={"height": 56, "width": 42})
-        mine = ours(image, Tiling("stretched_crop", (56, 42), min_side=64))
+        mine = ours(image, Tiling(TilingRule.STRETCHED_CROP, (56, 42), min_side=64))
         assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
         assert mine.grid == (1, 1, 1)
 
@@ -174,7 +160,9 @@ class TestAgainstStock:
         theirs = stock([image], **PLAIN)
         sides = range(1, 17)
         layouts = sorted(((r, c) for c in sides for r in sides if r * c <= 24), key=lambda pair: pair[0] * pair[1])
-        mine = ours(image, Tiling("closest_ratio", (56, 56), "last", max_tiles=24, layouts=tuple(layouts)))
+        mine = ours(
+            image, Tiling(TilingRule.CLOSEST_RATIO, (56, 56), Overview.LAST, max_tiles=24, layouts=tuple(layouts))
+        )
         assert_near(mine.pixels, theirs["pixel_values"][0])
         assert mine.grid[1:] == (theirs["rows"][0][0], theirs["cols"][0][0])
 
@@ -184,7 +172,9 @@ class TestAgainstStock:
         edges: Any = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": 56}}
         theirs = Idefics3ImageProcessorPil(do_image_splitting=cut, **edges)(image, return_row_col_info=True, **PLAIN)
         most = 16 if cut else 1
-        tiling = Tiling("whole_tiles", (56, 56), "last" if cut else "none", max_tiles=most, max_side=longest)
+        tiling = Tiling(
+            TilingRule.WHOLE_TILES, (56, 56), Overview.LAST if cut else Overview.NONE, max_tiles=most, max_side=longest
+        )
         mine = ours(image, tiling, resample=1)
         assert_near(mine.pixels, theirs["pixel_values"][0])
         assert bool(theirs["pixel_attention_mask"].all()), "tiles are full"
@@ -194,13 +184,13 @@ class TestAgainstStock:
     def test_gemma3(self, size: tuple[int, int]) -> None:
         image = picture(*size)
         theirs = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})(image, **PLAIN)
-        mine = ours(image, Tiling("stretch", (56, 56)), resample=2)
+        mine = ours(image, Tiling(TilingRule.STRETCH, (56, 56)), resample=2)
         assert_near(mine.pixels, theirs["pixel_values"])
 
     def test_deepseek_vl(self, size: tuple[int, int]) -> None:
         image = picture(*size)
         theirs = DeepseekVLImageProcessorPil(size={"height": 56, "width": 56})(image, **PLAIN)
-        mine = ours(image, Tiling("square", (56, 56), background=BACKGROUND, min_side=14))
+        mine = ours(image, Tiling(TilingRule.SQUARE, (56, 56), background=BACKGROUND, min_side=14))
         assert_near(mine.pixels, theirs["pixel_values"])
 
     def test_deepseek_vl_hybrid(self, size: tuple[int, int]) -> None:
@@ -212,7 +202,7 @@ class TestAgainstStock:
         mine = ours(
             image,
             Tiling(
-                "square",
+                TilingRule.SQUARE,
                 (56, 56),
                 background=BACKGROUND,
                 min_side=14,
@@ -228,7 +218,9 @@ class TestAgainstStock:
     def test_deepseek_ocr2(self, size: tuple[int, int]) -> None:
         image = picture(*size)
         theirs = DeepseekOcr2ImageProcessorPil(size={"height": 80, "width": 80}, tile_size=64)(image, **PLAIN)
-        tiling = Tiling("closest_ratio", (80, 80), min_tiles=2, max_tiles=6, background=(127,) * 3, crop=(64, 64))
+        tiling = Tiling(
+            TilingRule.CLOSEST_RATIO, (80, 80), min_tiles=2, max_tiles=6, background=(127,) * 3, crop=(64, 64)
+        )
         if round(min(size) * 80 / max(size)) == 0:
             pytest.skip("the stock processor cannot resize to nothing")
         mine = ours(image, tiling)
@@ -245,7 +237,7 @@ class TestAgainstStock:
 
 def test_an_image_that_is_too_elongated_to_be_cut_out_of_is_refused() -> None:
     with pytest.raises(ValueError, match="2x200000 is too elongated"):
-        ours(np.zeros((2, 200_000, 3), np.uint8), Tiling("center_crop", (336, 336), min_side=336))
+        ours(np.zeros((2, 200_000, 3), np.uint8), Tiling(TilingRule.CENTER_CROP, (336, 336), min_side=336))
 
 
 @pytest.mark.parametrize("size", [*SIZES, (700, 300), (120, 90)])
@@ -254,7 +246,7 @@ def test_original_ovis2(size: tuple[int, int]) -> None:
     if min(size) * 56 < max(size):
         pytest.skip("the authors' code cannot resize to nothing")
     theirs = np.stack(original_tiles(Image.fromarray(image), 56)).transpose(0, 3, 1, 2)
-    mine = ours(image, Tiling("covering_parts", (56, 56), "first", 1, 9, background=BACKGROUND))
+    mine = ours(image, Tiling(TilingRule.COVERING_PARTS, (56, 56), Overview.FIRST, 1, 9, background=BACKGROUND))
     assert mine.grid[0] == len(theirs)
     blank = np.broadcast_to(np.reshape(BACKGROUND, (1, 3, 1, 1)), theirs.shape)
     assert_near(mine.pixels, np.where(np.isnan(theirs), blank, theirs))
@@ -285,7 +277,7 @@ def test_ovis2_layouts_of_random_sizes() -> None:
     ],
 )
 def test_llama4_takes_the_layout_that_scales_least(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
-    tiles = ours(picture(*size), Tiling("canvas", (56, 56), "last", max_tiles=6), resample=2)
+    tiles = ours(picture(*size), Tiling(TilingRule.CANVAS, (56, 56), Overview.LAST, max_tiles=6), resample=2)
     assert tiles.grid == grid
     assert tiles.pixels.shape == (grid[0], 3, 56, 56)
 
@@ -313,16 +305,16 @@ def test_command_vision_stretches_an_image_over_the_layout_that_scales_least(
     size: tuple[int, int], grid: tuple[int, int, int]
 ) -> None:
     image = picture(*size)
-    tiles = ours(image, Tiling("least_scaling", (56, 56), "last", max_tiles=6))
+    tiles = ours(image, Tiling(TilingRule.LEAST_SCALING, (56, 56), Overview.LAST, max_tiles=6))
     assert tiles.grid == grid
-    (whole,) = ours(image, Tiling("stretch", (56 * grid[1], 56 * grid[2]))).pixels
+    (whole,) = ours(image, Tiling(TilingRule.STRETCH, (56 * grid[1], 56 * grid[2]))).pixels
     assert (tiles.pixels[0] == whole[:, :56, :56]).all()
-    assert (tiles.pixels[-1] == ours(image, Tiling("stretch", (56, 56))).pixels[0]).all()
+    assert (tiles.pixels[-1] == ours(image, Tiling(TilingRule.STRETCH, (56, 56))).pixels[0]).all()
 
 
 def test_llama4_enlarges_to_one_tile_and_pads_at_the_end() -> None:
     image = np.full((28, 112, 3), 200, np.uint8)
-    tiles = ours(image, Tiling("canvas", (56, 56), "last", max_tiles=6), resample=2)
+    tiles = ours(image, Tiling(TilingRule.CANVAS, (56, 56), Overview.LAST, max_tiles=6), resample=2)
     assert tiles.grid == (3, 1, 2)
     assert (tiles.pixels[:2, :, :28] == 200).all()
     assert (tiles.pixels[:2, :, 28:] == 0).all()
@@ -345,7 +337,7 @@ def test_llama4_enlarges_to_one_tile_and_pads_at_the_end() -> None:
     ],
 )
 def test_step3_plans_windows(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
-    tiling = Tiling("windows", (168, 168), max_tiles=16, max_side=448, crop=(112, 112))
+    tiling = Tiling(TilingRule.WINDOWS, (168, 168), max_tiles=16, max_side=448, crop=(112, 112))
     tiles = ours(picture(*size), tiling, resample=2)
     assert tiles.grid == grid
     assert tiles.pixels.shape == (1, 3, 168, 168)
@@ -354,16 +346,7 @@ def test_step3_plans_windows(size: tuple[int, int], grid: tuple[int, int, int]) 
 
 def test_frames_are_tiles() -> None:
     clip = np.stack([picture(40, 60) for _ in range(3)])
-    tiling = Tiling("stretch", (56, 56))
-    tiles = clip_tiles(clip, settings(tiling), tiling)
+    tiling = Tiling(TilingRule.STRETCH, (56, 56))
+    tiles = prepared.clip(clip, tiled(tiling))
     assert tiles.grid == (3, 1, 1)
     assert_near(tiles.pixels[:1], ours(clip[0], tiling).pixels)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"rule": "by_magic"}, {"tile": (0, 56)}, {"min_tiles": 0}, {"min_tiles": 3, "max_tiles": 2}]
-)
-def test_settings_that_cannot_be_followed_are_refused(changes: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {"rule": "stretch", "tile": (56, 56)} | changes
-    with pytest.raises(ValueError, match=r"not supported|invalid tiling"):
-        Tiling(**fields)
