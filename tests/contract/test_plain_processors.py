@@ -19,11 +19,9 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from broken import Break, edit, load
 from checkpoints import Checkpoints
-from client_models import client_model
+from prepared import clip_items, image_items, of_clips, of_images
 from reference import TOLERANCE, error
 from rigs import Rig
-from vitwire import InvalidItem
-from vitwire._prepare import clip_items, image_items
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.files import CheckpointError
@@ -54,14 +52,13 @@ RAW = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
 @pytest.mark.parametrize("model_type", STOCK)
 def test_pixels_are_those_of_the_processor(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
-    processor, model = STOCK[model_type].from_pretrained(folder), client_model(folder)
-    settings = model.image_preprocessor
-    assert settings is not None
+    processor, recipe = STOCK[model_type].from_pretrained(folder), of_images(folder)
+    settings = recipe.settings
     assert (settings.mean, settings.std) == (tuple(processor.image_mean), tuple(processor.image_std))
     for size in SIZES:
         image = photograph(*size)
         stock = processor([image], **RAW)["pixel_values"]
-        (item,), (clip,) = image_items([image], model), clip_items([[image, image]], model)
+        (item,), (clip,) = image_items([image], recipe), clip_items([[image, image]], of_clips(folder))
         np.testing.assert_array_equal(item.pixels, stock, err_msg=str(size))
         np.testing.assert_array_equal(clip.pixels, np.concatenate([stock, stock]))
         assert (item.grid, clip.grid) == ((1, 1, 1), (2, 1, 1))
@@ -73,35 +70,33 @@ def test_pixels_of_dinov3_differ_from_those_of_its_processor_by_rounding_alone(c
     `functional.interpolate` is what it calls: with torchvision 0.29, DINOv3ViTImageProcessor(size=...) of these
     photographs is within 3e-7 of it.
     """
-    model = client_model(checkpoints("dinov3_vit"))
+    recipe = of_images(checkpoints("dinov3_vit"))
     for size in SIZES:
         image = photograph(*size)
         whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
         stock = functional.interpolate(whole, (56, 56), mode="bilinear", antialias=True, align_corners=False)
-        (item,) = image_items([image], model)
+        (item,) = image_items([image], recipe)
         assert isinstance(item.pixels, np.ndarray)
         assert np.abs(item.pixels - stock.numpy()).max() < 1.5, size
 
 
 def test_pixels_of_tipsv2_differ_from_those_of_its_processor_by_one_at_most(checkpoints: Checkpoints) -> None:
     """It needs torchvision, whose resize of 8 bits calls `functional.interpolate` and rounds elsewhere than Pillow."""
-    model = client_model(checkpoints("tipsv2"))
-    settings = model.image_preprocessor
-    assert settings is not None
-    assert (settings.mean, settings.std) == ((0.0,) * 3, (1.0,) * 3)
+    recipe = of_images(checkpoints("tipsv2"))
+    assert (recipe.settings.mean, recipe.settings.std) == ((0.0,) * 3, (1.0,) * 3)
     for size in SIZES:
         image = photograph(*size)
         whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
         stock = functional.interpolate(whole, (56, 56), mode="bilinear", antialias=True, align_corners=False)
-        (item,) = image_items([image], model)
+        (item,) = image_items([image], recipe)
         assert isinstance(item.pixels, np.ndarray)
         assert np.abs(item.pixels.astype(int) - stock.numpy()).max() <= 1, size
 
 
 def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoints) -> None:
-    model = client_model(checkpoints("clip"))
-    with pytest.raises(InvalidItem, match="1x30000 is too elongated: resized, it would have "):
-        image_items([Image.new("RGB", (30000, 1))], model)
+    recipe = of_images(checkpoints("clip"))
+    with pytest.raises(ValueError, match="1x30000 is too elongated: resized, it would have "):
+        image_items([Image.new("RGB", (30000, 1))], recipe)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +147,10 @@ def test_a_class_that_is_not_named_has_no_projection(named: object, checkpoints:
 def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Sizes as plain numbers, names of feature extractors, nulls, or no file at all."""
     folder = Path(shutil.copytree(checkpoints("clip"), tmp_path / "copy"))
-    wanted = client_model(folder).image_preprocessor
+    wanted = of_images(folder)
     old = {"feature_extractor_type": "CLIPFeatureExtractor", "image_processor_type": None, "size": 64, "crop_size": 56}
     edit(PROCESSOR, **old, do_convert_rgb=None, resample=None)(folder)
-    assert client_model(folder).image_preprocessor == wanted
+    assert of_images(folder) == wanted
     (folder / PROCESSOR).unlink()
     with pytest.raises(
         CheckpointError, match=r"copy: image_size is 56, but preprocessor_config.json is missing"
@@ -169,11 +164,10 @@ def test_a_step_that_is_null_is_not_done(model_type: str, checkpoints: Checkpoin
     """As by the processor, which takes null as false."""
     folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
     edit(PROCESSOR, do_normalize=None)(folder)
-    image, model = photograph(480, 640), client_model(folder)
+    image, recipe = photograph(480, 640), of_images(folder)
     stock = STOCK[model_type].from_pretrained(folder)([image], return_tensors="np")["pixel_values"]
-    settings = model.image_preprocessor
-    assert settings is not None
-    (item,) = image_items([image], model)
+    settings = recipe.settings
+    (item,) = image_items([image], recipe)
     assert isinstance(item.pixels, np.ndarray)
     ours = (item.pixels * settings.rescale_factor - np.reshape(settings.mean, (3, 1, 1))) / settings.std[0]
     np.testing.assert_allclose(ours, stock, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Pixels that a client prepares, by what GetModel says, against the model's own Hugging Face processor."""
+"""Pixels that the server prepares, against the model's own Hugging Face processor."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from checkpoints import MODEL_TYPES, Checkpoints, sampled
 from client_models import client_model
-from vitwire._images import image_patches
+from prepared import patches, recipes
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Resizing
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
@@ -39,28 +39,28 @@ def processor_of(model_type: str, folder: Path) -> Any:
 @pytest.mark.parametrize("model_type", sampled(PACKED))
 def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
-    settings = client_model(folder).image_preprocessor
-    if settings is None:
+    recipe = recipes(folder).get(Modality.IMAGE)
+    if recipe is None:
         assert open_checkpoint(str(folder)).preprocessing()[Modality.IMAGE].resizing is Resizing.OTHER
         return
     processor = processor_of(model_type, folder)
     for size in SIZES:
         image = photograph(*size)
         stock = processor(images=[image], return_tensors="np")
-        ours, grid = image_patches(image, settings)
+        ours, grid = patches(image, recipe)
         assert tuple(stock["image_grid_thw"][0]) == grid, size
-        mean, std = (np.array(side).reshape(3, 1) for side in (settings.mean, settings.std))
-        floats = (ours.reshape(len(ours), 3, -1) * settings.rescale_factor - mean) / std
-        frames = stock["pixel_values"].reshape(len(ours), 3, settings.temporal_patch_size, -1)
-        assert np.abs(frames - floats[:, :, None]).max() < 2 / 255 / min(settings.std), size
+        mean, std = (np.array(side).reshape(3, 1) for side in (recipe.settings.mean, recipe.settings.std))
+        floats = (ours.reshape(len(ours), 3, -1) * recipe.settings.rescale_factor - mean) / std
+        frames = stock["pixel_values"].reshape(len(ours), 3, recipe.temporal, -1)
+        assert np.abs(frames - floats[:, :, None]).max() < 2 / 255 / min(recipe.settings.std), size
 
 
 @pytest.mark.parametrize("model_type", sampled(PACKED))
 def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: str, checkpoints: Checkpoints) -> None:
     """Random sides, shorter than a token, a patch or a pixel per token among them; so are refusals."""
     folder = checkpoints(model_type)
-    settings = client_model(folder).image_preprocessor
-    if settings is None:
+    recipe = recipes(folder).get(Modality.IMAGE)
+    if recipe is None:
         return
     processor = processor_of(model_type, folder)
     rng = np.random.default_rng(8)
@@ -70,13 +70,13 @@ def test_small_images_have_the_grid_that_the_processor_gives_them(model_type: st
             stock = tuple(processor(images=[image], return_tensors="np")["image_grid_thw"][0])
         except ValueError:
             with pytest.raises(ValueError, match="too long"):
-                image_patches(image, settings)
+                patches(image, recipe)
         else:
-            assert image_patches(image, settings)[1] == stock, (height, width)
+            assert patches(image, recipe)[1] == stock, (height, width)
 
 
 @pytest.mark.parametrize("model_type", sampled(PACKED))
-def test_clients_get_settings_only_of_what_they_can_prepare(model_type: str, checkpoints: Checkpoints) -> None:
+def test_clients_know_what_is_prepared(model_type: str, checkpoints: Checkpoints) -> None:
     family, model = FAMILIES[model_type], client_model(checkpoints(model_type))
-    assert (model.image_preprocessor is not None) is (family.images is Accepts.PICTURES)
-    assert (model.video_preprocessor is not None) is (family.videos is Accepts.PICTURES)
+    assert ("image" in model.prepared) is (family.images is Accepts.PICTURES)
+    assert ("video" in model.prepared) is (family.videos is Accepts.PICTURES)

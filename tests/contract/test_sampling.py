@@ -18,9 +18,9 @@ import torch
 from transformers.video_utils import default_sample_indices_fn
 
 from checkpoints import Checkpoints
-from client_models import client_model
-from vitwire.sampling import Sampling, sampled
-from vitwire_server.core.sampling import SamplingRule
+from prepared import of_clips, of_images
+from vitwire_server.core.sampling import Sampling, SamplingRule
+from vitwire_server.preparing.rules.sampling import sampled
 from vitwire_server.towers.processors.sampling import read_sampling
 
 CLIPS = [
@@ -91,7 +91,7 @@ stock_of = {
 )
 def test_rules_choose_the_frames_of_the_stock_processors(model: str, rule: str, settings: dict[str, Any]) -> None:
     sampling = Sampling(
-        rule,
+        SamplingRule(rule),
         float(settings.get("fps") or 0),
         settings.get("num_frames") or 0,
         settings.get("min_frames", 0),
@@ -117,7 +117,7 @@ def test_a_fixed_number_is_that_of_the_default_function(count: int) -> None:
         if total >= count:
             metadata = SimpleNamespace(total_num_frames=total, fps=fps)
             theirs = default_sample_indices_fn(metadata, num_frames=count)
-            assert sampled(total, fps, Sampling("count", frames=count)) == list(theirs)
+            assert sampled(total, fps, Sampling(SamplingRule.COUNT, frames=count)) == list(theirs)
 
 
 @pytest.mark.parametrize("rule", SamplingRule)
@@ -134,8 +134,8 @@ def test_short_clips_keep_at_least_one_frame_in_order(rule: SamplingRule) -> Non
 
 def test_a_clip_without_a_rate_is_rejected_by_rules_that_need_it() -> None:
     with pytest.raises(ValueError, match="no frame rate"):
-        sampled(10, 0.0, Sampling("rate", fps=2.0, min_frames=4, max_frames=8))
-    assert sampled(10, 0.0, Sampling("count", frames=5)) == [0, 2, 4, 6, 8]
+        sampled(10, 0.0, Sampling(SamplingRule.RATE, fps=2.0, min_frames=4, max_frames=8))
+    assert sampled(10, 0.0, Sampling(SamplingRule.COUNT, frames=5)) == [0, 2, 4, 6, 8]
 
 
 def test_files_of_checkpoints_set_the_rule() -> None:
@@ -157,12 +157,9 @@ def test_files_of_checkpoints_set_the_rule() -> None:
         read_sampling("qwen2_vl", {"fps": "fast"})
 
 
-def test_clients_see_the_rule(checkpoints: Checkpoints) -> None:
-    model = client_model(checkpoints("qwen3_vl"))
-    assert model.video_preprocessor
-    assert model.video_preprocessor.sampling == Sampling("rate_to_last", fps=2.0, min_frames=4, max_frames=768)
-    assert model.image_preprocessor
-    assert model.image_preprocessor.sampling is None
-    smol = client_model(checkpoints("smolvlm"))
-    assert smol.video_preprocessor
-    assert smol.video_preprocessor.sampling == Sampling("rate_within", fps=1.0, max_frames=64)
+def test_the_rule_of_a_checkpoint(checkpoints: Checkpoints) -> None:
+    qwen, smol = checkpoints("qwen3_vl"), checkpoints("smolvlm")
+    rate = Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=768)
+    assert of_clips(qwen).settings.sampling == rate
+    assert of_images(qwen).settings.sampling is None
+    assert of_clips(smol).settings.sampling == Sampling(SamplingRule.RATE_WITHIN, fps=1.0, max_frames=64)

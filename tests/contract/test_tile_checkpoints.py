@@ -207,13 +207,13 @@ def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpo
     assert error(rows, expected) <= TOLERANCE
 
 
-def test_clients_get_no_settings_of_a_processor_that_pads_images_before_it_resizes_them(
+def test_images_are_not_prepared_for_a_processor_that_pads_before_it_resizes(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(checkpoints("llava"), tmp_path / "copy"))
-    assert client_model(folder).image_preprocessor
+    assert "image" in client_model(folder).prepared
     edit(PROCESSOR, do_pad=True)(folder)
-    assert client_model(folder).image_preprocessor is None
+    assert "image" not in client_model(folder).prepared
 
 
 def test_published_files_of_vipllava_call_the_layers_by_another_name(checkpoints: Checkpoints, tmp_path: Path) -> None:

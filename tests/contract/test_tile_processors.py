@@ -38,10 +38,10 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from broken import edit
 from checkpoints import Checkpoints, sampled
 from client_models import client_model
+from prepared import image_items, of_images
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire import InvalidItem, Item
-from vitwire._images import Preprocessor
-from vitwire._prepare import image_items
+from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.files import CheckpointError
 
@@ -170,16 +170,15 @@ Those of llama4, cohere2_vision and step3p7 need torchvision too: see tests/unit
 @pytest.mark.parametrize("model_type", sampled(STOCK))
 def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
-    model = client_model(folder)
-    settings = model.image_preprocessor
-    assert settings is not None
+    recipe = of_images(folder)
+    settings = recipe.settings
     second = (settings.mean, settings.std)
-    if model_type == "deepseek_vl_hybrid":  # what the server knows, and clients need not: they send uint8
+    if model_type == "deepseek_vl_hybrid":  # the server's own
         second = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     for size in SIZES:
         image = photograph(*size)
         pixels, crops = STOCK[model_type](folder, image)
-        (item,) = image_items([image], model)
+        (item,) = image_items([image], recipe)
         for own, theirs, (mean, std) in (
             (item.pixels, pixels, (settings.mean, settings.std)),
             (item.crops, crops, second),
@@ -187,7 +186,7 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
             assert (own is None) == (theirs is None), size
             if isinstance(own, np.ndarray) and theirs is not None:
                 assert own.shape == theirs.shape, size
-                assert np.abs(normalised(own, settings, mean, std) - theirs).max() < 2 / 255 / min(std), size
+                assert np.abs(normalised(own, recipe, mean, std) - theirs).max() < 2 / 255 / min(std), size
 
 
 @pytest.mark.parametrize("step", ["do_normalize", "do_rescale"])
@@ -197,12 +196,11 @@ def test_a_step_that_the_processor_leaves_out_is_left_out(
 ) -> None:
     folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
     edit("preprocessor_config.json", **{step: False})(folder)
-    model, image = client_model(folder), photograph(70, 90)
-    settings = model.image_preprocessor
-    assert settings is not None
+    recipe, image = of_images(folder), photograph(70, 90)
+    settings = recipe.settings
     pixels, _ = STOCK[model_type](folder, image)
-    (item,) = image_items([image], model)
-    error = np.abs(normalised(item.pixels, settings, settings.mean, settings.std) - pixels).max()
+    (item,) = image_items([image], recipe)
+    error = np.abs(normalised(item.pixels, recipe, settings.mean, settings.std) - pixels).max()
     assert error < 2 * settings.rescale_factor / min(settings.std)
 
 
@@ -248,25 +246,23 @@ def test_a_transparent_colour_is_what_the_processor_makes_of_it(
     files = [tmp_path / name for name in ("palette.png", "keyed.gif", "keyed.png")]
     for name, image in zip(files, (flat, flat, flat.convert("RGB")), strict=True):
         image.save(name, transparency=image.getpixel((0, 0)))
-    model = client_model(folder)
-    prepared = model.image_preprocessor
-    assert prepared is not None
-    (plain,) = image_items([flat.convert("RGB")], model)
+    recipe = of_images(folder)
+    (plain,) = image_items([flat.convert("RGB")], recipe)
     on_white = []
     for source in files:
         loaded = load_image(str(source))
         theirs, _ = STOCK[model_type](folder, loaded)
         for own in (source, loaded):
-            (item,) = image_items([own], model)
-            pixels = normalised(item.pixels, prepared, prepared.mean, prepared.std)
-            assert np.abs(pixels - theirs).max() < 2 / 255 / min(prepared.std)
+            (item,) = image_items([own], recipe)
+            pixels = normalised(item.pixels, recipe, recipe.settings.mean, recipe.settings.std)
+            assert np.abs(pixels - theirs).max() < 2 / 255 / min(recipe.settings.std)
         on_white.append(not np.array_equal(item.pixels, plain.pixels))
     assert any(on_white) is (said if said is not None else model_type not in UNCONVERTED)
 
 
-def normalised(own: Any, settings: Preprocessor, mean: tuple[float, ...], std: tuple[float, ...]) -> Array:
-    form = (1, -1, 1) if not settings.channels_last else (1, 1, -1)
-    shaped = own.reshape(len(own), *((-1, 3) if settings.channels_last else (3, -1))) * settings.rescale_factor
+def normalised(own: Any, recipe: Recipe, mean: tuple[float, ...], std: tuple[float, ...]) -> Array:
+    form = (1, -1, 1) if not recipe.channels_last else (1, 1, -1)
+    shaped = own.reshape(len(own), *((-1, 3) if recipe.channels_last else (3, -1))) * recipe.settings.rescale_factor
     floats: Array = (shaped - np.reshape(mean, form)) / np.reshape(std, form)
     return floats.reshape(own.shape)
 
@@ -278,7 +274,7 @@ def test_sizes_of_images_say_the_layouts_of_their_tiles(model_type: str, checkpo
     model = client_model(folder)
     outputs = LlavaNextImageProcessorPil.from_pretrained(folder)(images, return_tensors="np")
     found = Item.from_processor(dict(outputs), model)
-    assert [item.grid for item in found] == [item.grid for item in image_items(images, model)]
+    assert [item.grid for item in found] == [item.grid for item in image_items(images, of_images(folder))]
     assert [len(cast("Array", item.pixels)) for item in found] == [item.grid[0] for item in found]
     with pytest.raises(InvalidItem, match=r"image_sizes: expected pairs \(height, width\)"):
         Item.from_processor({**outputs, "image_sizes": [1, 2, 3]}, model)

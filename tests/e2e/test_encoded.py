@@ -1,11 +1,13 @@
 """Items that carry files, through real servers of one process and with edges."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,11 @@ import pytest
 
 from checkpoints import Checkpoints
 from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photograph, saved, sound, turned
+from prepared import clip_items, image_items, of_clips, of_images
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, Embedding, InvalidItem, Item, NotCached, VitwireError
-from vitwire.sampling import sampled
+from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.sampling import sampled
 
 FLAGS = ("--dtype", "float32", "--cache-bytes", "50000000", "--max-encoded-bytes", "2000000")
 SHAPES = {"one process": (), "edges": ("--rpc-processes", "2", "--decode-processes", "2")}
@@ -62,7 +66,9 @@ def decoders(server: ServerProcess) -> list[psutil.Process]:
 
 def test_the_model_says_what_is_decoded(client: Client) -> None:
     model = client.model()
-    assert model.encodings == ("jpeg", "png", "webp", "mp4", "webm")
+    assert model.encodings == ("jpeg", "png", "webp", "gif", "bmp", "mp4", "webm")
+    assert model.prepared == ("image", "video")
+    assert len(model.preparation_fingerprint) == 64
     assert (model.limits.encoded_bytes, model.limits.encoded_pixels) == (2_000_000, 1 << 26)
 
 
@@ -87,7 +93,7 @@ def test_invalid_files_fail_alone(client: Client, server: ServerProcess, stream:
     pixels, good = client.encode_images([photo, saved(photo)])
     failures = server.metric("vitwire_decode_failures_total")
     for name in names if stream else names[:2]:
-        items = [Item(encoded=saved(photo)), Item(encoded=HOSTILE[name][0]()), *client_items(client, photo)]
+        items = [Item(encoded=saved(photo)), Item(encoded=HOSTILE[name][0]()), Item.from_image(photo)]
         results = results_of(client, items, stream=stream)
         assert_same(results[0], good)
         assert_same(results[2], pixels)
@@ -99,42 +105,35 @@ def test_invalid_files_fail_alone(client: Client, server: ServerProcess, stream:
     assert server.metric("vitwire_decode_failures_total") == failures + (4 if stream else 2)
 
 
-def client_items(client: Client, *images: object) -> list[Item]:
-    from vitwire._prepare import image_items  # noqa: PLC0415
-
-    return image_items(list(images), client.model())
-
-
 def test_sizes_are_checked_before_decoding(client: Client) -> None:
     results = results_of(client, [Item(encoded=bytes(2_000_001)), Item(encoded=jpeg_of_size(60_000, 200))], stream=True)
     assert "items[0].encoded: has 2000001 bytes, at most 2000000 are accepted" in str(results[0])
     assert isinstance(results[1], InvalidItem)
 
 
-def test_clips_are_sampled_by_the_rule_of_the_model(client: Client) -> None:
+def frames_used(file: bytes, total: int, recipe: Recipe) -> tuple[list[int], np.ndarray]:
+    """The frames that the model's rule chooses of a clip at 10 frames per second: their indices, and themselves."""
+    assert recipe.settings.sampling
+    indices = sampled(total, 10.0, recipe.settings.sampling, recipe.temporal)
+    return indices, np.stack(frames_of(file, indices))
+
+
+def test_clips_are_sampled_by_the_rule_of_the_model(client: Client, checkpoints: Checkpoints) -> None:
     file = clip(moving(30), 10.0)
-    model = client.model()
-    assert model.video_preprocessor
-    assert model.video_preprocessor.sampling
-    indices = sampled(30, 10.0, model.video_preprocessor.sampling, model.temporal_patch_size)
+    recipe = of_clips(checkpoints("qwen3_vl"))
+    indices, frames = frames_used(file, 30, recipe)
     assert len(indices) == 6
-    (own,) = client.encode_clips([np.stack(frames_of(file, indices))])
+    (own,) = client.encode_clips([frames])
     (one,) = client.encode([Item(encoded=file, modality="video")])
     assert_same(one, own)
     assert one.report.frame_seconds == pytest.approx([index / 10 for index in indices])
-    pruned = Item(own_pixels(client, file, indices), own.grid, "video", keep_ratio=0.5)
+    (patches,) = clip_items([frames], recipe)
+    assert patches.grid == own.grid
+    pruned = replace(patches, keep_ratio=0.5)
     of_file = Item(encoded=file, modality="video", keep_ratio=0.5)
     assert_same(client.encode([of_file])[0], client.encode([pruned])[0])
     with pytest.raises(InvalidItem, match="has no video"):
         client.encode([Item(encoded=sound(), modality="video")])
-
-
-def own_pixels(client: Client, file: bytes, indices: list[int]) -> np.ndarray:
-    from vitwire._prepare import clip_items  # noqa: PLC0415
-
-    pixels = clip_items([np.stack(frames_of(file, indices))], client.model())[0].pixels
-    assert isinstance(pixels, np.ndarray)
-    return pixels
 
 
 def test_cached_files_are_not_decoded_again(client: Client, server: ServerProcess) -> None:
@@ -200,40 +199,36 @@ def test_every_layout(checkpoints: Checkpoints, model_type: str, shape: str) -> 
         turned("PNG"),
         saved(photo.convert("RGBA"), "PNG"),
     ]
-    with serving(checkpoints(model_type), *FLAGS, *SHAPES[shape]) as server, Client(server.target) as client:
+    folder = checkpoints(model_type)
+    with serving(folder, *FLAGS, *SHAPES[shape]) as server, Client(server.target) as client:
         for one, other in zip(
             client.encode([Item(encoded=file) for file in files]), client.encode_images(files), strict=True
         ):
             assert_same(one, other)
-        model = client.model()
-        if "mp4" in model.encodings:
+        for own, (item,) in zip(
+            client.encode_images([photo, np.asarray(photo)]), [image_items([photo], of_images(folder))] * 2, strict=True
+        ):
+            assert_same(own, client.encode([item])[0])
+        if "mp4" in client.model().encodings:
             file = clip(moving(40), 10.0)
-            assert model.video_preprocessor
-            assert model.video_preprocessor.sampling
-            indices = sampled(40, 10.0, model.video_preprocessor.sampling, model.temporal_patch_size)
-            (own,) = client.encode_clips([np.stack(frames_of(file, indices))])
+            _, frames = frames_used(file, 40, of_clips(folder))
+            (own,) = client.encode_clips([frames])
             assert_same(client.encode([Item(encoded=file, modality="video")])[0], own)
 
 
-async def test_clients_choose_what_to_upload(client: Client, server: ServerProcess, tmp_path: Path) -> None:
+async def test_files_are_sent_as_they_are(client: Client, server: ServerProcess, tmp_path: Path) -> None:
     photo = photograph(320, 320)
-    path, gif = tmp_path / "photo.jpg", saved(photo, "GIF")
+    path = tmp_path / "photo.jpg"
     path.write_bytes(saved(photo, quality=80))
-    sources = [path, path.read_bytes(), np.asarray(photo), gif]
-    received = server.metric("vitwire_received_bytes_total")
-    own = client.encode_images(sources)
-    middle = server.metric("vitwire_received_bytes_total")
-    for one, other in zip(client.encode_images(sources, upload="auto"), own, strict=True):
-        assert_same(one, other)
-    assert server.metric("vitwire_received_bytes_total") - middle < 0.6 * (middle - received)
-    assert_same(client.encode_images([path], upload="encoded")[0], own[0])
+    before = server.metric("vitwire_received_bytes_total")
+    own = client.encode_images([path, path.read_bytes(), io.BytesIO(path.read_bytes())])
+    assert server.metric("vitwire_received_bytes_total") - before < 3 * path.stat().st_size + 1000
+    for each in own[1:]:
+        assert_same(each, own[0])
     async with AsyncClient(server.target) as same:
-        assert_same((await same.encode_images([path], upload="encoded"))[0], own[0])
-    for source, reason in ((gif, "the server decodes jpeg, png, webp, mp4, webm"), (np.asarray(photo), "needs paths")):
-        with pytest.raises(InvalidItem, match=reason):
-            client.encode_images([source], upload="encoded")
-    with pytest.raises(ValueError, match="upload must be one of"):
-        client.encode_images([path], upload="files")  # type: ignore[arg-type]
+        assert_same((await same.encode_images([path]))[0], own[0])
+    with pytest.raises(InvalidItem, match="format is unknown, the server decodes jpeg, png, webp, gif, bmp, mp4, webm"):
+        client.encode_images([saved(photo, "TIFF")])
 
 
 def test_the_command_uploads_files(server: ServerProcess, tmp_path: Path) -> None:
@@ -246,8 +241,6 @@ def test_the_command_uploads_files(server: ServerProcess, tmp_path: Path) -> Non
         "encode",
         "photo.jpg",
         "clip.mp4",
-        "--upload",
-        "auto",
         "--json",
     ]
     run = subprocess.run(

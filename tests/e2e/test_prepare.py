@@ -1,7 +1,5 @@
 """Pictures and files that the engine prepares, against those that decoders prepare, through real servers."""
 
-from collections.abc import Iterator
-
 import grpc
 import numpy as np
 import pytest
@@ -54,8 +52,8 @@ def rows_of(server: ServerProcess, sent: list[pb.Item]) -> list[tuple[tuple[int,
 
 
 @pytest.fixture(params=MODEL_TYPES)
-def model_type(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def model_type(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

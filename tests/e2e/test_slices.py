@@ -68,5 +68,5 @@ def test_what_is_not_a_slice_is_refused(server: ServerProcess) -> None:
     with Client(server.target) as client:
         with pytest.raises(InvalidItem, match="must be at most 1024 for this model, got 1025"):
             client.encode([Item(np.zeros((1025, 3 * SIDE**2), np.uint8), (1, 1, 1025))])
-        with pytest.raises(EncodeFailed, match=r"minicpmv, .* has no settings to prepare images.*encode_batch"):
+        with pytest.raises(EncodeFailed, match=r"prepares no images for minicpmv.*encode_batch"):
             client.encode_images([np.zeros((28, 28, 3), np.uint8)])

@@ -225,7 +225,7 @@ async def test_the_asyncio_client_stores(server: ServerProcess) -> None:
 
 def test_a_file_is_accepted_with_the_grid_that_the_server_chose(client: Client) -> None:
     photo = Path(skimage.__file__).parent / "data" / "camera.png"
-    if client.model().image_preprocessor is None or not photo.exists():
+    if not client.model().prepared or not photo.exists():
         pytest.skip("this model does not decode")
     item = Item(encoded=photo.read_bytes(), content_id="a file")
     accepted, stored = (answer for _, answer in client.iter_store([item]))

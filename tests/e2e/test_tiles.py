@@ -15,13 +15,14 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from checkpoints import Checkpoints
+from prepared import clip_items, image_items, of_clips, of_images
 from raster_reference import RasterReference
 from reference import TOLERANCE, Array, error
 from servers import ServerProcess, serving
 from tile_reference import TileReference
 from vitwire import Client, InvalidItem, Item
-from vitwire._images import Preprocessor
-from vitwire._prepare import clip_items, image_items
+from vitwire_server.core.models import Preprocessing
+from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.towers.registry import FAMILIES
 
 References = Callable[..., TileReference | RasterReference]
@@ -45,13 +46,16 @@ class Served:
     model_type: str
     process: ServerProcess
     reference: TileReference | RasterReference
+    folder: Path
+    images: Recipe
 
 
 @pytest.fixture(scope="module", params=SERVED)
 def served(request: pytest.FixtureRequest, checkpoints: Checkpoints, references: References) -> Iterator[Served]:
     flags = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "160")
-    with serving(checkpoints(request.param), *flags) as process:
-        yield Served(request.param, process, references(request.param, torch.float32))
+    folder = checkpoints(request.param)
+    with serving(folder, *flags) as process:
+        yield Served(request.param, process, references(request.param, torch.float32), folder, of_images(folder))
 
 
 def pictures() -> list[Image.Image]:
@@ -60,14 +64,14 @@ def pictures() -> list[Image.Image]:
     return [whole, whole.crop((0, 100, 512, 220)), whole.crop((200, 0, 330, 600)), whole.resize((60, 50))]
 
 
-def normalised(pixels: np.ndarray, settings: Preprocessor) -> Tensor:
+def normalised(pixels: np.ndarray, settings: Preprocessing) -> Tensor:
     """uint8 pixels as the model's processor would have emitted them."""
     shaped = torch.from_numpy(pixels).double().view(len(pixels), 3, -1)
     mean, std = (torch.tensor(values).view(-1, 1) for values in (settings.mean, settings.std))
     return ((shaped * settings.rescale_factor - mean) / std).float().view(pixels.shape)
 
 
-def expected(served: Served, item: Item, settings: Preprocessor) -> Array:
+def expected(served: Served, item: Item, settings: Preprocessing) -> Array:
     pixels, crops = (
         normalised(tensor, settings) if isinstance(tensor, np.ndarray) else None for tensor in (item.pixels, item.crops)
     )
@@ -77,9 +81,8 @@ def expected(served: Served, item: Item, settings: Preprocessor) -> Array:
 
 def test_images_equal_transformers(served: Served) -> None:
     with Client(served.process.target) as client:
-        settings = client.model().image_preprocessor
-        assert settings is not None
-        items = image_items(pictures(), client.model())
+        settings = served.images.settings
+        items = image_items(pictures(), served.images)
         if served.model_type == "deepseek_vl_hybrid":  # its crops are normalised in another way
             items = [Item(x.pixels, x.grid, crops=normalised(x.crops, CROPS).numpy()) for x in items]
             own = client.encode(items)
@@ -97,23 +100,23 @@ def test_tiles_as_a_processor_emits_them_need_no_layout(served: Served) -> None:
     if FAMILIES[served.model_type].layout != "tiles" or served.model_type == "llava_next_video":
         return
     with Client(served.process.target) as client:
-        for item in image_items(pictures(), client.model()):
+        for item in image_items(pictures(), served.images):
             (known,) = client.encode([item])
             (unknown,) = client.encode([Item(item.pixels, (item.grid[0], 1, 1), crops=item.crops)])
             assert error(unknown.numpy(), known.numpy()) <= TOLERANCE
-        whole = image_items(pictures(), client.model())[1]
+        whole = image_items(pictures(), served.images)[1]
         with pytest.raises(InvalidItem, match=r"rows and columns are not known, the grid is \(t, 1, 1\)"):
             client.encode([Item(whole.pixels, (90, 3, 3), crops=whole.crops)])
 
 
-CROPS = Preprocessor(14, 1, 1, 1, 1, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1 / 255, 3)
+CROPS = Preprocessing(1, 1, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1 / 255, 3)
 
 
 def test_images_without_a_layout_are_refused_where_they_would_be_clips(served: Served) -> None:
     if served.model_type != "llava_next_video":
         return
     with Client(served.process.target) as client:
-        (item, *_) = image_items(pictures(), client.model())
+        (item, *_) = image_items(pictures(), served.images)
         with pytest.raises(InvalidItem, match=r"of an image must be \(1 \+ rows \* columns, rows, columns\)"):
             client.encode([Item(item.pixels, (item.grid[0], 1, 1))])
 
@@ -121,7 +124,7 @@ def test_images_without_a_layout_are_refused_where_they_would_be_clips(served: S
 def test_a_large_request_travels_in_chunks(served: Served) -> None:
     """Crops follow the pixels of their item on the stream."""
     with Client(served.process.target) as client:
-        items = image_items(pictures(), client.model())
+        items = image_items(pictures(), served.images)
         together = client.encode(items)
         before = served.process.metric("vitwire_requests_total", method="EncodeStream", code="OK")
         many = items * (1 + (6 << 20) // sum(_bytes(item) for item in items))
@@ -139,18 +142,16 @@ def _bytes(item: Item) -> int:
 def test_frames_of_a_clip_are_tiles(served: Served) -> None:
     frames = [picture.resize((64, 48)) for picture in pictures()[:3]]
     with Client(served.process.target) as client:
-        settings = client.model().video_preprocessor
         if served.model_type not in CLIPS:
-            assert settings is None
-            item = image_items(frames[:1], client.model())[0]
+            assert "video" not in client.model().prepared
+            item = image_items(frames[:1], served.images)[0]
             with pytest.raises(InvalidItem, match="does not accept videos"):
                 client.encode([Item(item.pixels, item.grid, "video", crops=item.crops)])
             return
-        assert settings is not None
-        (item,) = clip_items([frames], client.model())
+        (item,) = clip_items([frames], of_clips(served.folder))
         assert item.grid == (3, 1, 1)
         (embedding,) = client.encode_clips([frames])
-        assert error(embedding.numpy(), expected(served, item, settings)) <= TOLERANCE
+        assert error(embedding.numpy(), expected(served, item, of_clips(served.folder).settings)) <= TOLERANCE
         (pruned,) = client.encode([Item(item.pixels, item.grid, "video", keep_ratio=0.5)])
         assert len(pruned.numpy()) == len(embedding.numpy()) // 2
         first = len(embedding.numpy()) // len(frames)
@@ -203,7 +204,7 @@ def test_a_batch_of_a_processor_is_encoded_as_it_is(served: Served, checkpoints:
 
 def test_what_does_not_fit_the_model_is_refused(served: Served) -> None:
     with Client(served.process.target) as client:
-        item = image_items([pictures()[0].resize((60, 60))], client.model())[0]
+        item = image_items([pictures()[0].resize((60, 60))], served.images)[0]
         assert isinstance(item.pixels, np.ndarray)
         with pytest.raises(InvalidItem, match=r"pixels\.shape"):
             client.encode([Item(item.pixels[..., 1:], item.grid, crops=item.crops)])

@@ -10,6 +10,7 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.items import DType
 from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.pooling import Pooling
+from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.rpc.responses import model_message
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
@@ -36,18 +37,15 @@ def client_model(folder: Path, pooling: Pooling = Pooling.NONE) -> Model:
         version="0",
         pooling=checkpoint.pooling,
         poolings=checkpoint.poolings,
+        prepared=tuple(recipes_of(checkpoint.preprocessing(), tower.geometry)),
     )
     return Model.from_message(model_message(card))
 
 
 def described(*, tiling: bool) -> Model:
     """A client's description of a model with patches of 14, by hand; with tiling, each image is one tile."""
-    settings = pb.Preprocessor(min_pixels=1, max_pixels=1, mean=[0.5] * 3, std=[0.5] * 3, rescale_factor=1, resample=3)
-    if tiling:
-        tile = pb.PixelSize(height=56, width=56)
-        rule = pb.TILING_RULE_SQUARE
-        settings.tiling.CopyFrom(pb.Tiling(rule=rule, tile=tile, min_tiles=1, max_tiles=1))
+    tiles = pb.Tiles(tile=pb.PixelSize(height=56, width=56), single=True) if tiling else None
     message = pb.GetModelResponse(
-        embedding_width=8, patch_size=14, merge_size=1, temporal_patch_size=1, image_preprocessor=settings
+        embedding_width=8, patch_size=14, merge_size=1, temporal_patch_size=1, prepared=[pb.MODALITY_IMAGE], tiles=tiles
     )
     return Model.from_message(message)

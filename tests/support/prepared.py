@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from vitwire import Item
 from vitwire._pictures import pixels_of, pixels_of_frames
-from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.pooling import Pooling
@@ -70,6 +70,23 @@ def clip_patches(frames: Sequence[Any], recipe: Recipe) -> tuple[Any, tuple[int,
     return made.pixels, made.grid
 
 
-def grid_of(made: Tiles) -> Grid:
-    """The grid as the server has it."""
-    return Grid(*made.grid)
+def image_items(images: Sequence[Any], recipe: Recipe) -> list[Item]:
+    """Items of images with uint8 pixels and a grid, as a client has them that uses the model's processor."""
+    made = [image(each, recipe) for each in images]
+    return [Item(each.pixels, each.grid, crops=each.crops) for each in made]
+
+
+def clip_items(clips: Sequence[Any], recipe: Recipe) -> list[Item]:
+    """The same for clips."""
+    made = [clip(each, recipe) for each in clips]
+    return [Item(each.pixels, each.grid, "video") for each in made]
+
+
+def of_images(folder: Path) -> Recipe:
+    """The recipe of a checkpoint's images."""
+    return recipes(folder)[Modality.IMAGE]
+
+
+def of_clips(folder: Path) -> Recipe:
+    """The recipe of a checkpoint's clips."""
+    return recipes(folder)[Modality.VIDEO]

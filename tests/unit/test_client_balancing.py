@@ -18,8 +18,7 @@ from fake_service import SERVICE, Fake, Running, abort, item, model_message, run
 from nameserver import answering
 from vitwire import Client, Item, Unavailable
 from vitwire._balancing import MAX_ROUTED, REPLICA_HEADER, Balancing, Replicas, balanced, hint_of, tokens_of
-from vitwire._model import Model
-from vitwire._tiles import Tiling
+from vitwire._model import Model, TileShapes
 
 __all__ = ["running"]  # the fixture
 
@@ -27,11 +26,9 @@ MODEL = Model.from_message(model_message())
 HINT = "x-vitwire-content-id"
 
 
-def tiled(**tiling: Any) -> Model:
+def tiled(crop: tuple[int, int] | None = None) -> Model:
     """A model that takes tiles of 16 tokens."""
-    assert MODEL.image_preprocessor
-    settings = replace(MODEL.image_preprocessor, tiling=Tiling("best_fit", (32, 32), max_tiles=4, **tiling))
-    return replace(MODEL, image_preprocessor=settings)
+    return replace(MODEL, tiles=TileShapes((32, 32), crop, patch=0, single=False, layouts=()))
 
 
 def tiles(count: int, grid: tuple[int, int, int], **kwargs: Any) -> Item:
@@ -48,7 +45,10 @@ def lookup(content_id: str, grid: tuple[int, int, int] = (1, 2, 2)) -> Item:
         (MODEL, item(7), 7),
         (MODEL, Item(np.zeros((24, 6), np.uint8), (2, 6, 2), "video", keep_ratio=0.25), 6),
         (MODEL, lookup("a", (4, 2, 2)), 4),
-        (MODEL, Item(encoded=bytes(200_000)), 200_000 // 32 // 4),
+        (MODEL, Item(encoded=bytes(4_000)), 4_000 // 32 // 4),
+        (MODEL, Item(encoded=bytes(200_000)), 64),
+        (MODEL, Item(np.zeros((28, 56, 3), np.uint8)), 2),
+        (MODEL, Item(np.zeros((280, 560, 3), np.uint8)), 64),
         (MODEL, Item(content_id="a"), 1),
         (tiled(), tiles(5, (5, 2, 2)), 80),
         (tiled(), tiles(5, (5, 1, 1)), 80),

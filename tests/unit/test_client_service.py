@@ -389,7 +389,7 @@ def test_spread_is_at_least_one() -> None:
 
 class Contradictory(Fake):
     def GetModel(self, request: pb.GetModelRequest, context: grpc.ServicerContext) -> pb.GetModelResponse:  # noqa: N802
-        return pb.GetModelResponse(image_preprocessor=pb.Preprocessor())
+        return pb.GetModelResponse()
 
 
 @both

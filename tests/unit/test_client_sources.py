@@ -16,7 +16,7 @@ from PIL import Image
 from both_clients import Call, both
 from fake_service import Running, item, running
 from vitwire import AsyncClient, Client, InvalidItem, Item, _sources
-from vitwire._prepare import image_items
+from vitwire._pictures import image_items
 from vitwire._sources import file_bytes, loaded
 
 __all__ = ["running"]  # the fixture
@@ -160,7 +160,7 @@ async def test_a_pipe_is_read_to_its_end(running: Running, png: bytes) -> None:
 
 def test_a_file_object_is_read_once_for_both_uploads(running: Running, png: bytes) -> None:
     with Client(running.target, timeout=20) as client:
-        (prepared,) = image_items([Trickle(png)], client.model(), "auto")  # type: ignore[list-item]
+        (prepared,) = image_items([Trickle(png)], client.model())  # type: ignore[list-item]
         assert prepared.pixels is not None, "the server decodes nothing"
 
 

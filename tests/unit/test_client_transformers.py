@@ -73,8 +73,6 @@ class Local:
             "merge_size": 2,
             "temporal_patch_size": 2,
             "channels": 3,
-            "image_preprocessor": None,
-            "video_preprocessor": None,
             "budgets": (),
             "limits": Limits(0, 0, 0, 0, 0),
             "graphs": "off",

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitwire._patches import Preprocessor, patch_rows
+from prepared import recipe
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import Geometry, Precision
+from vitwire_server.preparing.rules.patches import patch_rows
 from vitwire_server.process.precision import fingerprint
 from vitwire_server.runtime import float8
 from vitwire_server.runtime.float8 import Float8Linear, device_fault, quantised, reduce
@@ -197,8 +198,8 @@ class TestPictures:
 
         (item,) = picture_items(Tower(), [Grid(1, 4, 6)])  # type: ignore[arg-type]
         picture = dead_leaves(56, 84, torch.Generator().manual_seed(0)).permute(1, 2, 0).contiguous().numpy()
-        settings = Preprocessor(14, 2, 1, 1, 1, (), (), 1, 3, raster=raster, channels_last=channels_last)
-        rows, grid = patch_rows([picture], (56, 84), (1, 1), settings)
+        own = recipe(patch=14, merge=2, raster=raster, channels_last=channels_last)
+        rows, grid = patch_rows([picture], (56, 84), (1, 1), own)
         assert tuple(item.grid) == grid
         assert item.pixels.shape == rows.shape
         assert bytes(item.pixels.data) == rows.tobytes()

@@ -110,122 +110,6 @@ PRIORITY_INTERACTIVE: Priority.ValueType  # 1
 PRIORITY_BATCH: Priority.ValueType  # 2
 Global___Priority: typing_extensions.TypeAlias = Priority
 
-class _TilingRule:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _TilingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TilingRule.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    TILING_RULE_UNSPECIFIED: _TilingRule.ValueType  # 0
-    TILING_RULE_STRETCH: _TilingRule.ValueType  # 1
-    """One tile; the image is stretched to it."""
-    TILING_RULE_SQUARE: _TilingRule.ValueType  # 2
-    """One tile; the image is centred on the background."""
-    TILING_RULE_CLOSEST_RATIO: _TilingRule.ValueType  # 3
-    """The layout of the nearest aspect ratio; the image is stretched to it."""
-    TILING_RULE_BEST_FIT: _TilingRule.ValueType  # 4
-    """The listed layout that keeps most pixels; the image is centred on the
-    background.
-    """
-    TILING_RULE_CANVAS: _TilingRule.ValueType  # 5
-    """The layout that scales the image least; the image is at the top left."""
-    TILING_RULE_WINDOWS: _TilingRule.ValueType  # 6
-    """Square windows over large or long images, resized to crops."""
-    TILING_RULE_TWO_RATIOS: _TilingRule.ValueType  # 7
-    """The layout of the nearest aspect ratio, and a finer one of which neither side
-    divides it. The finer layout's tiles come first, then the other's, then the
-    whole image; the grid is (tiles, 1, 1).
-    """
-    TILING_RULE_CENTER_CROP: _TilingRule.ValueType  # 8
-    """One tile: the middle of the image, whose shorter side is first resized to
-    min_side, and the longer one in proportion, rounded down.
-    """
-    TILING_RULE_WHOLE_TILES: _TilingRule.ValueType  # 9
-    """The longer side is resized to max_side, then both sides up to whole tiles."""
-    TILING_RULE_COVERING: _TilingRule.ValueType  # 10
-    """The fewest tiles that keep 90 % of the pixels, if each part of the image
-    were shrunk to one tile; the image is stretched to them.
-    """
-    TILING_RULE_PADDED_FIT: _TilingRule.ValueType  # 11
-    """The listed layout that keeps most pixels, and always the whole image first;
-    both are padded with the background, the image in their middle.
-    """
-    TILING_RULE_LEAST_SCALING: _TilingRule.ValueType  # 12
-    """The layout that scales the image least; the image is stretched to it."""
-    TILING_RULE_RATIO_AND_AREA: _TilingRule.ValueType  # 13
-    """The layout of the nearest aspect ratio; one that has less than 0.6 of the
-    image's pixels counts as less near. The image is stretched to it.
-    """
-    TILING_RULE_COVERING_PARTS: _TilingRule.ValueType  # 14
-    """As many tiles as TILING_RULE_COVERING; each part of the image keeps its
-    aspect ratio and is centred on the background.
-    """
-    TILING_RULE_CORNER: _TilingRule.ValueType  # 15
-    """One tile; the longer side is resized to that of the tile, and the image is
-    at the top left.
-    """
-    TILING_RULE_STRETCHED_CROP: _TilingRule.ValueType  # 16
-    """One tile: the middle of the image, which is first resized to a square of
-    min_side whatever its shape.
-    """
-
-class TilingRule(_TilingRule, metaclass=_TilingRuleEnumTypeWrapper):
-    """How the layout of an image's tiles is chosen."""
-
-TILING_RULE_UNSPECIFIED: TilingRule.ValueType  # 0
-TILING_RULE_STRETCH: TilingRule.ValueType  # 1
-"""One tile; the image is stretched to it."""
-TILING_RULE_SQUARE: TilingRule.ValueType  # 2
-"""One tile; the image is centred on the background."""
-TILING_RULE_CLOSEST_RATIO: TilingRule.ValueType  # 3
-"""The layout of the nearest aspect ratio; the image is stretched to it."""
-TILING_RULE_BEST_FIT: TilingRule.ValueType  # 4
-"""The listed layout that keeps most pixels; the image is centred on the
-background.
-"""
-TILING_RULE_CANVAS: TilingRule.ValueType  # 5
-"""The layout that scales the image least; the image is at the top left."""
-TILING_RULE_WINDOWS: TilingRule.ValueType  # 6
-"""Square windows over large or long images, resized to crops."""
-TILING_RULE_TWO_RATIOS: TilingRule.ValueType  # 7
-"""The layout of the nearest aspect ratio, and a finer one of which neither side
-divides it. The finer layout's tiles come first, then the other's, then the
-whole image; the grid is (tiles, 1, 1).
-"""
-TILING_RULE_CENTER_CROP: TilingRule.ValueType  # 8
-"""One tile: the middle of the image, whose shorter side is first resized to
-min_side, and the longer one in proportion, rounded down.
-"""
-TILING_RULE_WHOLE_TILES: TilingRule.ValueType  # 9
-"""The longer side is resized to max_side, then both sides up to whole tiles."""
-TILING_RULE_COVERING: TilingRule.ValueType  # 10
-"""The fewest tiles that keep 90 % of the pixels, if each part of the image
-were shrunk to one tile; the image is stretched to them.
-"""
-TILING_RULE_PADDED_FIT: TilingRule.ValueType  # 11
-"""The listed layout that keeps most pixels, and always the whole image first;
-both are padded with the background, the image in their middle.
-"""
-TILING_RULE_LEAST_SCALING: TilingRule.ValueType  # 12
-"""The layout that scales the image least; the image is stretched to it."""
-TILING_RULE_RATIO_AND_AREA: TilingRule.ValueType  # 13
-"""The layout of the nearest aspect ratio; one that has less than 0.6 of the
-image's pixels counts as less near. The image is stretched to it.
-"""
-TILING_RULE_COVERING_PARTS: TilingRule.ValueType  # 14
-"""As many tiles as TILING_RULE_COVERING; each part of the image keeps its
-aspect ratio and is centred on the background.
-"""
-TILING_RULE_CORNER: TilingRule.ValueType  # 15
-"""One tile; the longer side is resized to that of the tile, and the image is
-at the top left.
-"""
-TILING_RULE_STRETCHED_CROP: TilingRule.ValueType  # 16
-"""One tile: the middle of the image, which is first resized to a square of
-min_side whatever its shape.
-"""
-Global___TilingRule: typing_extensions.TypeAlias = TilingRule
-
 class _Pooling:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -261,66 +145,6 @@ POOLING_MEAN: Pooling.ValueType  # 3
 POOLING_ATTENTION: Pooling.ValueType  # 4
 """One row, by the model's own pooling head."""
 Global___Pooling: typing_extensions.TypeAlias = Pooling
-
-class _Overview:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _OverviewEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Overview.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    OVERVIEW_UNSPECIFIED: _Overview.ValueType  # 0
-    OVERVIEW_NONE: _Overview.ValueType  # 1
-    OVERVIEW_FIRST: _Overview.ValueType  # 2
-    OVERVIEW_LAST: _Overview.ValueType  # 3
-
-class Overview(_Overview, metaclass=_OverviewEnumTypeWrapper):
-    """Position of the tile that shows the whole image."""
-
-OVERVIEW_UNSPECIFIED: Overview.ValueType  # 0
-OVERVIEW_NONE: Overview.ValueType  # 1
-OVERVIEW_FIRST: Overview.ValueType  # 2
-OVERVIEW_LAST: Overview.ValueType  # 3
-Global___Overview: typing_extensions.TypeAlias = Overview
-
-class _Resizing:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _ResizingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Resizing.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    RESIZING_UNSPECIFIED: _Resizing.ValueType  # 0
-    """Same as RESIZING_AREA."""
-    RESIZING_AREA: _Resizing.ValueType  # 1
-    """Area within the bounds; sides are multiples of a token."""
-    RESIZING_LONGEST_SIDE: _Resizing.ValueType  # 2
-    """The longer side is at most the square root of max_pixels; sides are
-    rounded up to tokens.
-    """
-    RESIZING_MOST_PATCHES: _Resizing.ValueType  # 3
-    """As close to max_pixels as possible with patches rounded up."""
-    RESIZING_MOST_TOKENS: _Resizing.ValueType  # 4
-    """As close to max_pixels as possible with tokens rounded down."""
-    RESIZING_ENLARGED_AREA: _Resizing.ValueType  # 5
-    """As RESIZING_AREA, after enlarging a side shorter than a token to one token."""
-
-class Resizing(_Resizing, metaclass=_ResizingEnumTypeWrapper):
-    """How the target size of an image is chosen before it is cut into patches."""
-
-RESIZING_UNSPECIFIED: Resizing.ValueType  # 0
-"""Same as RESIZING_AREA."""
-RESIZING_AREA: Resizing.ValueType  # 1
-"""Area within the bounds; sides are multiples of a token."""
-RESIZING_LONGEST_SIDE: Resizing.ValueType  # 2
-"""The longer side is at most the square root of max_pixels; sides are
-rounded up to tokens.
-"""
-RESIZING_MOST_PATCHES: Resizing.ValueType  # 3
-"""As close to max_pixels as possible with patches rounded up."""
-RESIZING_MOST_TOKENS: Resizing.ValueType  # 4
-"""As close to max_pixels as possible with tokens rounded down."""
-RESIZING_ENLARGED_AREA: Resizing.ValueType  # 5
-"""As RESIZING_AREA, after enlarging a side shorter than a token to one token."""
-Global___Resizing: typing_extensions.TypeAlias = Resizing
 
 class _DeliveryWay:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -394,68 +218,10 @@ ENCODING_GIF: Encoding.ValueType  # 6
 ENCODING_BMP: Encoding.ValueType  # 7
 Global___Encoding: typing_extensions.TypeAlias = Encoding
 
-class _SamplingRule:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _SamplingRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SamplingRule.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    SAMPLING_RULE_UNSPECIFIED: _SamplingRule.ValueType  # 0
-    SAMPLING_RULE_ALL: _SamplingRule.ValueType  # 1
-    """All frames."""
-    SAMPLING_RULE_COUNT: _SamplingRule.ValueType  # 2
-    """A fixed number of frames, evenly spaced: i * total / frames, rounded down."""
-    SAMPLING_RULE_RATE: _SamplingRule.ValueType  # 3
-    """By rate as Qwen2-VL: a multiple of the temporal patch size within bounds,
-    i * total / frames, rounded down.
-    """
-    SAMPLING_RULE_RATE_TO_LAST: _SamplingRule.ValueType  # 4
-    """By rate as Qwen3-VL: within bounds, evenly spaced from the first to the last
-    frame, rounded to the nearest.
-    """
-    SAMPLING_RULE_SECONDS: _SamplingRule.ValueType  # 5
-    """By rate as GLM-4V: the first frame of each interval, to a maximum duration."""
-    SAMPLING_RULE_RATE_BY_DURATION: _SamplingRule.ValueType  # 6
-    """By rate as GLM-4.6V: the rate depends on the duration."""
-    SAMPLING_RULE_MIDDLES: _SamplingRule.ValueType  # 7
-    """A fixed number of frames, the middle of each interval."""
-    SAMPLING_RULE_RATE_WITHIN: _SamplingRule.ValueType  # 8
-    """By rate as SmolVLM: up to max_frames, evenly spaced from the first to the
-    last frame, rounded down; of long clips without the first and last second.
-    """
-
-class SamplingRule(_SamplingRule, metaclass=_SamplingRuleEnumTypeWrapper):
-    """How frames of a clip are chosen before it is prepared."""
-
-SAMPLING_RULE_UNSPECIFIED: SamplingRule.ValueType  # 0
-SAMPLING_RULE_ALL: SamplingRule.ValueType  # 1
-"""All frames."""
-SAMPLING_RULE_COUNT: SamplingRule.ValueType  # 2
-"""A fixed number of frames, evenly spaced: i * total / frames, rounded down."""
-SAMPLING_RULE_RATE: SamplingRule.ValueType  # 3
-"""By rate as Qwen2-VL: a multiple of the temporal patch size within bounds,
-i * total / frames, rounded down.
-"""
-SAMPLING_RULE_RATE_TO_LAST: SamplingRule.ValueType  # 4
-"""By rate as Qwen3-VL: within bounds, evenly spaced from the first to the last
-frame, rounded to the nearest.
-"""
-SAMPLING_RULE_SECONDS: SamplingRule.ValueType  # 5
-"""By rate as GLM-4V: the first frame of each interval, to a maximum duration."""
-SAMPLING_RULE_RATE_BY_DURATION: SamplingRule.ValueType  # 6
-"""By rate as GLM-4.6V: the rate depends on the duration."""
-SAMPLING_RULE_MIDDLES: SamplingRule.ValueType  # 7
-"""A fixed number of frames, the middle of each interval."""
-SAMPLING_RULE_RATE_WITHIN: SamplingRule.ValueType  # 8
-"""By rate as SmolVLM: up to max_frames, evenly spaced from the first to the
-last frame, rounded down; of long clips without the first and last second.
-"""
-Global___SamplingRule: typing_extensions.TypeAlias = SamplingRule
-
 @typing.final
 class Grid(google.protobuf.message.Message):
     """Patch grid of an item: frames (after temporal merging), rows and columns, in
-    patches; for tile towers: tiles, tile rows, tile columns (see Tiling).
+    patches; for tile towers: tiles, tile rows, tile columns (see Tiles).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1079,8 +845,6 @@ class GetModelResponse(google.protobuf.message.Message):
     MERGE_SIZE_FIELD_NUMBER: builtins.int
     TEMPORAL_PATCH_SIZE_FIELD_NUMBER: builtins.int
     CHANNELS_FIELD_NUMBER: builtins.int
-    IMAGE_PREPROCESSOR_FIELD_NUMBER: builtins.int
-    VIDEO_PREPROCESSOR_FIELD_NUMBER: builtins.int
     BUDGETS_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     GRAPHS_FIELD_NUMBER: builtins.int
@@ -1135,12 +899,6 @@ class GetModelResponse(google.protobuf.message.Message):
     """SHA-256 over all that decides how pictures and files are prepared, in hex:
     equal files have equal pixels as long as it is the same.
     """
-    @property
-    def image_preprocessor(self) -> Global___Preprocessor:
-        """How to prepare pixels of each modality."""
-
-    @property
-    def video_preprocessor(self) -> Global___Preprocessor: ...
     @property
     def budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Budget]:
         """Captured budgets in ascending order; empty when graphs are off."""
@@ -1200,8 +958,6 @@ class GetModelResponse(google.protobuf.message.Message):
         merge_size: builtins.int = ...,
         temporal_patch_size: builtins.int = ...,
         channels: builtins.int = ...,
-        image_preprocessor: Global___Preprocessor | None = ...,
-        video_preprocessor: Global___Preprocessor | None = ...,
         budgets: collections.abc.Iterable[Global___Budget] | None = ...,
         limits: Global___Limits | None = ...,
         graphs: builtins.str = ...,
@@ -1222,8 +978,8 @@ class GetModelResponse(google.protobuf.message.Message):
         tiles: Global___Tiles | None = ...,
         preparation: Global___Preparation | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["image_preprocessor", b"image_preprocessor", "limits", b"limits", "precision", b"precision", "preparation", b"preparation", "tiles", b"tiles", "video_preprocessor", b"video_preprocessor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "image_preprocessor", b"image_preprocessor", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "video_preprocessor", b"video_preprocessor", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["limits", b"limits", "precision", b"precision", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 
@@ -1372,198 +1128,6 @@ class DroppedBudget(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["reason", b"reason", "tokens", b"tokens"]) -> None: ...
 
 Global___DroppedBudget: typing_extensions.TypeAlias = DroppedBudget
-
-@typing.final
-class Preprocessor(google.protobuf.message.Message):
-    """Settings of the model's Hugging Face processor for one modality."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MIN_PIXELS_FIELD_NUMBER: builtins.int
-    MAX_PIXELS_FIELD_NUMBER: builtins.int
-    MEAN_FIELD_NUMBER: builtins.int
-    STD_FIELD_NUMBER: builtins.int
-    RESCALE_FACTOR_FIELD_NUMBER: builtins.int
-    RESAMPLE_FIELD_NUMBER: builtins.int
-    BOUNDS_SPAN_FRAMES_FIELD_NUMBER: builtins.int
-    RESIZING_FIELD_NUMBER: builtins.int
-    TILING_FIELD_NUMBER: builtins.int
-    DROPS_TRANSPARENCY_FIELD_NUMBER: builtins.int
-    SAMPLING_FIELD_NUMBER: builtins.int
-    min_pixels: builtins.int
-    """Area bounds of the resized image, in pixels."""
-    max_pixels: builtins.int
-    rescale_factor: builtins.float
-    resample: builtins.int
-    """Resampling filter as Pillow numbers it: 2 bilinear, 3 bicubic."""
-    bounds_span_frames: builtins.bool
-    """Whether the area bounds apply to all frames of a clip together."""
-    resizing: Global___Resizing.ValueType
-    """How the target size of an image is chosen."""
-    drops_transparency: builtins.bool
-    """Whether the processor drops transparency; otherwise it uses a white
-    background.
-    """
-    @property
-    def mean(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Normalisation per channel: (pixel * rescale_factor - mean) / std."""
-
-    @property
-    def std(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
-    @property
-    def tiling(self) -> Global___Tiling:
-        """How tile towers cut an image; absent for patch towers."""
-
-    @property
-    def sampling(self) -> Global___FrameSampling:
-        """How frames of encoded clips are chosen; absent for images, and if clips
-        must be sent as pixels.
-        """
-
-    def __init__(
-        self,
-        *,
-        min_pixels: builtins.int = ...,
-        max_pixels: builtins.int = ...,
-        mean: collections.abc.Iterable[builtins.float] | None = ...,
-        std: collections.abc.Iterable[builtins.float] | None = ...,
-        rescale_factor: builtins.float = ...,
-        resample: builtins.int = ...,
-        bounds_span_frames: builtins.bool = ...,
-        resizing: Global___Resizing.ValueType = ...,
-        tiling: Global___Tiling | None = ...,
-        drops_transparency: builtins.bool = ...,
-        sampling: Global___FrameSampling | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling", b"sampling", "tiling", b"tiling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bounds_span_frames", b"bounds_span_frames", "drops_transparency", b"drops_transparency", "max_pixels", b"max_pixels", "mean", b"mean", "min_pixels", b"min_pixels", "resample", b"resample", "rescale_factor", b"rescale_factor", "resizing", b"resizing", "sampling", b"sampling", "std", b"std", "tiling", b"tiling"]) -> None: ...
-
-Global___Preprocessor: typing_extensions.TypeAlias = Preprocessor
-
-@typing.final
-class FrameSampling(google.protobuf.message.Message):
-    """Settings of the rule by which the processor samples a clip; those that a rule
-    does not use are 0.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RULE_FIELD_NUMBER: builtins.int
-    FPS_FIELD_NUMBER: builtins.int
-    FRAMES_FIELD_NUMBER: builtins.int
-    MIN_FRAMES_FIELD_NUMBER: builtins.int
-    MAX_FRAMES_FIELD_NUMBER: builtins.int
-    MAX_SECONDS_FIELD_NUMBER: builtins.int
-    rule: Global___SamplingRule.ValueType
-    fps: builtins.float
-    """Frames per second to sample."""
-    frames: builtins.int
-    """Number of frames."""
-    min_frames: builtins.int
-    max_frames: builtins.int
-    max_seconds: builtins.float
-    """Later frames are not sampled."""
-    def __init__(
-        self,
-        *,
-        rule: Global___SamplingRule.ValueType = ...,
-        fps: builtins.float = ...,
-        frames: builtins.int = ...,
-        min_frames: builtins.int = ...,
-        max_frames: builtins.int = ...,
-        max_seconds: builtins.float = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fps", b"fps", "frames", b"frames", "max_frames", b"max_frames", "max_seconds", b"max_seconds", "min_frames", b"min_frames", "rule", b"rule"]) -> None: ...
-
-Global___FrameSampling: typing_extensions.TypeAlias = FrameSampling
-
-@typing.final
-class Tiling(google.protobuf.message.Message):
-    """How images are cut into tiles of one size. In the item's grid, t is the number
-    of tiles, and h and w are the rows and columns of the layout; with several
-    tiles, t may count one more that shows the whole image. If the layout is
-    unknown, (tiles, 1, 1) is accepted; images of Llama 3.2 Vision and
-    LLaVA-NeXT-Video, whose embeddings depend on the layout, need it. Each frame
-    of a clip is one tile: (frames, 1, 1). With `patch`, grids count patches.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RULE_FIELD_NUMBER: builtins.int
-    TILE_FIELD_NUMBER: builtins.int
-    OVERVIEW_FIELD_NUMBER: builtins.int
-    MIN_TILES_FIELD_NUMBER: builtins.int
-    MAX_TILES_FIELD_NUMBER: builtins.int
-    LAYOUTS_FIELD_NUMBER: builtins.int
-    BACKGROUND_FIELD_NUMBER: builtins.int
-    MIN_SIDE_FIELD_NUMBER: builtins.int
-    MAX_SIDE_FIELD_NUMBER: builtins.int
-    CROP_FIELD_NUMBER: builtins.int
-    CROP_BACKGROUND_FIELD_NUMBER: builtins.int
-    CROP_RESAMPLE_FIELD_NUMBER: builtins.int
-    PATCH_FIELD_NUMBER: builtins.int
-    rule: Global___TilingRule.ValueType
-    overview: Global___Overview.ValueType
-    """Position of the tile that shows the whole of an image that was cut. In
-    towers with crops, the item's pixels are only this tile.
-    """
-    min_tiles: builtins.int
-    max_tiles: builtins.int
-    min_side: builtins.int
-    """Minimum length of both sides of a resized image; for
-    TILING_RULE_CENTER_CROP, the length of its shorter side; for
-    TILING_RULE_STRETCHED_CROP, of both.
-    """
-    max_side: builtins.int
-    """Larger images are first resized to this longer side; 0 disables this."""
-    crop_resample: builtins.int
-    """Resampling filter of crops, if it differs."""
-    patch: builtins.int
-    """Side of a patch, where grids are (1, rows, columns) of the patches that are
-    not background; 0 where they count tiles.
-    """
-    @property
-    def tile(self) -> Global___PixelSize:
-        """Size of a tile: pixels are (tiles, 3, height, width)."""
-
-    @property
-    def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
-        """Allowed layouts, for TILING_RULE_BEST_FIT, TILING_RULE_PADDED_FIT and, if
-        there are any, TILING_RULE_CLOSEST_RATIO.
-        """
-
-    @property
-    def background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Value of each channel of the background; zero if empty."""
-
-    @property
-    def crop(self) -> Global___PixelSize:
-        """Size of a crop: crops are (crops, 3, height, width)."""
-
-    @property
-    def crop_background(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        rule: Global___TilingRule.ValueType = ...,
-        tile: Global___PixelSize | None = ...,
-        overview: Global___Overview.ValueType = ...,
-        min_tiles: builtins.int = ...,
-        max_tiles: builtins.int = ...,
-        layouts: collections.abc.Iterable[Global___TileLayout] | None = ...,
-        background: collections.abc.Iterable[builtins.int] | None = ...,
-        min_side: builtins.int = ...,
-        max_side: builtins.int = ...,
-        crop: Global___PixelSize | None = ...,
-        crop_background: collections.abc.Iterable[builtins.int] | None = ...,
-        crop_resample: builtins.int | None = ...,
-        patch: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "crop", b"crop", "crop_resample", b"crop_resample", "tile", b"tile"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_crop_resample", b"_crop_resample", "background", b"background", "crop", b"crop", "crop_background", b"crop_background", "crop_resample", b"crop_resample", "layouts", b"layouts", "max_side", b"max_side", "max_tiles", b"max_tiles", "min_side", b"min_side", "min_tiles", b"min_tiles", "overview", b"overview", "patch", b"patch", "rule", b"rule", "tile", b"tile"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_crop_resample", b"_crop_resample"]) -> typing.Literal["crop_resample"] | None: ...
-
-Global___Tiling: typing_extensions.TypeAlias = Tiling
 
 @typing.final
 class TileLayout(google.protobuf.message.Message):

@@ -124,7 +124,7 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceEncodeType, _EncoderServi
     """
 
     GetModel: _EncoderServiceGetModelType
-    """Describes the model, its preprocessing and the limits of this server."""
+    """Describes the model, what the server prepares for it, and its limits."""
 
 EncoderServiceAsyncStub: typing_extensions.TypeAlias = EncoderServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -170,6 +170,6 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: vitwire.v1.encoder_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> typing.Union[vitwire.v1.encoder_pb2.GetModelResponse, collections.abc.Awaitable[vitwire.v1.encoder_pb2.GetModelResponse]]:
-        """Describes the model, its preprocessing and the limits of this server."""
+        """Describes the model, what the server prepares for it, and its limits."""
 
 def add_EncoderServiceServicer_to_server(servicer: EncoderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

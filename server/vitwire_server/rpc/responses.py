@@ -8,11 +8,10 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
-from vitwire_server.core.models import Encoding, ModelCard, Precision, Preparation, Resizing
+from vitwire_server.core.models import Encoding, ModelCard, Precision, Preparation
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
-from vitwire_server.core.sampling import Sampling, SamplingRule
-from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.core.tilings import TilingRule
 from vitwire_server.rpc.codec import DTYPES
 from vitwire_server.rpc.decodes import Prepared
 from vitwire_server.rpc.status import duration, status_of
@@ -22,10 +21,6 @@ Answer = TypeVar("Answer", pb.EncodeResponse, pb.EncodeStreamResponse)
 CHUNK_BYTES = 2 << 20
 """Rows of a message. Half of what gRPC clients accept by default; the rows of a 224² image are one message."""
 _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
-_RULES = {rule: pb.TilingRule.Value(f"TILING_RULE_{rule.name}") for rule in TilingRule}
-_OVERVIEWS = {place: pb.Overview.Value(f"OVERVIEW_{place.name}") for place in Overview}
-_RESIZINGS = {rule: pb.Resizing.Value(f"RESIZING_{rule.name}") for rule in Resizing if rule is not Resizing.OTHER}
-_SAMPLINGS = {rule: pb.SamplingRule.Value(f"SAMPLING_RULE_{rule.name}") for rule in SamplingRule}
 _POOLINGS = {pooling: pb.Pooling.Value(f"POOLING_{pooling.name}") for pooling in Pooling}
 _ENCODINGS = {kind: pb.Encoding.Value(f"ENCODING_{kind.name}") for kind in Encoding}
 _MODALITIES = {kind: pb.Modality.Value(f"MODALITY_{kind.name}") for kind in Modality}
@@ -136,8 +131,6 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         channels_last=geometry.channels_last,
         deliveries=[pb.DELIVERY_WAY_STREAM, *([pb.DELIVERY_WAY_NIXL] if card.nixl else [])],
         encodings=[_ENCODINGS[kind] for kind in card.encodings],
-        image_preprocessor=_preprocessor(card, Modality.IMAGE),
-        video_preprocessor=_preprocessor(card, Modality.VIDEO),
         budgets=budgets,
         limits=pb.Limits(
             request_bytes=limits.request_bytes,
@@ -176,25 +169,6 @@ def _precision(reduced: Precision | None) -> pb.Precision | None:
     )
 
 
-def _preprocessor(card: ModelCard, modality: Modality) -> pb.Preprocessor | None:
-    settings = card.preprocessing.get(modality)
-    if settings is None or settings.resizing is Resizing.OTHER:
-        return None
-    return pb.Preprocessor(
-        min_pixels=settings.min_pixels,
-        max_pixels=settings.max_pixels,
-        mean=settings.mean,
-        std=settings.std,
-        rescale_factor=settings.rescale_factor,
-        resample=settings.resample,
-        bounds_span_frames=settings.bounds_span_frames,
-        resizing=_RESIZINGS[settings.resizing],
-        tiling=_tiling(settings.tiling) if settings.tiling else None,
-        drops_transparency=settings.drops_transparency,
-        sampling=_sampling(settings.sampling) if settings.sampling else None,
-    )
-
-
 def _reason(preparation: Preparation) -> str:
     return preparation.detail or (preparation.reason.value if preparation.reason else "")
 
@@ -210,35 +184,6 @@ def _tiles(card: ModelCard) -> pb.Tiles | None:
         patch=tiling.patch,
         single=tiling.max_tiles == 1 and not tiling.layouts and not tiling.patch,
         layouts=[pb.TileLayout(rows=rows, columns=columns) for rows, columns in chosen],
-    )
-
-
-def _sampling(sampling: Sampling) -> pb.FrameSampling:
-    return pb.FrameSampling(
-        rule=_SAMPLINGS[sampling.rule],
-        fps=sampling.fps,
-        frames=sampling.frames,
-        min_frames=sampling.min_frames,
-        max_frames=sampling.max_frames,
-        max_seconds=sampling.max_seconds,
-    )
-
-
-def _tiling(tiling: Tiling) -> pb.Tiling:
-    return pb.Tiling(
-        rule=_RULES[tiling.rule],
-        tile=_size(tiling.tile),
-        overview=_OVERVIEWS[tiling.overview],
-        min_tiles=tiling.min_tiles,
-        max_tiles=tiling.max_tiles,
-        layouts=[pb.TileLayout(rows=rows, columns=columns) for rows, columns in tiling.layouts],
-        background=tiling.background,
-        min_side=tiling.min_side,
-        max_side=tiling.max_side,
-        crop=_size(tiling.crop) if tiling.crop else None,
-        crop_background=tiling.crop_background,
-        crop_resample=tiling.crop_resample,
-        patch=tiling.patch,
     )
 
 
