@@ -14,13 +14,16 @@ from vitwire._channel import Channels
 from vitwire._deadline import HEALTH_SECONDS
 from vitwire._embedding import DType, Embedding
 from vitwire._errors import VitwireError
-from vitwire._items import Item, Modality, numbered, without_pixels
+from vitwire._items import Item, Modality, numbered, pixel_bytes, without_pixels
 from vitwire._model import Model
 from vitwire._pictures import Clip, clip_items, image_items
 from vitwire._processors import batch_items, identified
 from vitwire._protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
 from vitwire._sources import ImageLike
 from vitwire._storing import Accepted, Stored, storable
+
+_LARGE_BYTES = 1 << 20
+"""Of pixels that may be rounded on the event loop."""
 
 
 class AsyncClient(BaseClient[AsyncTransport]):
@@ -248,7 +251,11 @@ class AsyncClient(BaseClient[AsyncTransport]):
             return
         model, transport, context = await self._get_model(call), self._shared.transport, self._context()
         with self._observed(context, len(items)):
-            parts = self._parts(items, call, model)
+            # Rounding float32 takes milliseconds, in which other requests of the loop would wait.
+            rounds = model.dtype != "float32" and sum(map(pixel_bytes, items.values())) > _LARGE_BYTES
+            parts = (
+                await asyncio.to_thread(self._parts, items, call, model) if rounds else self._parts(items, call, model)
+            )
             async with transport.slots.hold(call.deadline.left_to_wait()):
                 deadline = self._covering(items, call)
                 async with aclosing(transport.encode(parts, model.deepstack_levels, deadline, context)) as stream:

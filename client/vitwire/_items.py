@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from vitwire._encodings import CLIPS, encoding_of
 from vitwire._errors import InvalidItem, Violation
+from vitwire._rounding import rounded
 from vitwire._sources import FileLike, file_bytes
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
@@ -260,8 +261,11 @@ class WireItem(NamedTuple):
         return sum(map(len, self.tensors))
 
 
-def to_wire(item: Item, *, store_only: bool = False) -> WireItem:
-    """Copies only tensors that are not in host memory, little-endian and in C order."""
+def to_wire(item: Item, dtype: str = "float32", *, store_only: bool = False) -> WireItem:
+    """Copies only tensors that are not in host memory, little-endian and in C order, and float32 that it rounds.
+
+    dtype: of the server's tower, which float32 is rounded to.
+    """
     t, h, w = item.grid
     message = pb.Item(
         modality=MODALITIES[item.modality],
@@ -272,9 +276,9 @@ def to_wire(item: Item, *, store_only: bool = False) -> WireItem:
     )
     pixels = crops = memoryview(b"")
     if item.pixels is not None:
-        pixels = _tensor(item.pixels, message.pixels)
+        pixels = _tensor(item.pixels, message.pixels, dtype)
     if item.crops is not None:
-        crops = _tensor(item.crops, message.crops)
+        crops = _tensor(item.crops, message.crops, dtype)
     encoded = _view(item.encoded) if item.encoded is not None else memoryview(b"")
     return WireItem(message, ItemTensors(pixels, crops, encoded))
 
@@ -304,10 +308,12 @@ def type_name(tensor: Pixels) -> str:
     return tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
 
 
-def _tensor(tensor: Pixels, message: pb.Tensor) -> memoryview:
+def _tensor(tensor: Pixels, message: pb.Tensor, dtype: str) -> memoryview:
     """Set type and shape in `message`; returns the bytes."""
-    message.data_type = DATA_TYPES[type_name(tensor)]
+    smaller = rounded(tensor, dtype)
+    message.data_type = DATA_TYPES[type_name(tensor) if smaller is None else dtype]
     message.shape.extend(tensor.shape)
+    tensor = tensor if smaller is None else smaller
     array = tensor if isinstance(tensor, np.ndarray) else _from_torch(tensor)
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
         array = array.astype(array.dtype.newbyteorder("<"))

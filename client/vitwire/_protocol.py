@@ -162,7 +162,7 @@ def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Option
 
 
 def _part(items: Mapping[int, Item], share: Share, options: Options, model: Model) -> Part:
-    wire = tuple(to_wire(item, store_only=options.store_only) for item in items.values())
+    wire = tuple(to_wire(item, model.dtype, store_only=options.store_only) for item in items.values())
     expected = tuple(Expected.of(item, model) for item in items.values())
     return Part(tuple(items), wire, expected, options, model.limits, share.hint, share.is_routed)
 
