@@ -15,6 +15,7 @@ from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from fake_preparing import describe, prepared
 from vitwire import Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1 import encoder_pb2_grpc
@@ -49,7 +50,7 @@ def model_message() -> pb.GetModelResponse:
         rescale_factor=1 / 255,
         resample=3,
     )
-    return pb.GetModelResponse(
+    message = pb.GetModelResponse(
         model_id="tiny",
         model_type="qwen3_vl",
         weights_fingerprint="ab",
@@ -69,6 +70,8 @@ def model_message() -> pb.GetModelResponse:
         device="cpu",
         server_version="0",
     )
+    describe(message)
+    return message
 
 
 def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any]:
@@ -80,11 +83,13 @@ def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any
         status.details.add().Pack(bad)
         yield kind(item=number, error=status)
         return
-    grid = sent.grid
+    made = prepared(sent)
+    if made is None:
+        pixels = np.frombuffer(sent.pixels.data, WIRE[sent.pixels.data_type])
+        assert pixels.size == np.prod(sent.pixels.shape), "the bytes match the shape"
+    grid, value = made or (sent.grid, float(pixels[0]))
     tokens = grid.t * grid.h * grid.w // MERGE**2
-    pixels = np.frombuffer(sent.pixels.data, WIRE[sent.pixels.data_type])
-    assert pixels.size == np.prod(sent.pixels.shape), "the bytes match the shape"
-    rows = expected(tokens, float(pixels[0]))
+    rows = expected(tokens, value)
     if output == pb.DATA_TYPE_BFLOAT16:
         rows = (rows.view(np.uint32) >> 16).astype(np.uint16)
     rows = rows.astype(WIRE[output])
@@ -92,6 +97,7 @@ def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any
         path=pb.PATH_GRAPH,
         budget_tokens=64,
         tokens=tokens,
+        grid=made and grid,
         queued=Duration(nanos=1000),
         encoded=Duration(seconds=1),
     )
@@ -146,7 +152,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
         self._enter("EncodeStream", context)
 
         def responses() -> Iterator[Any]:
-            output, headers, received = 0, {}, {}
+            output, headers, received, files = 0, {}, {}, set[int]()
             for request in request_iterator:
                 kind = request.WhichOneof("message")
                 if kind == "options":
@@ -155,11 +161,15 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
                 elif kind == "header":
                     headers[request.header.item] = request.header.header
                     received[request.header.item] = b""
+                    files |= {request.header.item} if request.header.encoded_bytes else set()
                 else:
                     assert len(request.chunk.data) <= 1 << 20
                     received[request.chunk.item] += request.chunk.data
             for number, header in headers.items():
-                header.pixels.data = received[number]
+                if number in files:
+                    header.encoded = received[number]
+                else:
+                    header.pixels.data = received[number]
                 yield from _encode(number, header, output, pb.EncodeStreamResponse)
 
         yield from self._answer(responses(), context)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
@@ -19,7 +20,9 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fake_service import Fake, Running, abort, running, serving
+from fake_service import Fake, Running, abort, model_message, running, serving
+from vitwire import Model
+from vitwire._model import TileShapes
 from vitwire.cli._app import app
 from vitwire.cli._bench import load
 from vitwire.cli._bench.capacity import Verdict
@@ -27,6 +30,9 @@ from vitwire.cli._bench.finding import Finding, Goal
 from vitwire.cli._bench.report import rows, trials_table
 from vitwire.cli._bench.runs import Run
 from vitwire.cli._bench.samples import Sample, Summary
+from vitwire.cli._bench.traces import Size, Trace
+from vitwire.cli._bench.workload import of_trace
+from vitwire.v1 import encoder_pb2 as pb
 
 __all__ = ["running"]  # the fixture
 
@@ -52,7 +58,7 @@ def test_the_last_line_is_one_document(running: Running, tmp_path: Path) -> None
     assert found["requests"] == 12
     assert (found["items"], found["paths"], found["errors"]) == (24, {"graph": 24}, {})
     assert found["sizes"] == ["32x40", "16x16"]
-    assert running.fake.methods.count("Encode") == 13, "one to warm up"
+    assert running.fake.methods.count("Encode") == 15, "a picture of each size, and one to warm up"
     latency = found["latency_ms"]
     assert isinstance(latency, dict)
     assert list(latency) == ["mean", "p50", "p90", "p95", "p99", "max"]
@@ -103,6 +109,8 @@ def test_sizes_take_turns_over_requests(count: int, turns: list[list[int]]) -> N
     encode = fake.Encode
 
     def remembering(request, context):  # noqa: ANN001, ANN202
+        if not request.items[0].HasField("grid"):
+            return encode(request, context)  # a picture, to learn its grid
         seen.append([item.pixels.shape[0] for item in request.items])
         sent.append(sum(len(item.pixels.data) for item in request.items))
         return encode(request, context)
@@ -156,24 +164,109 @@ def test_a_stall_of_the_server_shows_in_the_percentiles() -> None:
     assert latency["mean"] > 0.3 * 60 / 150 * 1e3 * 0.9
 
 
+@pytest.mark.parametrize("form", ["pixels", "picture", "jpeg"])
 @pytest.mark.parametrize("repeat", [False, True])
-def test_pixels_differ_each_time_unless_they_are_to_be_cached(repeat: bool) -> None:
+def test_items_differ_each_time_unless_they_are_to_be_cached(repeat: bool, form: str) -> None:
     fake = Fake()
     seen: list[bytes] = []
     encode = fake.Encode
 
     def remembering(request, context):  # noqa: ANN001, ANN202
-        seen.append(request.items[0].pixels.data)
+        seen.append(request.items[0].pixels.data or request.items[0].encoded)
         return encode(request, context)
 
     fake.Encode = remembering  # type: ignore[method-assign]
     with serving(fake) as service:
-        document(bench(service.target, "--requests", 8, "--concurrency", 2, *(["--repeat"] if repeat else [])))
+        words = ("--requests", 8, "--concurrency", 2, "--as", form, *(["--repeat"] if repeat else []))
+        document(bench(service.target, *words))
+    if form == "pixels":
+        del seen[0]  # a picture, to learn its grid
     assert len(set(seen)) == (1 if repeat else 9)
+    assert len(seen) == 9
+
+
+@pytest.mark.parametrize(("form", "sent"), [("pixels", 2), ("picture", 3), ("jpeg", 0)])
+@pytest.mark.parametrize("frames", [0, 5])
+def test_what_is_sent_for_a_size(form: str, sent: int, frames: int) -> None:
+    """Pixels with the grid that the service chose, the picture as it is, or a file of it."""
+    fake = Fake()
+    seen: list[pb.Item] = []
+    encode = fake.Encode
+
+    def remembering(request, context):  # noqa: ANN001, ANN202
+        seen.extend(request.items)
+        return encode(request, context)
+
+    fake.Encode = remembering  # type: ignore[method-assign]
+    with serving(fake) as service:
+        done = bench(service.target, "--requests", 1, "--as", form, "--frames", frames)
+    if form == "jpeg" and frames:
+        assert (done.exit_code, seen) == (2, [])
+        assert "--frames" in done.stderr
+        return
+    found = document(done)
+    assert found["as"] == form
+    (shape,) = found["shapes"]  # type: ignore[misc]
+    assert (shape["grid"], shape["tokens"]) == ([3 if frames else 1, 10, 8], 60 if frames else 20)
+    first, *_, last = seen
+    assert last.modality == (pb.MODALITY_VIDEO if frames else pb.MODALITY_IMAGE)
+    picture = [5, 40, 32, 3] if frames else [40, 32, 3]
+    if form == "jpeg":
+        with Image.open(io.BytesIO(last.encoded)) as opened:
+            assert (opened.format, opened.size) == ("JPEG", (32, 40))
+        return
+    assert (list(first.pixels.shape), first.HasField("grid")) == (picture, False)
+    if form == "pixels":
+        grid = last.grid
+        assert [grid.t, grid.h, grid.w] == shape["grid"]
+        picture = [240, 96] if frames else [80, 48]
+    assert (list(last.pixels.shape), last.HasField("grid")) == (picture, form == "pixels")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "grid", "pixels", "crops"),
+    [
+        (TileShapes((8, 6), None, 0, False, ()), (5, 2, 2), (5, 3, 8, 6), None),
+        (TileShapes((8, 8), None, 2, False, ()), (1, 3, 4), (1, 3, 8, 8), None),
+        (TileShapes((8, 8), (16, 16), 0, True, ()), (1, 1, 1), (1, 3, 8, 8), (1, 3, 16, 16)),
+        (TileShapes((8, 8), (6, 6), 0, False, ()), (7, 2, 3), (1, 3, 8, 8), (6, 3, 6, 6)),
+        (TileShapes((8, 8), (6, 6), 0, False, ()), (1, 1, 1), (1, 3, 8, 8), None),
+    ],
+    ids=["tiles", "margins", "pairs", "overview and crops", "overview"],
+)
+def test_pixels_of_a_grid_of_tiles(
+    tiles: TileShapes, grid: tuple[int, int, int], pixels: tuple[int, ...], crops: tuple[int, ...] | None
+) -> None:
+    """Also what a trace sends: it holds the grids."""
+    model = replace(Model.from_message(model_message()), tiles=tiles)
+    trace = Trace([[Size("image", grid)]], ())
+    ((item,),) = of_trace(trace, model).requests
+    assert item.pixels is not None
+    assert (item.pixels.shape, item.grid) == (pixels, grid)
+    assert (None if item.crops is None else item.crops.shape) == crops
+
+
+@pytest.mark.parametrize("frames", [0, 2])
+def test_sizes_need_a_server_that_prepares(frames: int) -> None:
+    fake, get_model = Fake(), Fake.GetModel
+
+    def described(request, context):  # noqa: ANN001, ANN202
+        message = get_model(fake, request, context)
+        del message.prepared[:]
+        message.prepared.extend([pb.MODALITY_IMAGE] if frames else [])
+        return message
+
+    fake.GetModel = described  # type: ignore[method-assign]
+    with serving(fake) as service:
+        done = bench(service.target, "--frames", frames)
+    what = "clips" if frames else "pictures"
+    reason = f"--size: this server prepares no {what} of qwen3_vl, so that the grid of a size is not known; use --trace"
+    assert (done.exit_code, done.stderr) == (1, f"vitwire: {reason}\n")
+    assert fake.methods == ["GetModel"]
 
 
 def refusing(wanted: Callable[[int], bool]) -> Fake:
-    """A service that is full for the Encode calls whose number, from 0, is wanted."""
+    """A service that is full for the Encode calls whose number, from 0, is wanted; the first is to learn a grid."""
     fake = Fake()
 
     def refuse(context: grpc.ServicerContext) -> None:
@@ -185,14 +278,14 @@ def refusing(wanted: Callable[[int], bool]) -> Fake:
 
 
 def test_errors_are_counted_by_code() -> None:
-    with serving(refusing(lambda number: number % 2 == 1)) as service:
+    with serving(refusing(lambda number: number > 1 and number % 2)) as service:
         found = document(bench(service.target, "--requests", 10, "--concurrency", 1))
     assert found["errors"] == {"RESOURCE_EXHAUSTED": 5}
     assert found["items"] == 5
 
 
 def test_a_service_that_refuses_all_is_an_error() -> None:
-    with serving(refusing(lambda number: number > 0)) as service:
+    with serving(refusing(lambda number: number > 1)) as service:
         done = bench(service.target, "--requests", 3, "--concurrency", 1)
     assert done.exit_code == 1
     assert json.loads(done.stdout.splitlines()[-1])["errors"] == {"RESOURCE_EXHAUSTED": 3}
@@ -215,7 +308,7 @@ def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered
     fake, end, numbers = Fake(), Event(), count()
 
     def hold(_: grpc.ServicerContext) -> None:
-        if next(numbers) > 1 + answered:  # after GetModel and the request that warms up
+        if next(numbers) > 2 + answered:  # after GetModel, the picture, and the request that warms up
             end.wait(60)
 
     fake.before = hold
@@ -224,7 +317,7 @@ def test_ctrl_c_tells_at_once_what_was_answered(flags: tuple[str, ...], answered
         command = [sys.executable, "-c", PROGRAM, *words, "--target", service.target]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         in_flight = 2 if answered else 1
-        while fake.methods.count("Encode") < 1 + answered + in_flight:
+        while fake.methods.count("Encode") < 2 + answered + in_flight:
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
@@ -290,6 +383,8 @@ def test_a_load_without_a_request_is_an_error(running: Running) -> None:
         (("--size", "5x5:0"), "WEIGHT"),
         (("--find-capacity",), "--requests"),
         (("--for-rate", "5"), "--find-capacity"),
+        (("--as", "jpeg", "--frames", "2"), "--frames"),
+        (("--as", "picture", "--trace", "/nowhere"), "grids"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str, ...], message: str) -> None:

@@ -20,13 +20,16 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, running, serving
-from vitwire import Client, Model, Precision, Preprocessor
+from vitwire import Client, Model, Precision
+from vitwire._model import Limits, TileShapes
 from vitwire.cli._app import app
-from vitwire.cli._info import _sections
+from vitwire.cli._info import _lines, _sections
 from vitwire.cli._output import unique_names
 from vitwire.v1 import encoder_pb2 as pb
 
 __all__ = ["running"]  # the fixture
+
+UNSHOWN = {"image_preprocessor", "video_preprocessor"}
 
 
 def photo(path: Path, size: tuple[int, int] = (40, 32)) -> Path:
@@ -118,7 +121,59 @@ def test_encode_takes_folders(
     empty.mkdir()
     done = vitwire("encode", "dog.png", "empty", "--out", "x")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("vitwire: empty has no files with the suffixes .bmp, .gif, .jpeg, .jpg, .png, ")
+    assert done.stderr.startswith("vitwire: empty has no files with the suffixes .bmp, .gif, .jpeg, .jpg, .mp4, ")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_files_are_sent_as_they_are(kind: str, tmp_path: Path) -> None:
+    file, fake, sent = tmp_path / "picture", Fake(), []
+    Image.new("RGB", (40, 32), "red").save(file, kind)
+    encode = fake.EncodeStream
+
+    def remembering(requests, context):  # noqa: ANN001, ANN202
+        yield from encode((sent.append(each) or each for each in requests), context)  # type: ignore[func-returns-value]
+
+    fake.EncodeStream = remembering  # type: ignore[method-assign]
+    with serving(fake) as service:
+        done = CliRunner().invoke(app, ["encode", str(file), "--target", service.target])
+    assert done.exit_code == 0, done.output
+    (header,) = (each.header.header for each in sent if each.HasField("header"))
+    assert (header.HasField("pixels"), header.modality) == (False, pb.MODALITY_IMAGE)
+    assert b"".join(each.chunk.data for each in sent if each.HasField("chunk")) == file.read_bytes()
+
+
+def test_files_that_the_server_does_not_decode_are_named(vitwire: Callable[..., Result], tmp_path: Path) -> None:
+    """Before they are read as a whole; a clip is named too, as this server decodes none."""
+    tiff, clip, large, out = (tmp_path / name for name in ("a.tiff", "b.mp4", "c.png", "rows.safetensors"))
+    Image.new("RGB", (40, 32)).save(tiff)
+    clip.write_bytes(b"\0\0\0\x20ftypisom" + bytes(64))
+    large.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1 << 20))
+    done = vitwire("encode", tiff, clip, large, photo(tmp_path / "d.png"), "--out", out)
+    assert done.exit_code == 1
+    formats = "not of a format that this server decodes: JPEG, PNG, WebP, GIF, BMP"
+    assert done.stderr.splitlines() == [
+        f"vitwire: {tiff}: {formats}",
+        f"vitwire: {clip}: {formats}",
+        f"vitwire: {large}: 1048584 bytes exceed the server's limit of 1048576",
+    ]
+    assert list(load_file(out)) == ["d.png"]
+
+
+def test_a_server_that_decodes_nothing_is_named(photos: list[Path]) -> None:
+    fake, get_model = Fake(), Fake.GetModel
+
+    def described(request, context):  # noqa: ANN001, ANN202
+        message = get_model(fake, request, context)
+        del message.encodings[:]
+        return message
+
+    fake.GetModel = described  # type: ignore[method-assign]
+    with serving(fake) as service:
+        done = CliRunner().invoke(app, ["encode", str(photos[0]), "--target", service.target])
+    assert (done.exit_code, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "this server decodes no files" in line
+    assert "--decode-processes" in line
 
 
 def test_encode_says_that_nothing_was_written(vitwire: Callable[..., Result], photos: list[Path]) -> None:
@@ -235,27 +290,33 @@ def test_info_shows_the_model(running: Running, vitwire: Callable[..., Result]) 
     assert "sdpa" in done.stdout
     lines = done.stdout.splitlines()[:-1]
     assert [line for line in lines if line[0] != " "] == [
-        "model", "embeddings", "pixels", "server", "limits", "images and clips",
+        "model", "embeddings", "pixels", "preparation", "server", "limits",
     ]  # fmt: skip
+    assert "  prepared                 image, video" in lines
+    assert "  preparation fingerprint  cd" in lines
     assert f"  weights fingerprint  {running.fake.fingerprint}" in lines, "in one piece, for copying"
     assert "  budgets            64" in lines
     assert not [line for line in lines if line.endswith(("None", "-", "{}", "()"))]
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["model_type"] == "qwen3_vl"
-    assert document["image_preprocessor"]["patch_size"] == 4
+    assert document["preparation_fingerprint"] == "cd"
     (budget,) = document["budgets"]
     assert budget == {"tokens": 64, "items": 4, "segments": 4, "segment_patches": 256, "crops": 0}
 
 
 def test_info_shows_every_field_of_the_model(running: Running) -> None:
     with Client(running.target, timeout=20) as client:
-        model = replace(client.model(), precision=Precision("float8_e4m3fn", 4, 0.99, 0.999), video_preprocessor=None)
+        precision = Precision("float8_e4m3fn", 4, 0.99, 0.999)
+        tiles = TileShapes((28, 14), (56, 56), 0, False, ((1, 2), (2, 1)))
+        model = replace(client.model(), precision=precision, tiles=tiles)
     sections = _sections(model)
-    assert {"precision", "limits", "images"} < sections.keys()
     shown = {name for entries in sections.values() for name in entries}
-    others = {"limits", "precision", "image_preprocessor", "video_preprocessor"}
-    assert {each.name for each in fields(Model)} - others <= shown
-    assert {each.name for each in fields(Preprocessor)} - {"tiling", "sampling"} <= shown
+    inner = {"limits": Limits, "precision": Precision, "tiles": TileShapes}
+    assert sections.keys() > inner.keys()
+    for kind in inner.values():
+        assert {each.name for each in fields(kind)} <= shown
+    assert {each.name for each in fields(Model)} - inner.keys() - UNSHOWN <= shown
+    assert {"  tile     28x14", "  crop     56x56", "  layouts  1x2, 2x1"} <= set(_lines(model))
 
 
 def test_health_is_the_exit_code(running: Running, vitwire: Callable[..., Result]) -> None:
@@ -290,8 +351,8 @@ def process(code: str, *arguments: str, **environment: str) -> subprocess.Comple
 MAIN = "from vitwire_cli import main; main()"
 NO_MEMORY = """
 import numpy as np
-from vitwire.cli._bench import workload
-workload._random_items = lambda *_: np.empty(1 << 62, "u1")
+from vitwire.cli._bench import pictures
+pictures._random = lambda _: np.empty(1 << 62, "u1")
 """
 
 

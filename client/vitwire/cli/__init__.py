@@ -4,7 +4,7 @@ import sys
 
 from vitwire.extras import remedy
 
-_EXTRAS = frozenset({"click", "PIL", "rich", "safetensors", "typer"})
+_EXTRAS = frozenset({"click", "rich", "safetensors", "typer"})
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from vitwire import Client, Item, Model, VitwireError
-from vitwire._prepare import Upload
 from vitwire.cli._connection import (
     DEFAULT_TARGET,
     INTERRUPTED,
@@ -32,16 +31,20 @@ from vitwire.cli._connection import (
     Wait,
     warn,
 )
-from vitwire.cli._files import Prepared, found, prepare
+from vitwire.cli._files import check_decodes, found, read
 from vitwire.cli._output import Encoded, Failed, check_out, printable, unique_names, write
 
 _WINDOW = 16
-"""Images prepared and sent together; bounds the memory used for pixels."""
+"""Files read and sent together; bounds the memory used for them."""
 
 
 def encode(
     files: Annotated[
-        list[Path], typer.Argument(help="Image files, and folders, whose images are taken with those of their folders.")
+        list[Path],
+        typer.Argument(
+            help="Images and clips that the server decodes (JPEG, PNG, WebP, GIF, BMP; MP4, WebM), and folders, whose "
+            "files are taken with those of their folders."
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -51,13 +54,6 @@ def encode(
         ),
     ] = None,
     *,
-    upload: Annotated[
-        Literal["pixels", "encoded", "auto"],
-        typer.Option(
-            help="encoded: send files as they are (JPEG, PNG, WebP; MP4, WebM), which the server decodes; "
-            "pixels: prepare images here; auto: encoded where the server accepts the file."
-        ),
-    ] = "pixels",
     target: Target = DEFAULT_TARGET,
     token: Token = None,
     tls: Tls = False,
@@ -70,7 +66,7 @@ def encode(
     wait: Wait = False,
     as_json: Json = False,
 ) -> None:
-    """Encode image files and write their embeddings. Files that fail are listed, and the exit code is 1.
+    """Encode files of images and clips and write their embeddings. Files that fail are listed, and the exit code is 1.
 
     After Ctrl-C or a failure of the service, finished embeddings are still written and the other files are listed.
     """
@@ -78,12 +74,13 @@ def encode(
         target, token, tls, ca, cert, key, timeout, wait, output_type=output_type, priority=priority
     )
     with connection.client() as client:
-        images, names = found(files, upload)
+        taken, names = found(files)
         if out is not None:
-            check_out(out, len(images))
+            check_out(out, len(taken))
         model = connection.model(client)
+        check_decodes(model)
         unique = unique_names(list(map(printable, names)))
-        outcomes, interrupted = _outcomes(_Encoding(client, model, images, unique, timeout, upload))
+        outcomes, interrupted = _outcomes(_Encoding(client, model, taken, unique, timeout))
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
         for broken in failed:
@@ -114,17 +111,14 @@ class _Encoding:
     files: Sequence[Path]
     names: Sequence[str]
     timeout: float
-    upload: Upload
-
-    def _prepared(self, start: int, count: int) -> Iterator[Prepared]:
-        return prepare(self.files[start : start + count], self.model, self.timeout, self.upload)
 
     def outcomes(self) -> Iterator[Encoded | Failed]:
         """The outcome of each file as it completes. Raises VitwireError when a request fails as a whole."""
         step = min(_WINDOW, self.model.limits.items_per_request or _WINDOW)
         for start in range(0, len(self.files), step):
             items: dict[int, Item] = {}
-            for at, item in enumerate(self._prepared(start, step), start):
+            window = self.files[start : start + step]
+            for at, item in enumerate(read(window, self.model, self.timeout), start):
                 if isinstance(item, Item):
                     items[at] = item
                 else:

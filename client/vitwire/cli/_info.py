@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,7 +26,8 @@ _SERVING = "SERVING"
 _SECTIONS = {
     "model": ("model_id", "model_type", "weights_fingerprint", "dtype", "pooling", "available_poolings"),
     "embeddings": ("embedding_width", "deepstack_levels", "deliveries"),
-    "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels", "encodings"),
+    "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels"),
+    "preparation": ("prepared", "encodings", "preparation_fingerprint"),
     "server": ("server_version", "device", "attention_backend", "graphs", "budgets"),
 }
 
@@ -84,26 +85,17 @@ def _sections(model: Model) -> dict[str, dict[str, object]]:
     limits = {name: value or None for name, value in asdict(model.limits).items()}
     precision = asdict(model.precision) if model.precision else {}
     named = {title: {name: getattr(model, name) for name in names} for title, names in _SECTIONS.items()}
-    return named | {"precision": precision, "limits": limits} | _settings(model)
-
-
-def _settings(model: Model) -> dict[str, dict[str, object]]:
-    """Of images and clips, once if they are the same."""
-    images, clips = model.image_preprocessor, model.video_preprocessor
-    parts = {"images and clips": images} if images == clips else {"images": images, "clips": clips}
-    shown: dict[str, dict[str, Any]] = {}
-    for title, part in parts.items():
-        shown[title] = {} if part is None else asdict(part)
-        for inner in ("tiling", "sampling"):
-            shown[f"{inner} of {title}"] = shown[title].pop(inner, None) or {}
-    return shown
+    tiles = {name: value or None for name, value in asdict(model.tiles).items()} if model.tiles else {}
+    return named | {"tiles": tiles, "precision": precision, "limits": limits}
 
 
 def _text(value: object) -> str:
     match value:
         case None | () | "":
             return ""
+        case (int(), int()):
+            return "x".join(map(str, value))
         case tuple():
-            return ", ".join(str(each.tokens) if isinstance(each, Budget) else str(each) for each in value)
+            return ", ".join(str(each.tokens) if isinstance(each, Budget) else _text(each) for each in value)
         case _:
             return str(value)

@@ -21,10 +21,12 @@ from vitwire.cli._bench.options import (
     MetricsPages,
     Options,
     Rate,
+    SentAs,
     Sizes,
     TraceFile,
     sizes_of,
 )
+from vitwire.cli._bench.pictures import check_prepared
 from vitwire.cli._bench.report import check_plot, plot, plot_trials, shapes_table, table, trials_table
 from vitwire.cli._bench.runs import Run, Runner, closed_pace
 from vitwire.cli._bench.workload import Shape, of_sizes, of_trace
@@ -50,6 +52,7 @@ def bench(
     size: Sizes = None,
     items: Annotated[int, typer.Option(min=1, help="Images or clips per request.")] = 1,
     frames: Annotated[int, typer.Option(min=0, help="Send clips with this many frames instead of images.")] = 0,
+    form: SentAs = "pixels",
     trace: TraceFile = None,
     concurrency: Concurrency = None,
     connections: Annotated[
@@ -100,6 +103,10 @@ def bench(
         raise typer.BadParameter("--find-capacity chooses the number of requests", param_hint="--requests")
     if for_rate is not None and not search:
         raise typer.BadParameter("needs --find-capacity", param_hint="--for-rate")
+    if form == "jpeg" and frames:
+        raise typer.BadParameter("a clip is no JPEG: leave out --frames", param_hint="--as")
+    if form != "pixels" and trace is not None:
+        raise typer.BadParameter("a trace holds grids, so that only pixels can be sent", param_hint="--as")
     with reported():
         recorded = None if trace is None else traces.read(trace)
         pages = [scrape.page_url(text) for text in metrics or ()]
@@ -111,7 +118,11 @@ def bench(
         if plot_file:
             check_plot(plot_file)
         model = connection.model(client)
-        work = of_trace(recorded, model) if recorded else of_sizes(options.sizes, items, frames, model)
+        if recorded is None:
+            check_prepared(model, frames)
+            work = of_sizes(options.sizes, items, frames, form, model, lambda item: client.encode([item])[0].grid)
+        else:
+            work = of_trace(recorded, model)
         runner = Runner(client, pages)
 
         def run_at(pace: Pace) -> Run:
@@ -129,6 +140,7 @@ def bench(
         "trace": None if trace is None else str(trace),
         "items_per_request": None if recorded else items,
         "frames": frames,
+        "as": form,
         "concurrency": pace.concurrency,
         "connections": connections,
         "arrivals": options.chosen_arrivals,

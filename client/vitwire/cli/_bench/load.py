@@ -5,11 +5,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vitwire import Client, Item, Model, VitwireError
+from vitwire import Client, Embedding, Item, Model, VitwireError
 from vitwire._items import pixel_bytes
 from vitwire.cli._bench.samples import NOT_SENT, Sample
 from vitwire.cli._bench.workload import Shape, Workload
@@ -64,11 +64,11 @@ class Load:
 
     def warm_up(self, model: Model) -> list[Shape]:
         """Open connections, and let the server do work that comes once; returns what the model makes of each size."""
-        tokens: dict[int, int] = {}
+        seen: dict[int, Embedding] = {}
         for items in self.workload.warmup:
-            tokens |= zip(map(id, items), (rows.shape[0] for rows in self.client.encode(items)), strict=True)
-        sizes = self.workload.sizes.items()
-        return [Shape.of(size, item, tokens[id(item)], model) for size, item in sizes if id(item) in tokens]
+            seen |= zip(map(id, items), self.client.encode(items), strict=True)
+        found = [(size, seen[id(item)]) for size, item in self.workload.sizes.items() if id(item) in seen]
+        return [Shape.of(size, rows.grid, rows.shape[0], model) for size, rows in found]
 
     def run(self) -> float:
         """Run the load; returns its duration in seconds. An exception in a thread is raised once all have ended.
@@ -190,10 +190,11 @@ class Load:
 
 
 def _changed(item: Item) -> Item:
-    """A copy of the item whose first pixels are random."""
-    crops = None if item.crops is None else np.array(item.crops)
+    """A copy of the item whose first pixels are random, or a file with random bytes behind its end."""
+    if item.encoded is not None:
+        return replace(item, encoded=bytes(item.encoded) + os.urandom(_STAMP_BYTES))
     pixels = np.array(item.pixels)
     flat = pixels.reshape(-1).view(np.uint8)
     count = min(_STAMP_BYTES, flat.size)
     flat[:count] = np.frombuffer(os.urandom(count), np.uint8)
-    return Item(pixels, item.grid, item.modality, item.content_id, item.keep_ratio, crops)
+    return replace(item, pixels=pixels)

@@ -9,6 +9,7 @@ import typer
 
 from vitwire.cli._bench.arrivals import Arrivals, poisson, recorded, uniform
 from vitwire.cli._bench.load import Pace
+from vitwire.cli._bench.pictures import Form
 from vitwire.cli._bench.traces import Trace
 from vitwire.cli._bench.workload import ImageSize
 
@@ -22,6 +23,14 @@ Sizes = Annotated[
     typer.Option(
         help="Size of the random images, WIDTHxHEIGHT. Repeat the option to alternate between sizes, or add weights to "
         "draw them at random: --size 448x448:3 --size 1024x1024:1."
+    ),
+]
+SentAs = Annotated[
+    Form,
+    typer.Option(
+        "--as",
+        help="What is sent for a --size: pixels as the model's processor returns them for it, the picture (RGB), which "
+        "the server prepares, or a JPEG file of it (needs Pillow).",
     ),
 ]
 Concurrency = Annotated[

@@ -9,8 +9,8 @@ from itertools import cycle, islice
 import numpy as np
 
 from vitwire import Item, Model
-from vitwire._prepare import clip_items, image_items
-from vitwire.cli._bench.traces import Size, Trace
+from vitwire.cli._bench.pictures import Form, Grid, GridOf, item_of, random_item
+from vitwire.cli._bench.traces import Trace
 
 _MIX_REQUESTS = 1024
 """Requests drawn from a weighted mix before they repeat."""
@@ -70,27 +70,36 @@ class Shape:
     tokens: int
 
     @classmethod
-    def of(cls, size: ImageSize, item: Item, tokens: int, model: Model) -> "Shape":
-        assert item.pixels is not None
-        tiles = len(item.pixels.shape) == 4
-        unit = tuple(item.pixels.shape[2:]) if tiles else (model.patch_size, model.patch_size)
-        slack = 1 if tiles else model.patch_size * model.merge_size
-        height, width = (count * side for count, side in zip(item.grid[1:], unit, strict=True))
+    def of(cls, size: ImageSize, grid: Grid, tokens: int, model: Model) -> "Shape":
+        unit, slack = _unit(grid, model)
+        height, width = (count * side for count, side in zip(grid[1:], unit, strict=True))
         same = abs(height - size.height) < slack and abs(width - size.width) < slack
-        return cls(str(size), None if same else f"{width}x{height}", item.grid, tokens)
+        return cls(str(size), None if same else f"{width}x{height}", grid, tokens)
 
 
-def of_sizes(sizes: Sequence[ImageSize], items: int, frames: int, model: Model) -> Workload:
+def _unit(grid: Grid, model: Model) -> tuple[tuple[int, int], int]:
+    """Height and width that one of a grid's rows and columns stands for, and how far sizes are from whole ones."""
+    tiles = model.tiles
+    if tiles is None:
+        return (model.patch_size, model.patch_size), model.patch_size * model.merge_size
+    if tiles.patch:
+        return (tiles.patch, tiles.patch), tiles.patch
+    return (tiles.crop if tiles.crop and not tiles.single and grid[0] > 1 else tiles.tile), 1
+
+
+def of_sizes(
+    sizes: Sequence[ImageSize], items: int, frames: int, form: Form, model: Model, grid_of: GridOf
+) -> Workload:
     """Requests of `items` images, or clips of `frames` frames.
 
     Sizes take turns; if any has a weight, each item's size is drawn by weight instead (1 for those without).
     """
-    prepared = _random_items(sizes, frames, model)
-    named = dict(zip(sizes, prepared, strict=True))
+    made = [random_item(size.height, size.width, frames, form, model, grid_of) for size in sizes]
+    named = dict(zip(sizes, made, strict=True))
     if all(size.weight is None for size in sizes):
-        turns, distinct = cycle(prepared), len(sizes) // math.gcd(len(sizes), items)
+        turns, distinct = cycle(made), len(sizes) // math.gcd(len(sizes), items)
         return Workload([list(islice(turns, items)) for _ in range(distinct)], named)
-    return Workload([[prepared[index] for index in row] for row in draws(sizes, items, _MIX_REQUESTS)], named)
+    return Workload([[made[index] for index in row] for row in draws(sizes, items, _MIX_REQUESTS)], named)
 
 
 def draws(sizes: Sequence[ImageSize], items: int, requests: int) -> list[list[int]]:
@@ -103,24 +112,6 @@ def draws(sizes: Sequence[ImageSize], items: int, requests: int) -> list[list[in
 
 
 def of_trace(trace: Trace, model: Model) -> Workload:
-    """The requests of a trace. Raises ValueError for a model whose pixels do not follow from the grid."""
-    settings = model.image_preprocessor or model.video_preprocessor
-    if settings is not None and settings.tiling is not None:
-        raise ValueError("--trace: this model takes tiles, whose sizes a trace does not hold; use --size")
-    items = {size: _of_grid(size, model) for sizes in trace.requests for size in sizes}
+    """The requests of a trace, as pixels of the shapes that a processor returns."""
+    items = {size: item_of(size.grid, size.modality, model) for sizes in trace.requests for size in sizes}
     return Workload([[items[size] for size in sizes] for sizes in trace.requests])
-
-
-def _of_grid(size: Size, model: Model) -> Item:
-    frames = model.temporal_patch_size if size.modality == "video" else 1
-    columns = model.channels * frames * model.patch_size**2
-    pixels = np.random.default_rng(0).integers(0, 256, (math.prod(size.grid), columns), np.uint8)
-    return Item(pixels, size.grid, size.modality)
-
-
-def _random_items(sizes: Sequence[ImageSize], frames: int, model: Model) -> list[Item]:
-    rng = np.random.default_rng(0)
-    shapes = [(size.height, size.width, 3) for size in sizes]
-    if frames:
-        return clip_items([rng.integers(0, 256, (frames, *shape), np.uint8) for shape in shapes], model)
-    return image_items([rng.integers(0, 256, shape, np.uint8) for shape in shapes], model)
