@@ -42,14 +42,6 @@ def expected(tokens: int, value: float) -> np.ndarray:
 
 
 def model_message() -> pb.GetModelResponse:
-    settings = pb.Preprocessor(
-        min_pixels=16 * 16,
-        max_pixels=64 * 64,
-        mean=[0.5] * 3,
-        std=[0.5] * 3,
-        rescale_factor=1 / 255,
-        resample=3,
-    )
     message = pb.GetModelResponse(
         model_id="tiny",
         model_type="qwen3_vl",
@@ -61,8 +53,6 @@ def model_message() -> pb.GetModelResponse:
         merge_size=MERGE,
         temporal_patch_size=2,
         channels=3,
-        image_preprocessor=settings,
-        video_preprocessor=settings,
         budgets=[pb.Budget(tokens=64, items=4, segments=4, segment_patches=256)],
         limits=pb.Limits(items_per_request=16),
         graphs="off",
@@ -87,6 +77,8 @@ def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any
     if made is None:
         pixels = np.frombuffer(sent.pixels.data, WIRE[sent.pixels.data_type])
         assert pixels.size == np.prod(sent.pixels.shape), "the bytes match the shape"
+        if sent.pixels.data_type == pb.DATA_TYPE_BFLOAT16:
+            pixels = (pixels.astype(np.uint32) << 16).view(np.float32)
     grid, value = made or (sent.grid, float(pixels[0]))
     tokens = grid.t * grid.h * grid.w // MERGE**2
     rows = expected(tokens, value)
