@@ -2,8 +2,8 @@
 
 import io
 import math
+import zlib
 
-import numpy as np
 from PIL import Image
 
 from vitwire.v1 import encoder_pb2 as pb
@@ -11,7 +11,9 @@ from vitwire.v1 import encoder_pb2 as pb
 SIDE, PATCH = 8, 4
 """Pixels of a token's side, and of a patch's."""
 LEAST, MOST = 16 * 16, 64 * 64
-"""Pixels of an image."""
+"""Pixels of a prepared image."""
+_DECODED = 1 << 20
+"""Pixels of the largest file that is decoded."""
 ENCODINGS = (pb.ENCODING_JPEG, pb.ENCODING_PNG, pb.ENCODING_WEBP, pb.ENCODING_GIF, pb.ENCODING_BMP)
 
 
@@ -25,18 +27,24 @@ def describe(message: pb.GetModelResponse) -> None:
 
 
 def prepared(item: pb.Item) -> tuple[pb.Grid, float] | None:
-    """The grid of a file or picture, and its first value; None for an item that has a grid."""
+    """The grid of a file or picture, and a value that follows from its content; None for an item that has a grid.
+
+    Raises OSError for a file that cannot be decoded; large ones are not.
+    """
     if item.encoded:
         with Image.open(io.BytesIO(item.encoded)) as opened:
-            picture = np.asarray(opened.convert("RGB"))
+            *frames, height, width = opened.height, opened.width
+            if height * width <= _DECODED:
+                opened.load()
+        value = zlib.crc32(item.encoded) % 128
     elif item.HasField("pixels") and not item.HasField("grid"):
         assert item.pixels.data_type == pb.DATA_TYPE_UINT8
-        picture = np.frombuffer(item.pixels.data, np.uint8).reshape(item.pixels.shape)
+        *frames, height, width, _ = item.pixels.shape
+        value = item.pixels.data[0]
     else:
         return None
-    *frames, height, width, _ = picture.shape
     rows, columns = (side // PATCH for side in resized(height, width))
-    return pb.Grid(t=-(-frames[0] // 2) if frames else 1, h=rows, w=columns), float(picture.flat[0])
+    return pb.Grid(t=-(-frames[0] // 2) if frames else 1, h=rows, w=columns), float(value)
 
 
 def resized(height: int, width: int) -> tuple[int, int]:

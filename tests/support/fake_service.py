@@ -64,16 +64,23 @@ def model_message() -> pb.GetModelResponse:
     return message
 
 
+def _failed(code: int, message: str, field: str, description: str) -> Status:
+    status = Status(code=code, message=message)
+    status.details.add().Pack(BadRequest(field_violations=[{"field": field, "description": description}]))
+    return status
+
+
 def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any]:
     output = output or pb.DATA_TYPE_BFLOAT16
     if sent.content_id.startswith("error:"):
         code = grpc.StatusCode[sent.content_id.removeprefix("error:")].value[0]
-        status = Status(code=code, message="as asked")
-        bad = BadRequest(field_violations=[{"field": f"items[{number}].pixels", "description": "bad"}])
-        status.details.add().Pack(bad)
-        yield kind(item=number, error=status)
+        yield kind(item=number, error=_failed(code, "as asked", f"items[{number}].pixels", "bad"))
         return
-    made = prepared(sent)
+    try:
+        made = prepared(sent)
+    except OSError as error:
+        yield kind(item=number, error=_failed(3, str(error), f"items[{number}].encoded", "cannot be decoded"))
+        return
     if made is None:
         pixels = np.frombuffer(sent.pixels.data, WIRE[sent.pixels.data_type])
         assert pixels.size == np.prod(sent.pixels.shape), "the bytes match the shape"

@@ -103,7 +103,6 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
         max_pixels=settings.max_image_pixels,
         max_encoding=settings.max_encoding,
         seconds=settings.encoder_wait,
-        at_encoder=settings.decode == "auto",
     )
     stack.callback(encoder.close)
     images = Images(encoder, fetcher, prepared.dialect, metrics, settings.encode_seconds, settings.encoder_wait)

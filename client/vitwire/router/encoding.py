@@ -74,8 +74,6 @@ class Encoder:
     max_pixels: int
     seconds: float | None
     """Time limit of each call to the server; None for the client's."""
-    at_encoder: bool
-    """Whether the server decodes files, where it can."""
     turns: Turns
     workers: Workers
     threads: ThreadPoolExecutor
@@ -93,15 +91,13 @@ class Encoder:
         max_pixels: int,
         max_encoding: int,
         seconds: float | None = None,
-        at_encoder: bool = True,
     ) -> "Encoder":
-        """An encoder with threads; max_encoding: images that are decoded and encoded at a time."""
+        """An encoder with threads; max_encoding: images that are read and encoded at a time."""
         return cls(
             client,
             Description(client, seconds),
             max_pixels,
             seconds,
-            at_encoder,
             Turns(max_encoding),
             workers,
             ThreadPoolExecutor(os.cpu_count() or 1, "vitwire-images"),
@@ -115,7 +111,10 @@ class Encoder:
         return replace(self, client=client, caller=caller, stores=Stores())
 
     async def encode(self, image: ImageFile, *, output_type: DType | None = None) -> Encoded:
-        """The embedding of an image file. Raises VitwireError, or ApiError if no worker is left."""
+        """The embedding of an image file.
+
+        Raises VitwireError, or ApiError if no worker is left, or the server prepares no images.
+        """
         async with self.turns.turn(self.caller):
             model = await self.description.current()
             item = await self._item(image, model)
@@ -125,7 +124,8 @@ class Encoder:
     async def store(self, image: ImageFile) -> Referenced:
         """Let the server cache the embedding of an image file: returns as soon as requests for it wait for it.
 
-        The rest happens in `stores`. Raises VitwireError, or ApiError if no worker is left, or the server has no cache.
+        The rest happens in `stores`. Raises VitwireError, or ApiError if no worker is left, or the server has no
+        cache or prepares no images.
         """
         return await self.stores.begin(image.digest, lambda accept: self._store(image, accept))
 
@@ -159,9 +159,13 @@ class Encoder:
         return content_id
 
     async def _item(self, image: ImageFile, model: Model) -> Item:
-        return await item_of(
-            self.workers, self.caller, image.content, model, self.max_pixels, at_encoder=self.at_encoder
-        )
+        if "image" not in model.prepared:
+            message = (
+                f"the encoder prepares no images of {model.model_type}: it needs --decode-processes above 0 on every "
+                "server, and a model whose images servers prepare"
+            )
+            raise ApiError(502, message, "encoder_without_decoders")
+        return await item_of(self.workers, self.caller, image.content, self.max_pixels)
 
     async def header(self, image: ImageFile) -> Header:
         """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
@@ -177,6 +181,6 @@ class Encoder:
 
 
 def content_id_of(digest: bytes, model: Model) -> str:
-    """An id that equal images have under equal weights and preprocessing, and no others."""
-    recipe = f"{model.weights_fingerprint} {model.dtype} {model.image_preprocessor!r}".encode()
+    """An id that equal images have under equal weights and preparation, and no others."""
+    recipe = f"{model.weights_fingerprint} {model.dtype} {model.preparation_fingerprint}".encode()
     return hashlib.sha256(hashlib.sha256(recipe).digest() + digest).hexdigest()

@@ -1,4 +1,4 @@
-"""What a worker reads for the router: chat requests with the files in them, and image files.
+"""What a worker reads for the router: chat requests with the files in them, and the headers of image files.
 
 Small requests are read where they are; the rest, all files included, in a worker.
 """
@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from vitwire import InvalidItem, Item, Model, VitwireError
-from vitwire._prepare import image_items
+from vitwire import InvalidItem, Item
 from vitwire.router.errors import ApiError, invalid
 from vitwire.router.rewriting import Hole, cut, images_of, param_of, parse
 from vitwire.router.shares import Caller
@@ -25,10 +23,8 @@ Kind = Literal["data", "upload", "url"]
 _SMALL_BYTES = 64 << 10
 """Bodies that are read at once: no such body takes more than a few milliseconds."""
 _MAX_URL = 8192
-_MARGIN = 1 << 20
 _LONGER_BYTES = 32 << 20
 """JSON in ASCII takes three times the bytes of UTF-8 at most, and numbers are written out: 1e15 has 18 characters."""
-_MAX_ITEM_BYTES = 1 << 30
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The only ones that are tried on what callers send."""
 
@@ -159,58 +155,29 @@ def _chat(answer: Answer) -> ChatRequest:
 
 async def header_of(workers: Workers, caller: Caller, image: bytes, max_pixels: int) -> Header:
     """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
-    answer = await _of_image(workers, caller, {"model": None, "max_pixels": max_pixels}, image, _MARGIN)
-    return Header(answer.head["kind"], answer.head["pixels"])
-
-
-async def item_of(
-    workers: Workers, caller: Caller, image: bytes, model: Model, max_pixels: int, *, at_encoder: bool
-) -> Item:
-    """The only place where an image file becomes an item. Raises InvalidItem, or ApiError as `header_of`.
-
-    at_encoder: leave decoding to the server if it decodes this kind of file, and of this size.
-    """
-    arguments = {"model": model, "max_pixels": max_pixels, "at_encoder": at_encoder}
-    answer = await _of_image(workers, caller, arguments, image, _MAX_ITEM_BYTES)
-    if not answer.blobs:
-        return Item(encoded=image)
-    pixels, *crops = (
-        np.frombuffer(blob, np.uint8).reshape(shape)
-        for blob, shape in zip(answer.blobs, answer.head["shapes"], strict=True)
-    )
-    t, h, w = answer.head["grid"]
-    return Item(pixels, (t, h, w), crops=crops[0] if crops else None)
-
-
-async def _of_image(
-    workers: Workers, caller: Caller, arguments: dict[str, Any], image: bytes, max_bytes: int
-) -> Answer:
     try:
-        return await workers.run(caller, "image", arguments, [image], max_bytes)
+        answer = await workers.run(caller, "header", {"max_pixels": max_pixels}, [image], 0)
     except ApiError as error:
         if error.status == 400:
             raise InvalidItem(error.message, item=0) from error
         raise
+    return Header(answer.head["kind"], answer.head["pixels"])
 
 
-def _read_image(
-    *, model: Model | None, max_pixels: int, blobs: list[bytes], at_encoder: bool = False
-) -> tuple[dict[str, Any], list[Buffer]]:
+async def item_of(workers: Workers, caller: Caller, image: bytes, max_pixels: int) -> Item:
+    """The only place where an image file becomes an item: as it is, once its header is known. Raises as `header_of`."""
+    await header_of(workers, caller, image, max_pixels)
+    return Item(encoded=image)
+
+
+def _read_header(*, max_pixels: int, blobs: list[bytes]) -> tuple[dict[str, Any], list[Buffer]]:
     (content,) = blobs
     try:
-        header = open_image(content, max_pixels)
-        if model is None or (at_encoder and _is_decoded(header, len(content), model)):
-            return header._asdict(), []
-        (item,) = image_items([content], model)
-    except (InvalidItem, MemoryError, ApiError) as error:
+        return open_image(content, max_pixels)._asdict(), []
+    except (InvalidItem, MemoryError) as error:
         raise ApiError(400, _brief(error), "invalid_image") from error
-    except VitwireError as error:
-        raise ApiError(502, f"the encoder failed: {error}", "encoder_failed") from error
     except Exception as error:  # libraries raise anything over broken files
-        raise ApiError(400, f"cannot be decoded: {_brief(error)}", "invalid_image") from error
-    arrays = [np.ascontiguousarray(each) for each in (item.pixels, item.crops) if each is not None]
-    head = {"grid": item.grid, "shapes": [each.shape for each in arrays]}
-    return head, [each.reshape(-1).view(np.uint8).data for each in arrays]
+        raise ApiError(400, f"cannot be read: {_brief(error)}", "invalid_image") from error
 
 
 def open_image(image: bytes, max_pixels: int) -> Header:
@@ -227,19 +194,10 @@ def open_image(image: bytes, max_pixels: int) -> Header:
     return Header(kind, width * height)
 
 
-def _is_decoded(header: Header, size: int, model: Model) -> bool:
-    limits = model.limits
-    return (
-        header.kind.lower() in model.encodings
-        and size <= limits.encoded_bytes
-        and header.pixels <= limits.encoded_pixels
-    )
-
-
 def _brief(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "needs more memory than it may take"
     return " ".join(str(error).split()) or type(error).__name__
 
 
-JOBS = {"chat": _read_chat, "image": _read_image}
+JOBS = {"chat": _read_chat, "header": _read_header}

@@ -63,10 +63,7 @@ class Settings:
     max_images: Annotated[int, Flag("maximum number of images per request", 0)] = 64
     max_image_bytes: Annotated[int, Flag("maximum bytes of one image file", 1)] = 20 * MIB
     max_image_pixels: Annotated[int, Flag("maximum pixels of one image", 1)] = 50_000_000
-    max_encoding: Annotated[int, Flag("maximum number of images being decoded and encoded at a time", 1)] = 32
-    decode: Annotated[Literal["auto", "router"], Flag("where images are decoded; auto: by the encoder if it can")] = (
-        "auto"
-    )
+    max_encoding: Annotated[int, Flag("maximum number of images being read and encoded at a time", 1)] = 32
     encoder_retries: Annotated[int, Flag("number of retries when the encoder is unavailable or overloaded", 0)] = 3
     encoder_wait: Annotated[
         float,
@@ -78,7 +75,7 @@ class Settings:
     ] = "error"
     body_seconds: Annotated[float, Flag("seconds for a request's body to arrive", 0.001)] = 60.0
     fetch_seconds: Annotated[float, Flag("seconds to fetch one image URL, with redirects", 0.001)] = 10.0
-    encode_seconds: Annotated[float, Flag("seconds to fetch, decode and encode the images of a request", 0.001)] = 60.0
+    encode_seconds: Annotated[float, Flag("seconds to fetch and encode the images of a request", 0.001)] = 60.0
     engine_connect_seconds: Annotated[float, Flag("seconds to connect to the engine", 0.001)] = 5.0
     engine_seconds: Annotated[float, Flag("seconds without a byte from the engine", 0.001)] = 600.0
     stall_seconds: Annotated[float, Flag("seconds that a client which does not read its response is kept", 0.001)] = (

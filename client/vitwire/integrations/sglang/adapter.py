@@ -52,7 +52,7 @@ class Limits:
     embedding_bytes: int = 2 << 30
     """Of embeddings that their receivers have not taken."""
     encoding: int = 32
-    """Images that are read, decoded and encoded at a time; more wait."""
+    """Images that are read and encoded at a time; more wait."""
 
 
 class Adapter:

@@ -10,7 +10,6 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from vitwire._images import MAX_DECODED_PIXELS
 from vitwire.integrations.sglang.parts import Refused
 from vitwire.router.encoding import ImageFile
 from vitwire.router.files import opened_regular
@@ -29,7 +28,7 @@ class MediaLimits:
     max_images: int = 64
     """Images per part."""
     max_image_bytes: int = 20 << 20
-    max_image_pixels: int = MAX_DECODED_PIXELS
+    max_image_pixels: int = 50_000_000
     folders: tuple[Path, ...] = ()
     """Folders that paths may be in."""
 
