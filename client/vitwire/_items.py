@@ -167,10 +167,14 @@ class Item:
         }
         return f"Item({', '.join(f'{name}={value}' for name, value in shown.items() if value is not None)})"
 
+    @property
+    def _has_grid(self) -> bool:
+        return not (isinstance(self.grid, tuple) and self.grid == _UNKNOWN_GRID)
+
     def _violations(self) -> Iterator[Violation]:
         if self.encoded is not None:
             yield from self._encoded_violations()
-        elif self.grid != _UNKNOWN_GRID:
+        elif self._has_grid:
             yield from _grid_violations(self.grid)
         elif self.pixels is not None:
             yield from self._picture_violations(self.pixels)
@@ -204,7 +208,7 @@ class Item:
             yield Violation("encoded", "is empty")
         if self.pixels is not None or self.crops is not None:
             yield Violation("encoded", "an item has either encoded bytes or pixels and crops")
-        if self.grid != _UNKNOWN_GRID:
+        if self._has_grid:
             yield Violation("grid", "the server chooses the grid of an encoded item: leave it out")
 
 

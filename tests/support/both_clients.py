@@ -49,5 +49,5 @@ both = pytest.mark.parametrize("make", [InThread, AsyncClient])
 
 
 def large(value: float = 3.0) -> Item:
-    """6 MiB, more than fits in one message."""
-    return Item(np.full((16, 3 << 15), value, np.float32), (1, 8, 2))
+    """6 MiB once it is rounded, more than fits in one message."""
+    return Item(np.full((16, 3 << 16), value, np.float32), (1, 8, 2))

@@ -121,6 +121,8 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
     cancelled: threading.Event = field(default_factory=threading.Event)
     fingerprint: str = "ab"
     """Of the weights."""
+    prepares: bool = True
+    """Whether it prepares pictures and files."""
 
     def _enter(self, method: str, context: grpc.ServicerContext) -> None:
         self.methods.append(method)
@@ -177,6 +179,8 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
         self._enter("GetModel", context)
         message = model_message()
         message.weights_fingerprint = self.fingerprint
+        if not self.prepares:
+            message.ClearField("prepared")
         return message
 
 

@@ -41,7 +41,9 @@ def test_a_request_is_what_protobuf_would_write() -> None:
     message = pb.EncodeRequest.FromString(write_request(only(items).request()))
     assert (message.output_type, message.priority) == (pb.DATA_TYPE_FLOAT16, pb.PRIORITY_BATCH)
     assert [each.content_id for each in message.items] == ["", "x"]
-    assert [each.pixels.data for each in message.items] == [each.pixels.tobytes() for each in items]  # type: ignore[union-attr]
+    assert [each.pixels.data for each in message.items] == [
+        np.full(each.pixels.size, bits, "<u2").tobytes() for each, bits in zip(items, (0x4040, 0x4080), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

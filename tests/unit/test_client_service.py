@@ -113,7 +113,7 @@ async def test_the_model_is_asked_for_once(make: Call, running: Running) -> None
         assert await client.model() is model
     assert running.fake.methods == ["GetModel"]
     assert (model.model_type, model.dtype, model.deepstack_levels) == ("qwen3_vl", "bfloat16", 2)
-    assert model.image_preprocessor.max_pixels == 64 * 64
+    assert (model.prepared, model.preparation_fingerprint) == (("image", "video"), "cd")
     assert model.budgets[0].segment_patches == 256
     assert model.limits.items_per_request == 16
 
@@ -396,7 +396,7 @@ class Contradictory(Fake):
 async def test_a_model_that_contradicts_itself_is_refused(make: Call) -> None:
     with serving(Contradictory()) as running:
         async with make(running.target, timeout=20) as client:
-            with pytest.raises(EncodeFailed, match="patch_size"):
+            with pytest.raises(EncodeFailed, match="embedding_width 0"):
                 await client.model()
 
 
