@@ -12,7 +12,7 @@ from vitwire._model import Model
 from vitwire._protocol import Options, parts_of
 
 PIXELS = ("uint8", "float16", "float32")
-"""Types of pixels. uint8 leaves out the second frame of an image, as `Client.encode_images` does."""
+"""Types of pixels. uint8 leaves out the second frame of an image, which repeats the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """`make demo`: real photographs and a clip through a real server, compared with plain transformers.
 
-Writes a tiny Qwen3-VL-shaped checkpoint with random weights, starts a server on it, encodes through
-the gRPC client, and computes the same embeddings with the stock tower on the stock processor's
-output. Exits 0 only if all agree. The last line of stdout is one JSON document.
+Writes a tiny Qwen3-VL-shaped checkpoint with random weights, starts a server on it, has it prepare and
+encode pictures through the gRPC client, and computes the same embeddings with the stock tower on the
+stock processor's output. Exits 0 only if all agree. The last line of stdout is one JSON document.
 """
 
 import json
@@ -21,7 +21,6 @@ from rich.table import Table
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vitwire import Client, Embedding
-from vitwire._images import clip_patches
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from reference import TOLERANCE, Array, Reference, error
@@ -66,15 +65,18 @@ def image_reference(checkpoint: Path, image: Image.Image, reference: Reference) 
     return reference.encode(inputs["pixel_values"], [(t, h, w)])[0], (t, h, w)
 
 
-def clip_reference(client: Client, frames: Frames, reference: Reference) -> tuple[Array, GridTuple]:
-    """Embedding and grid of a clip by the stock tower; its stock processor needs torchvision, so patches are ours."""
-    settings = client.model().video_preprocessor
-    assert settings is not None, "the demo's model has settings for clips"
-    patches, grid = clip_patches(frames, settings)
-    mean, std = (np.array(values).reshape(1, -1, 1) for values in (settings.mean, settings.std))
-    shaped = patches.reshape(len(patches), mean.size, -1) * settings.rescale_factor
-    pixels = ((shaped - mean) / std).astype(np.float32).reshape(patches.shape)
-    return reference.encode(pixels, [grid])[0], grid
+def clip_reference(checkpoint: Path, frames: Frames, reference: Reference) -> tuple[Array, GridTuple]:
+    """Embedding and grid of a clip by the stock tower, whose patches hold two frames.
+
+    The stock processor of clips needs torchvision, so that of images cuts each frame, which it does not resize.
+    """
+    inputs = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)(list(frames), return_tensors="np")
+    (_, h, w), count = inputs["image_grid_thw"][0].tolist(), len(frames)
+    assert h * w * reference.vision_config.patch_size**2 == frames[0, ..., 0].size, "no frame is resized"
+    single = inputs["pixel_values"].reshape(count, h * w, 3, 2, -1)[:, :, :, 0]
+    pairs = np.stack([single[::2], single[1::2]], axis=3)
+    grid = (count // 2, h, w)
+    return reference.encode(pairs.reshape(count // 2 * h * w, -1), [grid])[0], grid
 
 
 def compare(client: Client, checkpoint: Path) -> list[Row]:
@@ -90,7 +92,7 @@ def compare(client: Client, checkpoint: Path) -> list[Row]:
     clip = pan(images["coffee.png"])
     start = time.perf_counter()
     embedding = client.encode_clips([clip])[0]
-    rows.append(_row("coffee.png (8 frames)", embedding, start, *clip_reference(client, clip, reference)))
+    rows.append(_row("coffee.png (8 frames)", embedding, start, *clip_reference(checkpoint, clip, reference)))
     start = time.perf_counter()
     packed = client.encode_images(list(images.values()))
     rows += [
@@ -102,6 +104,7 @@ def compare(client: Client, checkpoint: Path) -> list[Row]:
 
 def _row(name: str, embedding: Embedding, start: float, expected: Array, grid: GridTuple) -> Row:
     milliseconds = (time.perf_counter() - start) * 1000
+    assert embedding.grid == grid, "the server prepares as the processor does"
     return Row(name, grid, embedding, milliseconds, error(embedding.numpy(), expected))
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,11 @@ from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size, drive
 from bench.engine.options import options_of
 from bench.engine.plots import plot
-from bench.engine.requests import Asked, image_tokens, picture
+from bench.engine.requests import Asked, image_tokens, patches_of, picture
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from client_models import described
 
 
 def answer(start: float, end: float, *, first: float = 0.01, tokens: str = "abc", **moments: float) -> Answer:
@@ -60,7 +64,8 @@ def test_loads_and_sizes() -> None:
         ("--from png", "invalid choice"),
         ("--towers --failures killed", "--towers starts no engine"),
         ("--towers --itl", "--towers starts no engine"),
-        ("--towers --sizes 100", "multiples of 32"),
+        ("--sizes 450", "a multiple of 32"),
+        ("--towers --sizes 96", "from 128 on"),
         ("--engine-args {", "is not JSON"),
         ("--engine-args [1]", "must be a JSON object"),
     ],
@@ -189,6 +194,23 @@ def test_a_fault_comes_once_and_is_over_for_a_server_that_was_stopped() -> None:
         last.count()
         assert process.wait(60) == -signal.SIGKILL
         last.over()
+
+
+def test_patches_are_those_of_the_processor() -> None:
+    model = replace(described(tiling=False), patch_size=16, merge_size=2)
+    picture_ = picture(128, (0,))
+    item = patches_of(picture_, model)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=16, merge_size=2, min_pixels=1, max_pixels=1 << 24, do_normalize=False, do_rescale=False
+    )
+    theirs = processor(picture_, return_tensors="np")
+    assert theirs["image_grid_thw"].tolist() == [list(item.grid)]
+    frames = theirs["pixel_values"].reshape(64, 3, 2, 256)
+    assert isinstance(item.pixels, np.ndarray)
+    for frame in (frames[:, :, 0], frames[:, :, 1]):
+        np.testing.assert_array_equal(frame.reshape(item.pixels.shape), item.pixels)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        patches_of(picture(144, (0,)), model)
 
 
 def test_photographs_differ_in_bytes_alone() -> None:

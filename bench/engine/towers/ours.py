@@ -4,20 +4,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from bench.engine.towers.answering import Row, Tower, answering
 from bench.models import plain
 from torch import Tensor
 
-from vitwire import Model
-from vitwire._prepare import image_items
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.observe.metrics import Metrics
+from vitwire_server.preparing import pillow
+from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.process.loading import load_model
-from vitwire_server.rpc.responses import model_message
 from vitwire_server.runtime.streams import TORCH_TYPES
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
@@ -30,7 +28,8 @@ class ServerTower(Tower):
         graphs: Any = "cuda" if self.device.type == "cuda" else "simulated"
         settings = ServeSettings(model=job["model"], device=job["device"], graphs=graphs)
         self._loaded = load_model(settings, Metrics())
-        self._model = Model.from_message(model_message(self._loaded.card))
+        card = self._loaded.card
+        self._recipe = recipes_of(card.preprocessing, card.geometry)[Modality.IMAGE]
         self._float32: Any = None
         self._checkpoint = job["model"]
 
@@ -80,12 +79,13 @@ class ServerTower(Tower):
         return self._loaded.engine.launch([items[i] for i in batch.items], batch.budget).collect().results
 
     def _items(self, pictures: Sequence[Any]) -> list[Item]:
-        """What the server makes of a client's request."""
+        """What the server makes of pictures."""
         card, footprint = self._loaded.card, self._loaded.tower.footprint
         made = []
-        for each in image_items(pictures, self._model):
-            patches, grid = np.ascontiguousarray(each.pixels), Grid(*each.grid)
-            pixels = Pixels(patches.tobytes(), DType.of(str(patches.dtype)), patches.shape)
+        for each in pictures:
+            prepared = pillow.image(each, self._recipe)
+            grid = Grid(*prepared.grid)
+            pixels = Pixels(prepared.pixels.tobytes(), DType.UINT8, prepared.pixels.shape)
             made.append(Item(Modality.IMAGE, grid, pixels, footprint(grid), card.dtype))
         return made
 

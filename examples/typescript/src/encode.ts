@@ -26,7 +26,7 @@ const { values, positionals } = parseArgs({
   },
 });
 
-/** The bytes of a JPEG, PNG or WebP file; the server decodes and prepares it. */
+/** The bytes of a JPEG, PNG, WebP, GIF or BMP file; the server decodes and prepares it. */
 async function photo(path: string): Promise<Item> {
   const encoded = await readFile(path);
   const contentId = createHash("sha256").update(encoded).digest("hex");

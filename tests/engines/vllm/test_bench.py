@@ -108,13 +108,13 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[CoreClient]:
 def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     ways = ("--ways", "local,inline,reference,again")
-    document = run("--sizes", "64x2", "--loads", "c1,p50", "--requests", "5", "--itl", *ways, "--out", str(out))
+    document = run("--sizes", "128x2", "--loads", "c1,p50", "--requests", "5", "--itl", *ways, "--out", str(out))
     assert document == json.loads(out.read_text())
     assert "error" not in document, document
     places = [(load, way) for load in ("c1", "p50") for way in ("local", "inline", "reference", "again")]
     assert [(row["load"], row["way"]) for row in document["streams"]] == places
     for row in document["streams"]:
-        assert (row["size"], row["requests"], row["errors"]) == ("64x2", 5, 0)
+        assert (row["size"], row["requests"], row["errors"]) == ("128x2", 5, 0)
         assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 < row["itl_p99_ms"]
         assert row["requests_per_s"] > 0
     stages = ("submitted", "queued", "scheduled", "prefilled", "first_token")
@@ -139,7 +139,7 @@ def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
 
 def test_encoder_and_engine_alone(run: Run, in_process: list[CoreClient]) -> None:
     """Twice the images of a stream are stored, and nothing of them is fetched."""
-    document = run("--sizes", "64x2", "--loads", "p50,c2", "--requests", "6", "--ways", "local", "--alone")
+    document = run("--sizes", "128x2", "--loads", "p50,c2", "--requests", "6", "--ways", "local", "--alone")
     assert "error" not in document, document
     engine, encoder = document["alone"]
     assert (engine["of"], engine["load"], engine["errors"]) == ("engines without images", "c2", 0)
@@ -158,7 +158,7 @@ def test_an_engine_that_fails_ends_the_run_with_what_was_measured(
     run: Run, in_process: list[CoreClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CoreClient, "add_request_async", None)
-    document = run("--sizes", "64x1", "--loads", "c1", "--ways", "local,inline", "--requests", "2", code=1)
+    document = run("--sizes", "128x1", "--loads", "c1", "--ways", "local,inline", "--requests", "2", code=1)
     assert "NoneType" in document["error"]
     assert document["engine"].startswith("vLLM 0.")
 
@@ -171,7 +171,7 @@ def test_a_run_that_is_ended_says_what_was_measured(
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(CoreClient, "add_request_async", ended)
-    document = run("--sizes", "64x1", "--loads", "c1", "--ways", "local,inline", code=1)
+    document = run("--sizes", "128x1", "--loads", "c1", "--ways", "local,inline", code=1)
     assert "OutOfTime" in document["error"]
     assert document["engine"].startswith("vLLM 0.")
 
@@ -199,11 +199,11 @@ def test_an_engine_that_dies_is_an_error_of_each_request(
 ) -> None:
     """Over HTTP, where the run goes on."""
     monkeypatch.setattr(WithTower, "step", None)
-    document = run("--sizes", "64x1", "--loads", "c2", "--requests", "4", "--ways", "local,inline", "--from", "jpeg")
+    document = run("--sizes", "128x1", "--loads", "c2", "--requests", "4", "--ways", "local,inline", "--from", "jpeg")
     assert "error" not in document, document
     assert [(row["requests"], row["errors"]) for row in document["streams"]] == [(4, 4), (4, 4)]
     assert in_process[0].resources.engine_dead
-    assert any(each.startswith("64x1 warm-up local: ") for each in document["skipped"]), document["skipped"]
+    assert any(each.startswith("128x1 warm-up local: ") for each in document["skipped"]), document["skipped"]
 
 
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n"], ids=["silent", "stalls"])
