@@ -32,7 +32,7 @@ _MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VI
 _OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 _MAX_CONTENT_ID = 512
 _RGB, _RGBA = 3, 4
-_CLIP_BYTES = 16
+_CLIP_BYTES = 8
 """Of the frames of a clip, for each pixel that a frame may have."""
 MAX_PICTURE_BYTES = 96 << 20
 """Of a picture on its way to the device: 32 megapixels."""
@@ -223,10 +223,11 @@ class Codec:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
             wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
-        if item.HasField("crops"):
-            wrong.append(Violation("crops", "must be absent: the server makes the crops of a file or picture"))
         picture = tuple(item.pixels.shape) if is_picture(item) and not file_bytes else None
-        wrong += self._wrong_file(item, file_bytes) if picture is None else self._wrong_picture(item, modality)
+        if picture is None:
+            wrong += self._wrong_file(item, file_bytes)
+        elif modality:
+            wrong += self._wrong_picture(item, modality)
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
         if wrong or modality is None:
             return None
@@ -240,12 +241,16 @@ class Codec:
             yield Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted")
         if item.HasField("pixels"):
             yield Violation("encoded", "must be empty if the item has pixels")
+        if item.HasField("crops"):
+            yield Violation("crops", "must be absent: the server makes the crops of a file")
         if item.HasField("grid"):
             yield Violation("grid", "must be absent: the server chooses the grid of a file")
 
-    def _wrong_picture(self, item: pb.Item, modality: Modality | None) -> Iterator[Violation]:
+    def _wrong_picture(self, item: pb.Item, modality: Modality) -> Iterator[Violation]:
         shape, limits = tuple(item.pixels.shape), self._card.limits
         axes = 4 if modality is Modality.VIDEO else 3
+        if item.HasField("crops"):
+            yield Violation("crops", "must be absent: the server makes the crops of a picture")
         if modality not in self._card.prepared:
             yield Violation("grid", "is missing, and this server prepares no pictures of this modality")
         elif len(shape) != axes or shape[-1] not in (_RGB, _RGBA) or item.pixels.data_type != pb.DATA_TYPE_UINT8:
@@ -276,7 +281,7 @@ class Codec:
             wrong.append(Violation("modality", "must be IMAGE or VIDEO"))
         elif modality not in self._card.preprocessing:
             wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
-        if is_picture(item):
+        if is_picture(item) and modality:
             wrong += self._wrong_picture(item, modality)
             grid = Grid(1, 1, 1) if wrong else self._grid_of(item, modality, wrong)
             wrong += [] if wrong else list(self._wrong_grid(grid, modality))
@@ -310,9 +315,8 @@ class Codec:
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
         return None if wrong else made
 
-    def _grid_of(self, item: pb.Item, modality: Modality | None, violations: list[Violation]) -> Grid:
+    def _grid_of(self, item: pb.Item, modality: Modality, violations: list[Violation]) -> Grid:
         """The grid that a checked picture will have."""
-        assert modality, "else it was refused"
         try:
             return Grid(*form_of(tuple(item.pixels.shape), self._recipes[modality]).grid)
         except ValueError as error:

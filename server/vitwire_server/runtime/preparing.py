@@ -20,7 +20,7 @@ class Preparer(ABC):
         """Write the prepared picture of an item into rows of the tower's input.
 
         `source` is its flat uint8 picture on the device, `pixels` `(patches, C*T*p*p)` or a row for each tile, and
-        `crops` the same for crops; None without any.
+        `crops` the same for crops; None without any. Raises RuntimeError.
         """
 
 
@@ -32,7 +32,10 @@ class HostPreparer(Preparer):
         self._stager = stager
 
     def write(self, item: Item, source: Tensor, pixels: Tensor, crops: Tensor | None) -> None:
-        made = pillow.prepared(source.numpy().reshape(item.pixels.shape), self._recipes[item.modality])
+        try:
+            made = pillow.prepared(source.numpy().reshape(item.pixels.shape), self._recipes[item.modality])
+        except (ValueError, MemoryError) as error:  # the size was checked, so it is not the item's fault
+            raise RuntimeError(f"a picture was not prepared: {error}") from error
         self._stager.stage(torch.from_numpy(made.pixels).view(-1), item.modality, pixels)
         if crops is not None and made.crops is not None:
             self._stager.stage(torch.from_numpy(made.crops).view(-1), item.modality, crops, crops=True)
