@@ -64,6 +64,26 @@ def test_a_recorded_load_is_replayed(server: ServerProcess, trace: Path, tmp_pat
             assert again["seconds"] > 0.9 * (lines[-1]["t"] - lines[-60]["t"])
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_ocr2", "deepseek_vl_hybrid", "internvl"])
+def test_towers_of_tiles(model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """With crops, with pairs, and with clips: pixels have the shapes that the server gives pictures, in traces too."""
+    trace = tmp_path / "trace.jsonl"
+    with serving(checkpoints(model_type), *FLAGS, "--record-trace", str(trace)) as server:
+        sizes = ("--size", "500x300", "--size", "90x90")
+        shapes = {
+            form: document(bench(server, *sizes, "--requests", 2, "--as", form))["shapes"]
+            for form in ("pixels", "picture", "jpeg")
+        }
+        assert shapes["pixels"] == shapes["picture"] == shapes["jpeg"]
+        if model_type == "internvl":
+            assert document(bench(server, "--size", "90x90", "--frames", 3, "--requests", 1))["errors"] == {}
+        recorded = [json.loads(line)["items"] for line in trace.read_text().splitlines()]
+        again = document(bench(server, "--trace", trace, "--requests", len(recorded), "--rate", 100))
+        assert (again["errors"], again["requests"]) == ({}, len(recorded))
+        sent = [json.loads(line)["items"] for line in trace.read_text().splitlines()]
+        assert sorted(map(str, sent[-len(recorded) :])) == sorted(map(str, recorded))
+
+
 def test_a_generator_without_free_threads_counts_what_it_could_not_send(server: ServerProcess) -> None:
     done = bench(server, "--size", "448x448", "--rate", 2000, "--seconds", 1, "--concurrency", 1)
     found = document(done)

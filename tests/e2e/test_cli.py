@@ -17,6 +17,7 @@ import skimage
 from safetensors.numpy import load_file
 
 from checkpoints import Checkpoints
+from encoded_files import clip, moving, photograph, saved
 from reference import TOLERANCE, error
 from servers import ServerProcess, finished, serving
 from vitwire import Client, Embedding, InvalidItem, Item
@@ -63,6 +64,23 @@ def test_encode_writes_what_the_client_gets(server: ServerProcess, tmp_path: Pat
     single = tmp_path / "one.npy"
     assert vitwire("encode", COFFEE, "--target", server.target, "--out", single).returncode == 0
     assert np.load(single).shape == expected[1].shape
+
+
+def test_encode_takes_every_format_that_the_server_decodes(server: ServerProcess, tmp_path: Path) -> None:
+    folder, out = tmp_path / "files", tmp_path / "rows.safetensors"
+    folder.mkdir()
+    for kind in ("jpeg", "png", "webp", "gif", "bmp"):
+        (folder / f"photo.{kind}").write_bytes(saved(photograph(), kind))
+    (folder / "clip.mp4").write_bytes(clip(moving(10)))
+    done = vitwire("encode", folder, "--target", server.target, "--out", out)
+    assert done.returncode == 0, done.stderr
+    names = sorted(each.name for each in folder.iterdir())
+    with Client(server.target) as client:
+        expected = client.encode([Item.from_file(folder / name) for name in names])
+    rows = load_file(out)
+    assert sorted(rows) == names
+    for name, each in zip(names, expected, strict=True):
+        assert error(rows[name], each.numpy()) <= TOLERANCE
 
 
 def test_info_and_health(server: ServerProcess) -> None:
@@ -180,7 +198,7 @@ def test_a_pipe_is_read_as_a_file_is(server: ServerProcess, tmp_path: Path) -> N
             pipe.write_bytes(content)
         errors = process.communicate(timeout=120)[1]
     assert process.returncode == 1
-    assert f"{pipes[1]} cannot be read as an image" in errors
+    assert f"{pipes[1]}: not of a format that this server decodes: JPEG, PNG" in errors
     rows = load_file(out)
     np.testing.assert_array_equal(rows["good.png"], rows["grace_hopper.jpg"])
 
