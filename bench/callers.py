@@ -3,7 +3,7 @@
 import grpc.aio
 from bench.calls import Pace, Row, Tasks, Threads, Work
 from bench.echo import ANSWER, UNLIMITED, write_sizes
-from bench.images import Messages, random_image, serialised
+from bench.images import Messages, images_of, serialised
 
 from vitwire import AsyncClient, Client, Embedding, VitwireError
 
@@ -20,10 +20,8 @@ class OfClient(Threads):
 
     def prepare(self, work: Work) -> Row:
         model = self._client.model()
-        self._requests = [
-            [random_image(model, work.side, work.pixels, work.images * seed + i) for i in range(work.images)]
-            for seed in range(work.distinct)
-        ]
+        images = images_of(self._client, work.size or str(work.side), work.pixels, range(work.distinct * work.images))
+        self._requests = [images[at : at + work.images] for at in range(0, len(images), work.images)]
         embeddings = self._client.encode(self._requests[0])
         rows = sum(each.shape[0] for each in embeddings)
         width = rows * model.embedding_width * (4 if model.dtype == "float32" else 2)
@@ -97,14 +95,14 @@ class Raw(Tasks):
     def prepare(self, work: Work) -> Row:
         with Client(self._model) as client:
             model = client.model()
-        images = [random_image(model, work.side, work.pixels, seed) for seed in range(work.distinct * work.images)]
+            images = images_of(client, work.size or str(work.side), work.pixels, range(work.distinct * work.images))
+            tokens = sum(each.shape[0] for each in client.encode(images[: work.images]))
         self._requests: list[Messages] = [
             serialised(images[i : i + work.images], model) for i in range(0, len(images), work.images)
         ]
         self._metadata = ((ANSWER, write_sizes(work.answer)),) if work.answer else ()
         self._sizes = list(work.answer)
         self._sizes = self._loop.run_until_complete(self._exchange(0))
-        tokens = images[0].grid[1] * images[0].grid[2] // model.merge_size**2 * work.images
         down = tokens * model.embedding_width * (4 if model.dtype == "float32" else 2)
         for number in range(1, 2 * len(self._channels)):
             self._loop.run_until_complete(self._exchange(number))

@@ -16,8 +16,12 @@ _FOREVER = 1 << 60
 class Work:
     """What each call sends: `images` images of one size, of `distinct` requests in turn."""
 
-    side: int
+    side: int = 0
+    """Of square images."""
+    size: str = ""
+    """A name of `images.SIZES`, instead of a side."""
     pixels: str = "uint8"
+    """Of `images.PIXELS`."""
     images: int = 1
     distinct: int = 4
     answer: Sequence[int] = ()

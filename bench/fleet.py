@@ -94,6 +94,11 @@ class Load:
             return 0.0
         return round(1e3 * self.latencies[min(len(self.latencies) - 1, int(share * len(self.latencies)))], 2)
 
+    @property
+    def server_milliseconds(self) -> float | None:
+        """Milliseconds of processors that the server takes for a call; None without any."""
+        return round(1e3 * self.server_cpu / len(self.latencies), 2) if self.latencies else None
+
     def cpu_per_gigabyte(self, nbytes: int) -> Row:
         """Seconds of processors on both sides for each GB, where a call moves so many bytes."""
         gigabytes = len(self.latencies) * nbytes / 1e9

@@ -21,6 +21,7 @@ from typing import Any
 
 from bench import towers
 from bench.fleet import RAMP, Client, DriverFailed, bare_servers, loaded, prepared
+from bench.images import PIXELS
 from bench.models import PUBLISHED
 from bench.report import Report
 from bench.setups import READY_SECONDS, Load, Server, Setup, started
@@ -133,7 +134,7 @@ class Bench:
                         self._ceilings[model, load, processes] = rate["images_per_second"]
 
     def _work(self, load: Load) -> Row:
-        return {"side": load.side, "pixels": self._options.pixels}
+        return {"size": load.size, "pixels": load.pixels or self._options.pixels}
 
     # -- the service -----------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Bench:
         nbytes = size["up"] + size["down"]
         row = {
             **own,
-            "side": load.side,
+            **self._work(load),
             "in_flight": load.in_flight,
             "clients": len(clients),
             "images_per_second": round(measured.rate, 1),
@@ -192,6 +193,7 @@ class Bench:
             "gb_per_second": round(measured.rate * nbytes / 1e9, 3),
             "p50_ms": measured.milliseconds(0.5),
             "p99_ms": measured.milliseconds(0.99),
+            "server_cpu_ms": measured.server_milliseconds,
         }
         if server:
             row["busy"] = round((busy[1] - busy[0]) / measured.seconds / len(server.processes), 3)
@@ -219,7 +221,7 @@ class Bench:
             supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}", READY_SECONDS)
             back = time.monotonic() - died
             answers = [client.answer() for client in clients]
-        row = {"side": load.side, "in_flight": load.in_flight, "killed": label, "ready_again_seconds": round(back, 1)}
+        row = {"size": load.size, "in_flight": load.in_flight, "killed": label, "ready_again_seconds": round(back, 1)}
         errors = Counter(error for each in answers for error in each["error"])
         row |= {"requests": errors.total(), "errors": {error: count for error, count in errors.items() if error}}
         self._report.add("killed", setup.row() | row)
@@ -234,7 +236,7 @@ class Bench:
         flags = self._flags(setup) or []
         if not self._has_time("timeline"):
             return
-        load = max(self._options.loads, key=lambda load: (load.side == self._options.loads[0].side, load.in_flight))
+        load = max(self._options.loads, key=lambda load: (load.size == self._options.loads[0].size, load.in_flight))
         checkpoint = self._checkpoint(setup.model)
         try:
             batch = traced(
@@ -244,7 +246,7 @@ class Bench:
                 calls=10 * load.in_flight,
             )
             self._report.note("timeline_ms", batch.medians)
-            draw(batch, self._options.plot, f"{load.side} x {load.side}, {load.in_flight} in flight, {setup}")
+            draw(batch, self._options.plot, f"{load}, {setup}")
         except ImportError as error:
             self._report.skip("timeline", f"{error.name} is not installed")
 
@@ -270,12 +272,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     kinds = ["client", "async", "raw"]
     add("--drivers", nargs="+", choices=kinds, default=["client"], help="clients of streams; raw is grpc.aio alone")
-    loads = [Load(224, 1), Load(224, 64), Load(448, 64), Load(1024, 32)]
-    add("--loads", nargs="+", type=Load.of, default=loads, help="SIDE:REQUESTS in flight, such as 224:64")
+    loads = [Load("224", 1), Load("224", 64), Load("448", 64), Load("1024", 32)]
+    add(
+        "--loads",
+        nargs="+",
+        type=Load.of,
+        default=loads,
+        help="[PIXELS:]SIZE:REQUESTS in flight, such as 224:64, jpeg:1080p:64 or float32:1024:64",
+    )
     add("--bare", nargs="*", type=int, default=[1, 2, 4, 6], help="processes of the bare gRPC servers")
     add("--clients", type=int, default=max(1, min(8, (cpu_count() or 2) // 2)), help="client processes, at most")
     add("--connections", type=int, default=4, help="connections of each client of the kind raw, and to bare servers")
-    add("--pixels", choices=("uint8", "float16", "float32"), default="uint8", help="type of the pixels that are sent")
+    add("--pixels", choices=PIXELS, default="uint8", help="what is sent where a load does not say it")
     add("--seconds", type=float, default=4.0, help="how long each load is measured")
     add("--minutes", type=float, default=9.0, help="start no measurement later than this; what is left out is listed")
     add("--tiny", action="store_true", help="towers of the same shape, but small")

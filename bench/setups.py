@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.images import PIXELS, SIZES
+
 from servers import ServerProcess, serving, supervising
 
 READY_SECONDS = 300
@@ -13,16 +15,24 @@ READY_SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Side of the images, one per request, and the number of requests in flight."""
+    """Images of one size, one per request, and the number of requests in flight."""
 
-    side: int
+    size: str
+    """A side, or a name of `SIZES`."""
     in_flight: int
+    pixels: str = ""
+    """What is sent, of `PIXELS`; empty for what all loads send."""
 
     @classmethod
     def of(cls, text: str) -> "Load":
-        """SIDE:IN_FLIGHT."""
-        side, _, in_flight = text.partition(":")
-        return cls(int(side), int(in_flight))
+        """[PIXELS:]SIZE:IN_FLIGHT. Raises ValueError."""
+        *pixels, size, in_flight = text.split(":")
+        if len(pixels) > 1 or not set(pixels) <= set(PIXELS) or not (size in SIZES or size.isdigit()):
+            raise ValueError(f"{text!r} is not [PIXELS:]SIZE:IN_FLIGHT")
+        return cls(size, int(in_flight), *pixels)
+
+    def __str__(self) -> str:
+        return f"{self.pixels or 'pixels'} {self.size}, {self.in_flight} in flight"
 
 
 @dataclass(frozen=True, slots=True)

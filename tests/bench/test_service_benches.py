@@ -65,17 +65,22 @@ def test_wire_bench(tmp_path: Path) -> None:
     assert [row["errors"] for row in document["waiting"]] == [0, 0]
 
 
+PREPARED = ("picture:112:2", "float32:112:2", "jpeg:1080p:2")
+"""Loads of files and pictures, which the server prepares, and what they are compared with."""
+
+
 @pytest.mark.matrix
 def test_service_bench(tmp_path: Path) -> None:
     out = tmp_path / "service.json"
-    flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", "--seconds", "2", "--clients", "2")
+    flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", *PREPARED, "--seconds", "2", "--clients", "2")
     tiny = ("--flags", "--graphs simulated --budgets 16,64 --compile off", "--delivery", "stream", "nixl")
     kinds = ("--drivers", "client", "--bare", "1")
     document = last_line("bench/service.py", *flags, *tiny, *kinds, "--out", str(out))
     assert document == json.loads(out.read_text())
-    assert [(row["processes"], row["in_flight"]) for row in document["bare"]] == [(1, 1), (1, 4)]
+    loads = [("uint8", "112", 1), ("uint8", "112", 4), *(tuple(load.split(":")[:2]) + (2,) for load in PREPARED)]
+    assert [(row["pixels"], row["size"], row["in_flight"]) for row in document["bare"]] == loads
     streamed = [row for row in document["rows"] if row["delivery"] == "stream"]
-    assert [(row["driver"], row["in_flight"]) for row in streamed] == [("client", 1), ("client", 4)]
+    assert [(row["pixels"], row["size"], row["in_flight"]) for row in streamed] == loads
     delivered = [row for row in document["rows"] if row["delivery"] == "nixl"]
     assert delivered or any(line.startswith("--delivery nixl") for line in document["skipped"])
     for row in document["bare"] + document["rows"]:
@@ -110,7 +115,7 @@ def test_service_bench_without_a_package_only_skips_its_timeline(
     options = Namespace(
         flags=flags, delivery=["stream"], minutes=5, tiny=True, pixels="uint8", plot=tmp_path / "plot.png"
     )
-    options.loads = [Load(112, 2)]
+    options.loads = [Load("112", 2)]
     Bench(report, options, tmp_path).plot(Setup("qwen3_vl:8b-like", "cpu", 1))
     assert report.document()["skipped"] == [f"timeline: {missing} is not installed"]
 
