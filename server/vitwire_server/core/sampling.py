@@ -1,4 +1,4 @@
-"""How frames of a clip are chosen: what clients need to know."""
+"""How frames of a clip are chosen."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +19,7 @@ class SamplingRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Settings of the rule; those that a rule does not use are 0. `vitwire.sampling` applies them."""
+    """Settings of the rule; those that a rule does not use are 0. `preparing.rules.sampling` applies them."""
 
     rule: SamplingRule
     fps: float = 0.0

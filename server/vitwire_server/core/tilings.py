@@ -1,4 +1,4 @@
-"""How an image is cut into tiles of one size: what clients need to know."""
+"""How an image is cut into tiles of one size."""
 
 from dataclasses import dataclass
 from enum import StrEnum
