@@ -170,6 +170,22 @@ def test_bad_images_are_named(llm: OpenAI, received: EngineProcess, url: str, co
     assert received.requests() == []
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", ["inline", "reference"])
+def test_a_server_that_prepares_nothing(mode: str, checkpoints: Checkpoints, received: EngineProcess) -> None:
+    """Also where the engine may encode what the encoder fails at: every image would fail."""
+    flags = ("--graphs", "off", "--decode-processes", "0", "--cache-bytes", "1000000")
+    with (
+        serving(checkpoints("qwen3_vl"), *flags) as server,
+        router(server.target, received.url, f"--mode={mode}", "--on-encoder-failure=engine") as proxy,
+        client_of(proxy) as llm,
+    ):
+        with pytest.raises(openai.InternalServerError, match="--decode-processes") as caught:
+            llm.chat.completions.create(model="tiny", messages=user(image(data_uri(HOPPER))))
+        assert (caught.value.status_code, caught.value.code) == (502, "encoder_without_decoders")
+    assert received.requests() == []
+
+
 def test_a_truncated_image(llm: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="cannot be read as an image"):
         llm.chat.completions.create(model="tiny", messages=user(image(data_uri(COFFEE.read_bytes()[:5000]))))
