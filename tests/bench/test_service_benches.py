@@ -77,7 +77,7 @@ def test_service_bench(tmp_path: Path) -> None:
     kinds = ("--drivers", "client", "--bare", "1")
     document = last_line("bench/service.py", *flags, *tiny, *kinds, "--out", str(out))
     assert document == json.loads(out.read_text())
-    loads = [("uint8", "112", 1), ("uint8", "112", 4), *(tuple(load.split(":")[:2]) + (2,) for load in PREPARED)]
+    loads = [("uint8", "112", 1), ("uint8", "112", 4), *((*tuple(load.split(":")[:2]), 2) for load in PREPARED)]
     assert [(row["pixels"], row["size"], row["in_flight"]) for row in document["bare"]] == loads
     streamed = [row for row in document["rows"] if row["delivery"] == "stream"]
     assert [(row["pixels"], row["size"], row["in_flight"]) for row in streamed] == loads

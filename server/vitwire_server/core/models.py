@@ -192,7 +192,7 @@ class Resizing(StrEnum):
     MOST_TOKENS = "most_tokens"
     """The upper bound, met as closely as whole tokens allow, by rounding down."""
     OTHER = "other"
-    """In a way that clients cannot follow: GetModel omits the settings."""
+    """In a way that is not known here: pictures are not prepared."""
 
 
 @dataclass(frozen=True, slots=True)
