@@ -10,9 +10,10 @@ import torch
 from vitwire import Item
 from vitwire._pictures import pixels_of, pixels_of_frames
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.core.tilings import Tiling
+from vitwire_server.core.sampling import Sampling, SamplingRule
+from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.rules.pictures import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
@@ -90,3 +91,49 @@ def of_images(folder: Path) -> Recipe:
 def of_clips(folder: Path) -> Recipe:
     """The recipe of a checkpoint's clips."""
     return recipes(folder)[Modality.VIDEO]
+
+
+# -- a recipe of every rule --------------------------------------------------------------------------
+
+Recipes = dict[Modality, Recipe]
+SAMPLING = Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=16)
+AREAS = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
+PACKED = {"patch": 16, "merge": 2, "temporal": 2}
+
+
+def _tiling(rule: TilingRule, **settings: Any) -> Recipes:
+    tile = (56, 56)
+    return {
+        Modality.IMAGE: recipe(tiling=Tiling(rule, tile, **settings)),
+        Modality.VIDEO: recipe(tiling=Tiling(TilingRule.STRETCH, tile), sampling=SAMPLING),
+    }
+
+
+CROP = (40, 40)
+FIRST, LAST = Overview.FIRST, Overview.LAST
+MODELS: dict[str, Recipes] = {
+    "patches": {
+        Modality.IMAGE: recipe(**PACKED, **AREAS),
+        Modality.VIDEO: recipe(**PACKED, max_pixels=8 * 128**2, sampling=SAMPLING, bounds_span_frames=True),
+    },
+    "raster": {
+        Modality.IMAGE: recipe(
+            raster=True, channels_last=True, **AREAS, resizing=Resizing.MOST_PATCHES, drops_transparency=True
+        )
+    },
+    "ratio": _tiling(TilingRule.CLOSEST_RATIO, overview=LAST, max_tiles=6),
+    "two ratios": _tiling(TilingRule.TWO_RATIOS, max_tiles=6),
+    "ratio and area": _tiling(TilingRule.RATIO_AND_AREA, overview=LAST, max_tiles=6),
+    "best fit": _tiling(TilingRule.BEST_FIT, overview=FIRST, max_tiles=4, layouts=((1, 2), (2, 1), (2, 2))),
+    "padded fit": _tiling(
+        TilingRule.PADDED_FIT, overview=FIRST, background=(9, 8, 7), layouts=((1, 1), (2, 1), (2, 2))
+    ),
+    "canvas": _tiling(TilingRule.CANVAS, overview=LAST, max_tiles=5),
+    "covering": _tiling(TilingRule.COVERING, overview=FIRST, max_tiles=6),
+    "parts": _tiling(TilingRule.COVERING_PARTS, overview=FIRST, max_tiles=6),
+    "corner": _tiling(TilingRule.CORNER, min_side=24, patch=8),
+    "stretched": _tiling(TilingRule.STRETCHED_CROP, min_side=64),
+    "square": _tiling(TilingRule.SQUARE, background=(9, 8, 7), min_side=14, crop=(96, 96), crop_background=(1, 2, 3)),
+    "windows": _tiling(TilingRule.WINDOWS, max_tiles=20, max_side=300, crop=CROP),
+    "crops": _tiling(TilingRule.CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
+}

@@ -28,61 +28,17 @@ from encoded_files import (
     saved,
     sound,
 )
-from prepared import FORMATS, recipe
+from prepared import FORMATS, MODELS, SAMPLING, Recipes
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Resizing
-from vitwire_server.core.sampling import Sampling, SamplingRule
-from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Sizes
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.preparing.rules.forms import clip_form, form_of, image_form
 from vitwire_server.preparing.rules.pictures import Tiles
-from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
 
-SAMPLING = Sampling(SamplingRule.RATE_TO_LAST, fps=2.0, min_frames=4, max_frames=16)
-AREAS = {"min_pixels": 64 * 64, "max_pixels": 256 * 256}
-PACKED = {"patch": 16, "merge": 2, "temporal": 2}
-Recipes = dict[Modality, Recipe]
-
-
-def tiling(rule: TilingRule, **settings: Any) -> Recipes:
-    tile = (56, 56)
-    return {
-        Modality.IMAGE: recipe(tiling=Tiling(rule, tile, **settings)),
-        Modality.VIDEO: recipe(tiling=Tiling(TilingRule.STRETCH, tile), sampling=SAMPLING),
-    }
-
-
-CROP = (40, 40)
-FIRST, LAST = Overview.FIRST, Overview.LAST
-MODELS: dict[str, Recipes] = {
-    "patches": {
-        Modality.IMAGE: recipe(**PACKED, **AREAS),
-        Modality.VIDEO: recipe(**PACKED, max_pixels=8 * 128**2, sampling=SAMPLING, bounds_span_frames=True),
-    },
-    "raster": {
-        Modality.IMAGE: recipe(
-            raster=True, channels_last=True, **AREAS, resizing=Resizing.MOST_PATCHES, drops_transparency=True
-        )
-    },
-    "ratio": tiling(TilingRule.CLOSEST_RATIO, overview=LAST, max_tiles=6),
-    "two ratios": tiling(TilingRule.TWO_RATIOS, max_tiles=6),
-    "ratio and area": tiling(TilingRule.RATIO_AND_AREA, overview=LAST, max_tiles=6),
-    "best fit": tiling(TilingRule.BEST_FIT, overview=FIRST, max_tiles=4, layouts=((1, 2), (2, 1), (2, 2))),
-    "padded fit": tiling(TilingRule.PADDED_FIT, overview=FIRST, background=(9, 8, 7), layouts=((1, 1), (2, 1), (2, 2))),
-    "canvas": tiling(TilingRule.CANVAS, overview=LAST, max_tiles=5),
-    "covering": tiling(TilingRule.COVERING, overview=FIRST, max_tiles=6),
-    "parts": tiling(TilingRule.COVERING_PARTS, overview=FIRST, max_tiles=6),
-    "corner": tiling(TilingRule.CORNER, min_side=24, patch=8),
-    "stretched": tiling(TilingRule.STRETCHED_CROP, min_side=64),
-    "square": tiling(TilingRule.SQUARE, background=(9, 8, 7), min_side=14, crop=(96, 96), crop_background=(1, 2, 3)),
-    "windows": tiling(TilingRule.WINDOWS, max_tiles=20, max_side=300, crop=CROP),
-    "crops": tiling(TilingRule.CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
-}
 FLOW = Flow("a caller")
 _END = chunk(b"IEND", b"")
 CUT = {

@@ -146,8 +146,8 @@ class Flags(SourcedSettings):
     )
     prepare: Literal["auto", "device", "cpu"] = Field(
         default="auto",
-        description="where pictures, and files once they are decoded, are resized and cut: on the model's device, in "
-        "the decoders, or, with auto, on the device if that is CUDA and its pixels equal Pillow's",
+        description="where pictures, and files once they are decoded, are resized and cut: in the decoders, or on the "
+        "model's device if its pixels equal Pillow's; auto is cpu until a device was measured",
     )
     max_encoded_bytes: int = Field(
         default=32 * _MIB, ge=1, le=1 << 30, description="maximum bytes of an item that is sent as a file"

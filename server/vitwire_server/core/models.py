@@ -236,6 +236,8 @@ class NotOnDevice(StrEnum):
     """By `--prepare cpu`."""
     NO_DEVICE = "no_device"
     """The tower runs on the CPU."""
+    UNMEASURED = "unmeasured"
+    """It is not shown yet that a device is faster; `--prepare device` takes it all the same."""
     UNVERIFIED = "unverified"
     """Test pictures could not be prepared on the device, or differed."""
     TOO_LARGE = "too_large"

@@ -16,7 +16,7 @@ from vitwire_server.runtime.compiler.messages import Factory
 from vitwire_server.runtime.compiler.unfilled import served
 from vitwire_server.runtime.compiling import HotShapes
 from vitwire_server.runtime.devices import kernel_fault
-from vitwire_server.runtime.preparing import HostPreparer, Preparer
+from vitwire_server.runtime.preparing import Preparer, fault_of
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
@@ -82,15 +82,18 @@ def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
 def preparer_of(
     settings: ServeSettings, tower: Tower, preprocessing: Mapping[Modality, Preprocessing], stager: Stager
 ) -> tuple[Preparer | None, Preparation]:
-    """What prepares pictures in the engine, None if decoders do, and why. Raises UsageError."""
+    """What prepares pictures in the engine, None if decoders do, and why."""
     if settings.prepare == "cpu":
         return None, Preparation(Place.CPU, NotOnDevice.ASKED)
+    if settings.prepare == "auto":
+        return None, Preparation(
+            Place.CPU, NotOnDevice.NO_DEVICE if tower.device.type == "cpu" else NotOnDevice.UNMEASURED
+        )
     recipes = recipes_of(preprocessing, tower.geometry)
-    if tower.device.type == "cpu":
-        if settings.prepare == "device":
-            return HostPreparer(recipes, stager), Preparation(Place.DEVICE, None)
-        return None, Preparation(Place.CPU, NotOnDevice.NO_DEVICE)
-    return None, Preparation(Place.CPU, NotOnDevice.UNVERIFIED)
+    if fault := fault_of(recipes, tower.device):
+        _log.warning("pictures are prepared on the CPU, which is slower: %s", fault)
+        return None, Preparation(Place.CPU, NotOnDevice.UNVERIFIED, fault)
+    return Preparer(recipes, stager), Preparation(Place.DEVICE, None)
 
 
 def hot_shapes(

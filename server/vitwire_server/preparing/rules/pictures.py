@@ -1,7 +1,8 @@
 """Pictures that are resized, placed on backgrounds and cut; pixels stay uint8."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,30 @@ class Tiles:
     crops: Pixels | None = None
 
 
+@runtime_checkable
+class Canvas(Protocol):
+    """Pixels elsewhere than in numpy: `(H, W, 3)`, cut by slices as arrays are."""
+
+    def placed(self, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
+        """The pixels on a larger background."""
+        ...
+
+    def stacked(self, tiles: Sequence[Pixels]) -> Pixels:
+        """(tiles, 3, H, W) of tiles like these."""
+        ...
+
+
 class Outline(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
     """Stands for pixels of which only the shape matters; takes no memory."""
+
+    def placed(self, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
+        """See Canvas."""
+        del corner, background
+        return outline((*size, CHANNELS))
+
+    def stacked(self, tiles: Sequence[Pixels]) -> Pixels:
+        """See Canvas."""
+        return outline((len(tiles), CHANNELS, *self.shape[:2]))
 
 
 def outline(shape: tuple[int, ...]) -> Outline:
@@ -84,8 +107,8 @@ def centred(pixels: Pixels, size: Size, background: tuple[int, ...]) -> Pixels:
 def placed(pixels: Pixels, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
     if pixels.shape[:2] == size:
         return pixels
-    if isinstance(pixels, Outline):
-        return outline((*size, CHANNELS))
+    if isinstance(pixels, Canvas):
+        return pixels.placed(size, corner, background)
     canvas: npt.NDArray[np.uint8] = np.empty((*size, CHANNELS), np.uint8)
     canvas[:] = background or 0
     top, left = corner
@@ -105,6 +128,6 @@ def split(whole: Pixels, size: Size) -> list[Pixels]:
 
 def stacked(tiles: list[Pixels]) -> Pixels:
     """(tiles, 3, H, W) of tiles (H, W, 3)."""
-    if isinstance(tiles[0], Outline):
-        return outline((len(tiles), CHANNELS, *tiles[0].shape[:2]))
+    if isinstance(tiles[0], Canvas):
+        return tiles[0].stacked(tiles)
     return np.ascontiguousarray(np.stack(tiles).transpose(0, 3, 1, 2))

@@ -3,10 +3,9 @@
 Each rule is that of a model family's Hugging Face processor; pixels stay uint8.
 """
 
+import itertools
 import math
 from collections.abc import Callable
-
-import numpy as np
 
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing.rules.layouts import (
@@ -204,9 +203,9 @@ def _covering_parts(picture: Picture, tiling: Tiling) -> Tiles:
     columns, rows = covering_layout(picture.size, tiling.tile[0], tiling.max_tiles)  # not the other way round here
     down, across = (parts(length, count) for length, count in zip(picture.size, (rows, columns), strict=True))
     pieces = [
-        part[:, at - width : at]
-        for part in np.split(picture.pixels, np.cumsum(down)[:-1])
-        for at, width in zip(np.cumsum(across), across, strict=True)
+        picture.pixels[bottom - height : bottom, right - width : right]
+        for bottom, height in zip(itertools.accumulate(down), down, strict=True)
+        for right, width in zip(itertools.accumulate(across), across, strict=True)
     ]
     shown = pieces if len(pieces) == 1 else [picture.pixels, *pieces]
     tiles = [
