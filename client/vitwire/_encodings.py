@@ -9,6 +9,8 @@ _STARTS = (
     ("bmp", b"BM"),
     ("webm", b"\x1a\x45\xdf\xa3"),
 )
+_IMAGES_IN_MP4 = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
+"""Brands of AVIF and HEIC, whose files begin as those of MP4."""
 
 
 def encoding_of(head: bytes | bytearray | memoryview) -> str | None:
@@ -17,5 +19,5 @@ def encoding_of(head: bytes | bytearray | memoryview) -> str | None:
     if start[:4] == b"RIFF" and start[8:] == b"WEBP":
         return "webp"
     if start[4:8] == b"ftyp":
-        return "mp4"
+        return None if start[8:] in _IMAGES_IN_MP4 else "mp4"
     return next((name for name, mark in _STARTS if start.startswith(mark)), None)

@@ -36,7 +36,7 @@ class Expected:
         video = item.modality == "video"
         if model.pooling != "none" and any(item.grid):
             return cls(item.grid, model.embedding_width, item.grid[0], exact=True)
-        if not any(item.grid) or model.tiles or item.modality not in model.prepared:
+        if not any(item.grid) or item.modality not in model.rows_by_grid:
             return cls(item.grid, model.embedding_width)
         t, h, w = item.grid
         rows = t * h * w // model.merge_size**2

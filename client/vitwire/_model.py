@@ -112,6 +112,8 @@ class Model:
     """SHA-256 over all that decides how the server prepares these, in hex."""
     tiles: TileShapes | None = None
     """None if the model takes patches."""
+    rows_by_grid: tuple[str, ...] = ()
+    """Modalities of which an item of grid (t, h, w) has t*h*w / merge_size**2 rows."""
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
@@ -145,6 +147,7 @@ class Model:
             prepared=tuple(_named(pb.Modality, each, "") for each in message.prepared),
             preparation_fingerprint=message.preparation_fingerprint,
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
+            rows_by_grid=tuple(_named(pb.Modality, each, "") for each in message.rows_by_grid),
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")

@@ -17,8 +17,8 @@ from servers import serving
 from vitwire import Client, Item, VitwireError
 
 ROOT = Path(__file__).parents[2]
-FIRST = "c9b13b0"
-"""Stands for the last release until there is a tag."""
+FIRST = "d9cfdff"
+"""Stands for the last release until there is a tag. Before it, clients prepared; nothing was released."""
 PROGRAM = """
 import json, sys
 import numpy as np

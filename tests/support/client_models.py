@@ -46,6 +46,12 @@ def described(*, tiling: bool) -> Model:
     """A client's description of a model with patches of 14, by hand; with tiling, each image is one tile."""
     tiles = pb.Tiles(tile=pb.PixelSize(height=56, width=56), single=True) if tiling else None
     message = pb.GetModelResponse(
-        embedding_width=8, patch_size=14, merge_size=1, temporal_patch_size=1, prepared=[pb.MODALITY_IMAGE], tiles=tiles
+        embedding_width=8,
+        patch_size=14,
+        merge_size=1,
+        temporal_patch_size=1,
+        prepared=[pb.MODALITY_IMAGE],
+        tiles=tiles,
+        rows_by_grid=[] if tiling else [pb.MODALITY_IMAGE],
     )
     return Model.from_message(message)

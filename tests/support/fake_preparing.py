@@ -20,6 +20,7 @@ ENCODINGS = (pb.ENCODING_JPEG, pb.ENCODING_PNG, pb.ENCODING_WEBP, pb.ENCODING_GI
 def describe(message: pb.GetModelResponse) -> None:
     """Say in a model's description that the service prepares images and clips, and decodes files of images."""
     message.prepared.extend([pb.MODALITY_IMAGE, pb.MODALITY_VIDEO])
+    message.rows_by_grid.extend([pb.MODALITY_IMAGE, pb.MODALITY_VIDEO])
     message.preparation_fingerprint = "cd"
     message.encodings.extend(ENCODINGS)
     message.limits.encoded_bytes = 1 << 20

@@ -14,6 +14,7 @@ from PIL import Image
 from both_clients import Call, both
 from fake_service import Running, item, running
 from vitwire import InvalidItem, Item, VitwireError
+from vitwire._expected import Expected
 from vitwire._items import to_wire
 from vitwire._pictures import pixels_of, pixels_of_frames
 
@@ -110,6 +111,7 @@ async def test_a_server_that_prepares_nothing_is_named(make: Call, running: Runn
             with pytest.raises(VitwireError, match=r"prepares no .*--decode-processes 0"):
                 await encode([])
         assert (await client.encode([item(2)]))[0].shape == (2, 12)
+        assert Expected.of(item(2), await client.model()).rows == 2, "which NIXL leases memory by"
 
 
 SCRIPT = """

@@ -863,6 +863,7 @@ class GetModelResponse(google.protobuf.message.Message):
     PREPARED_FIELD_NUMBER: builtins.int
     PREPARATION_FINGERPRINT_FIELD_NUMBER: builtins.int
     TILES_FIELD_NUMBER: builtins.int
+    ROWS_BY_GRID_FIELD_NUMBER: builtins.int
     PREPARATION_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
@@ -942,6 +943,10 @@ class GetModelResponse(google.protobuf.message.Message):
         """Shapes of a processor's tiles; absent for towers of patches."""
 
     @property
+    def rows_by_grid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
+        """Modalities of which an item of grid (t, h, w) has t*h*w / merge_size^2 rows."""
+
+    @property
     def preparation(self) -> Global___Preparation:
         """Where pictures are prepared."""
 
@@ -976,10 +981,11 @@ class GetModelResponse(google.protobuf.message.Message):
         prepared: collections.abc.Iterable[Global___Modality.ValueType] | None = ...,
         preparation_fingerprint: builtins.str = ...,
         tiles: Global___Tiles | None = ...,
+        rows_by_grid: collections.abc.Iterable[Global___Modality.ValueType] | None = ...,
         preparation: Global___Preparation | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits", "precision", b"precision", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 

@@ -334,3 +334,12 @@ class ModelCard:
     pooling: Pooling = Pooling.NONE
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
     """What the checkpoint offers."""
+
+    @property
+    def rows_by_grid(self) -> tuple[Modality, ...]:
+        """Of which an item has a row for each token of its grid."""
+        return tuple(
+            modality
+            for modality, own in self.preprocessing.items()
+            if own.tiling is None and own.resizing is not Resizing.OTHER
+        )

@@ -151,6 +151,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
         prepared=[_MODALITIES[modality] for modality in card.prepared],
+        rows_by_grid=[_MODALITIES[modality] for modality in card.rows_by_grid],
         preparation=pb.Preparation(place=card.preparation.place, reason=_reason(card.preparation)),
         preparation_fingerprint=card.preparation_fingerprint,
         tiles=_tiles(card),
