@@ -44,7 +44,7 @@ def test_images(name: str, size: tuple[int, int]) -> None:
     assert_as_pillow(drawn(*size, 3), MODELS[name][Modality.IMAGE])
 
 
-@pytest.mark.parametrize("resample", range(1, 6))
+@pytest.mark.parametrize("resample", range(6))
 @pytest.mark.parametrize("resizing", [rule for rule in Resizing if rule is not Resizing.OTHER])
 def test_patches_of_every_size(resizing: Resizing, resample: int) -> None:
     for merge, temporal, raster, last in ((2, 2, False, False), (1, 1, True, True), (2, 1, True, False)):

@@ -9,6 +9,7 @@ from vitwire_server.preparing.rules.filters import PRECISION, rows_first, taps
 SIZES = [
     ((37, 53), (20, 31)), ((20, 31), (37, 53)), ((64, 64), (1, 1)), ((1, 1), (5, 7)), ((1, 200), (3, 20)),
     ((100, 7), (100, 28)), ((100, 7), (33, 7)), ((480, 640), (224, 336)), ((300, 200), (299, 201)),
+    ((367, 357), (286, 304)), ((1, 999), (1, 2)), ((999, 1), (2, 1)),
 ]  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def resized(pixels: np.ndarray, target: tuple[int, int], resample: int) -> np.nd
     return pixels
 
 
-@pytest.mark.parametrize("resample", range(1, 6))
+@pytest.mark.parametrize("resample", range(6))
 @pytest.mark.parametrize(("source", "target"), SIZES)
 def test_two_passes_are_pillow_s(source: tuple[int, int], target: tuple[int, int], resample: int) -> None:
     rng = np.random.default_rng(source[0] * 1000 + target[1])
@@ -44,10 +45,10 @@ def test_two_passes_are_pillow_s(source: tuple[int, int], target: tuple[int, int
         np.testing.assert_array_equal(resized(pixels, target, resample), expected)
 
 
-@pytest.mark.parametrize("resample", range(1, 6))
+@pytest.mark.parametrize("resample", range(6))
 def test_random_sizes(resample: int) -> None:
     rng = np.random.default_rng(resample)
-    for height, width, down, right in rng.integers(1, 150, (40, 4)).tolist():
+    for height, width, down, right in [*rng.integers(1, 150, (40, 4)).tolist(), *rng.integers(1, 400, (9, 4)).tolist()]:
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
         expected = np.asarray(Image.fromarray(pixels).resize((right, down), resample))
         np.testing.assert_array_equal(resized(pixels, (down, right), resample), expected)
@@ -61,6 +62,6 @@ def test_photographs(source: tuple[int, int], target: tuple[int, int]) -> None:
 def test_sums_stay_within_32_bits() -> None:
     for source in (1, 3, 10, 100, 1999, 8000):
         for target in (1, 2, 7, 224, 3000):
-            for resample in range(1, 6):
+            for resample in range(6):
                 most = np.abs(taps(source, target, resample).weights.astype(np.int64)).sum(axis=1).max()
                 assert 255 * most + (1 << (PRECISION - 1)) < 1 << 31

@@ -2,7 +2,7 @@
 
 Resizing is two passes, over columns and then over rows. Each sums pixels times weights of 22 bits after the point, adds
 a half, shifts, and clips to 8 bits; an axis whose length stays is left out. This is `src/libImaging/Resample.c` of
-Pillow 12: `precompute_coeffs` and `normalize_coeffs_8bpc`.
+Pillow 12: `precompute_coeffs` and `normalize_coeffs_8bpc`. Nearest is one tap of weight 1.
 """
 
 import math
@@ -17,6 +17,9 @@ PRECISION = 22
 """Bits of a weight after the point."""
 _KEPT = 256
 """Tables that are kept: two for each pair of sizes."""
+_NEAREST = 0
+_HAMMING_MEAN, _HAMMING_SWING = float(np.float32(0.54)), float(np.float32(0.46))
+"""Pillow writes these two in single precision, and computes in double."""
 
 
 class Taps(NamedTuple):
@@ -59,7 +62,7 @@ def _box(x: Array) -> Array:
 def _hamming(x: Array) -> Array:
     x = np.abs(x)
     cosines = np.array([math.cos(value) for value in (x * math.pi).ravel().tolist()]).reshape(x.shape)
-    return np.where(x < 1.0, _sinc(x) * (0.54 + 0.46 * cosines), 0.0)
+    return np.where(x < 1.0, _sinc(x) * (_HAMMING_MEAN + _HAMMING_SWING * cosines), 0.0)
 
 
 _FILTERS: dict[int, tuple[Callable[[Array], Array], float]] = {
@@ -75,6 +78,8 @@ _FILTERS: dict[int, tuple[Callable[[Array], Array], float]] = {
 @lru_cache(_KEPT)
 def taps(source: int, target: int, resample: int) -> Taps:
     """The taps of an axis of `source` pixels that is resized to `target`. Raises KeyError for another filter."""
+    if resample == _NEAREST:
+        return _nearest(source, target)
     function, width = _FILTERS[resample]
     scale = source / target
     stretch = max(scale, 1.0)
@@ -88,6 +93,13 @@ def taps(source: int, target: int, resample: int) -> Taps:
     totals = np.add.accumulate(values, axis=1)[:, -1:]  # in this order, as sums of floats depend on it
     values = np.divide(values, totals, out=values, where=totals != 0)
     return Taps(starts, (values * (1 << PRECISION) + np.where(values >= 0, 0.5, -0.5)).astype(np.int32))
+
+
+def _nearest(source: int, target: int) -> Taps:
+    """One tap each, of weight 1; places are added up step by step, as Pillow's affine transform does."""
+    steps = np.full(target, source / target)
+    steps[0] /= 2
+    return Taps(np.add.accumulate(steps).astype(np.int32), np.full((target, 1), 1 << PRECISION, np.int32))
 
 
 def rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
