@@ -228,7 +228,7 @@ def numbered(items: Iterable[Item]) -> dict[int, Item]:
 
 
 def pixel_bytes(item: Item) -> int:
-    """Bytes of the pixels, in the type they are sent in, or of the file."""
+    """Bytes of the pixels, before any are rounded, or of the file."""
     tensors = [tensor for tensor in (item.pixels, item.crops) if tensor is not None]
     of_tensors = sum(math.prod(tensor.shape) * _TYPE_BYTES[type_name(tensor)] for tensor in tensors)
     return of_tensors + (_view(item.encoded).nbytes if item.encoded is not None else 0)

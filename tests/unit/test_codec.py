@@ -18,8 +18,9 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality
 from vitwire_server.core.models import Encoding, Preprocessing
 from vitwire_server.preparing.files.messages import Measured
-from vitwire_server.rpc.codec import Codec, Unprepared, parsed
+from vitwire_server.rpc.codec import Codec, parsed
 from vitwire_server.rpc.responses import model_message
+from vitwire_server.rpc.unprepared import Unprepared
 
 GEOMETRY = cards.CARD.geometry
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)

@@ -49,17 +49,16 @@ def image(picture: AnyPicture, recipe: Recipe) -> Tiles:
 def clip(frames: Iterable[AnyPicture], count: int, recipe: Recipe) -> Tiles:
     """Patches `(t*h*w, C*T*p*p)` of `count` frames with the grid `(t, h, w)`, t = ceil(count / T); or a tile each.
 
-    The last frame is repeated until T divides their number. One frame is read at a time. Raises ValueError as `image`,
-    and for frames of several sizes.
+    The last frame is repeated until T divides their number. Frames are of one size, and read one at a time. Raises
+    ValueError as `image`.
     """
+    if recipe.settings.tiling:
+        tiles = [_cut(frame, recipe).pixels for frame in frames]
+        return Tiles(np.concatenate(tiles), (len(tiles), 1, 1))
     pictures = iter(frames)
     first = next(pictures)
-    alike = _of_one_size(chain([first], pictures), _size(first))
-    if recipe.settings.tiling:
-        tiles = [_cut(picture, recipe).pixels for picture in alike]
-        return Tiles(np.concatenate(tiles), (len(tiles), 1, 1))
     size = resized(*_size(first), recipe, count)
-    at_size = (_resized(picture, size, recipe.settings.resample) for picture in alike)
+    at_size = (_resized(frame, size, recipe.settings.resample) for frame in chain([first], pictures))
     return Tiles(*patch_rows(at_size, size, (-(-count // recipe.temporal), recipe.temporal), recipe))
 
 
@@ -67,13 +66,6 @@ def _cut(picture: AnyPicture, recipe: Recipe) -> Tiles:
     assert recipe.settings.tiling, "else there are patches"
     pixels = np.asarray(picture)
     return cut(Picture(_size(pixels), pixels, _resized, recipe.settings.resample), recipe.settings.tiling)
-
-
-def _of_one_size(pictures: Iterable[AnyPicture], size: Size) -> Iterator[AnyPicture]:
-    for index, picture in enumerate(pictures):
-        if _size(picture) != size:
-            raise ValueError(f"expected frames of one size, got {size} and, at {index}, {_size(picture)}")
-        yield picture
 
 
 def _size(picture: AnyPicture) -> Size:
@@ -139,4 +131,4 @@ def _decoding() -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        raise ValueError(f"the image cannot be read as an image: {error}") from error
+        raise ValueError(f"cannot be read as an image: {error}") from error

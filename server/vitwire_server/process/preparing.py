@@ -5,10 +5,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import msgspec
-import PIL
 
 from vitwire_server.config.host import decode_processes
 from vitwire_server.config.settings import ServeSettings
@@ -17,8 +17,8 @@ from vitwire_server.core.models import Encoding, ModelCard, Place
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.pool import DecodePool, Sizes
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
-from vitwire_server.rpc.codec import MAX_PICTURE_BYTES, picture_bytes
 from vitwire_server.rpc.decodes import Decoding
+from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, picture_bytes
 from vitwire_server.scheduling.admission import Admission
 
 _log = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
     if clips and clips.settings.sampling and find_spec("av"):
         encodings += _CLIPS
     limits = replace(card.limits, encoded_bytes=settings.max_encoded_bytes, encoded_pixels=settings.max_image_pixels)
-    return replace(
-        card, limits=limits, encodings=encodings, prepared=tuple(recipes), preparation_fingerprint=_fingerprint(recipes)
-    )
+    fingerprint = _fingerprint(recipes, clips=Encoding.MP4 in encodings)
+    card = replace(card, prepared=tuple(recipes), preparation_fingerprint=fingerprint)
+    return replace(card, limits=limits, encodings=encodings)
 
 
 def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, processes: int) -> Decoding | None:
@@ -71,8 +71,9 @@ def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, proc
     return Decoding(pool, waiting, card.preparation, metrics)
 
 
-def _fingerprint(recipes: Mapping[Modality, Recipe]) -> str:
-    return sha256(PIL.__version__.encode() + msgspec.json.encode(recipes, order="sorted")).hexdigest()
+def _fingerprint(recipes: Mapping[Modality, Recipe], *, clips: bool) -> str:
+    libraries = {name: version(name) for name in ("pillow", *(("av",) if clips else ()))}
+    return sha256(msgspec.json.encode((libraries, recipes), order="sorted")).hexdigest()
 
 
 def _processes(settings: ServeSettings) -> int:

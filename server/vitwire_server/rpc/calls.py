@@ -14,10 +14,11 @@ from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.rpc.codec import Codec, Unprepared
+from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.decodes import Decodes, Decoding, Prepared
 from vitwire_server.rpc.deliveries import Claims
 from vitwire_server.rpc.principals import Caller
+from vitwire_server.rpc.unprepared import Unprepared
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.session import Opening, Session, Sessions
 

@@ -1,7 +1,7 @@
 """Messages to items: everything a client sends is checked here, on the CPU, before it is queued."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
@@ -15,11 +15,12 @@ from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
-from vitwire_server.core.models import Limits, ModelCard, Place, Shape
+from vitwire_server.core.models import ModelCard, Shape
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.rpc.deliveries import region_of, wrong_region
+from vitwire_server.rpc.unprepared import Unprepared, goes_to_device, is_picture, wrong_file, wrong_picture
 from vitwire_server.scheduling.tickets import Priority
 
 DTYPES = {
@@ -31,42 +32,7 @@ DTYPES = {
 _MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
 _OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 _MAX_CONTENT_ID = 512
-_RGB, _RGBA = 3, 4
-_CLIP_BYTES = 8
-"""Of the frames of a clip, for each pixel that a frame may have."""
-MAX_PICTURE_BYTES = 96 << 20
-"""Of a picture on its way to the device: 32 megapixels."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Unprepared:
-    """An item with a file or a picture, checked as far as that is possible before it is read."""
-
-    message: pb.Item
-    """Without the bytes of the file or picture."""
-    modality: Modality
-    output: DType
-    nbytes: int
-    picture: tuple[int, ...] | None = None
-    """The shape of a picture, or of the frames of a clip; None for a file."""
-    data: wire.Buffer = b""
-    """The file or picture; empty while its bytes are still to come."""
-
-    @property
-    def field(self) -> str:
-        """The field of the item that it came in."""
-        return "pixels" if self.picture else "encoded"
-
-
-def is_picture(item: pb.Item) -> bool:
-    """Whether the item's pixels are a picture that the server prepares: they come without a grid."""
-    return item.HasField("pixels") and not item.HasField("grid")
-
-
-def picture_bytes(limits: Limits) -> int:
-    """Bytes of the largest picture, or frames of a clip, that is prepared."""
-    return limits.encoded_pixels * _CLIP_BYTES
 
 
 class Codec:
@@ -142,7 +108,7 @@ class Codec:
         message.CopyFrom(item.message)
         message.ClearField("pixels")
         message.pixels.data_type = pb.DATA_TYPE_UINT8
-        if self._goes_to_device(found.picture):
+        if goes_to_device(found.picture, self._card):
             message.pixels.shape.extend(found.picture)
         else:
             message.grid.t, message.grid.h, message.grid.w = found.grid
@@ -156,13 +122,8 @@ class Codec:
 
     def is_unprepared(self, item: pb.Item, file_bytes: int) -> bool:
         """Whether a decoder must read an item: a file, or a picture that the engine does not prepare."""
-        picture = is_picture(item) and not self._goes_to_device(tuple(item.pixels.shape))
+        picture = is_picture(item) and not goes_to_device(tuple(item.pixels.shape), self._card)
         return bool(file_bytes or item.encoded) or picture
-
-    def _goes_to_device(self, picture: tuple[int, ...]) -> bool:
-        """Whether the engine prepares a picture of this shape."""
-        on_device = self._card.preparation.place is Place.DEVICE
-        return on_device and picture[-1:] == (_RGB,) and prod(picture) <= MAX_PICTURE_BYTES
 
     def _options(self, output_type: int, priority: int, violations: list[Violation]) -> DType:
         if priority not in pb.Priority.values():
@@ -225,45 +186,13 @@ class Codec:
             wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
         picture = tuple(item.pixels.shape) if is_picture(item) and not file_bytes else None
         if picture is None:
-            wrong += self._wrong_file(item, file_bytes)
+            wrong += wrong_file(item, file_bytes, self._card.limits)
         elif modality:
-            wrong += self._wrong_picture(item, modality)
+            wrong += wrong_picture(item, modality, self._card)
         violations += [Violation(f"{field}.{name}", reason) for name, reason in wrong]
         if wrong or modality is None:
             return None
         return Unprepared(item, modality, output, prod(picture) if picture else file_bytes, picture)
-
-    def _wrong_file(self, item: pb.Item, nbytes: int) -> Iterator[Violation]:
-        most = self._card.limits.encoded_bytes
-        if not most:
-            yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
-        elif nbytes > most:
-            yield Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted")
-        if item.HasField("pixels"):
-            yield Violation("encoded", "must be empty if the item has pixels")
-        if item.HasField("crops"):
-            yield Violation("crops", "must be absent: the server makes the crops of a file")
-        if item.HasField("grid"):
-            yield Violation("grid", "must be absent: the server chooses the grid of a file")
-
-    def _wrong_picture(self, item: pb.Item, modality: Modality) -> Iterator[Violation]:
-        shape, limits = tuple(item.pixels.shape), self._card.limits
-        axes = 4 if modality is Modality.VIDEO else 3
-        if item.HasField("crops"):
-            yield Violation("crops", "must be absent: the server makes the crops of a picture")
-        if modality not in self._card.prepared:
-            yield Violation("grid", "is missing, and this server prepares no pictures of this modality")
-        elif len(shape) != axes or shape[-1] not in (_RGB, _RGBA) or item.pixels.data_type != pb.DATA_TYPE_UINT8:
-            layout = "(frames, height, width, 3 or 4)" if modality is Modality.VIDEO else "(height, width, 3 or 4)"
-            given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
-            yield Violation("grid", f"is missing: only a picture has none, {layout} in UINT8; pixels are {given}")
-        elif min(shape) < 1:
-            yield Violation("pixels.shape", f"must be of at least one pixel, got {list(shape)}")
-        elif shape[-3] * shape[-2] > limits.encoded_pixels:
-            size = f"{shape[-2]}x{shape[-3]}"
-            yield Violation("pixels.shape", f"is a picture of {size}, the limit is {limits.encoded_pixels} pixels")
-        elif prod(shape) > picture_bytes(limits):
-            yield Violation("pixels.shape", f"takes {prod(shape)} bytes, at most {picture_bytes(limits)} are accepted")
 
     def _header(
         self, field: str, item: pb.Item, output: DType, consumer: Consumer | None, violations: list[Violation]
@@ -282,7 +211,7 @@ class Codec:
         elif modality not in self._card.preprocessing:
             wrong.append(Violation("modality", f"{self._card.model_type} does not accept {modality}s"))
         if is_picture(item) and modality:
-            wrong += self._wrong_picture(item, modality)
+            wrong += wrong_picture(item, modality, self._card)
             grid = Grid(1, 1, 1) if wrong else self._grid_of(item, modality, wrong)
             wrong += [] if wrong else list(self._wrong_grid(grid, modality))
         else:

@@ -20,7 +20,8 @@ from vitwire_server.scheduling.admission import Admission, Permit
 
 if TYPE_CHECKING:
     from vitwire_server.rpc.calls import Call
-    from vitwire_server.rpc.codec import Codec, Unprepared
+    from vitwire_server.rpc.codec import Codec
+    from vitwire_server.rpc.unprepared import Unprepared
 
 _log = logging.getLogger(__name__)
 

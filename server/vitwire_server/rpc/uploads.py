@@ -10,8 +10,9 @@ from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.codec import Codec, Unprepared
+from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.deliveries import consumer_of, region_of
+from vitwire_server.rpc.unprepared import Unprepared
 from vitwire_server.scheduling.admission import Permit
 
 _SLOWEST = 64 << 10

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import PIL
 import torch
 from torch import Tensor
@@ -43,8 +44,9 @@ class DevicePixels:
 
     def placed(self, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
         """See Canvas."""
-        colour = torch.tensor(background or (0, 0, 0), dtype=torch.uint8, device=self.tensor.device)
-        canvas = colour.expand(*size, 3).contiguous()
+        canvas = self.tensor.new_zeros((*size, 3))
+        for channel, value in enumerate(background):  # by fills, as copying a colour would wait for the device
+            canvas[..., channel] = value
         top, left = corner
         canvas[top : top + self.shape[0], left : left + self.shape[1]] = self.tensor
         return _as_pixels(canvas)
@@ -138,10 +140,16 @@ def _along(pixels: Tensor, axis: int, length: int, resample: int) -> Tensor:
 def _table(source: int, target: int, resample: int, device: torch.device) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """For each tap, the pixel of every result and its weight."""
     starts, weights = taps(source, target, resample)
-    own = torch.from_numpy(weights).to(device).t().contiguous()
-    first = torch.from_numpy(starts).to(device).long()
+    own = _moved(weights, device).t().contiguous()
+    first = _moved(starts, device).long()
     places = torch.arange(len(own), device=device)[:, None] + first
     return places.clamp_(max=source - 1).unbind(), own.unbind()
+
+
+def _moved(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
+    """The array on the device, without waiting for work there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _patches(frames: Tensor, depth: int, recipe: Recipe) -> Tensor:

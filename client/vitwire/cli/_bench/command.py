@@ -104,7 +104,7 @@ def bench(
     if for_rate is not None and not search:
         raise typer.BadParameter("needs --find-capacity", param_hint="--for-rate")
     if form == "jpeg" and frames:
-        raise typer.BadParameter("a clip is no JPEG: leave out --frames", param_hint="--as")
+        raise typer.BadParameter("a clip cannot be a JPEG: leave out --frames", param_hint="--as")
     if form != "pixels" and trace is not None:
         raise typer.BadParameter("a trace holds grids, so that only pixels can be sent", param_hint="--as")
     with reported():
