@@ -119,17 +119,16 @@ def test_a_server_delivers_to_the_device_of_a_client(
     checkpoints: Checkpoints, device: torch.device, processes: str
 ) -> None:
     flags = ("--device", str(device), "--nixl", "--rpc-processes", processes, "--cache-bytes", str(64 * MIB))
-    random = np.random.default_rng(1)
     with (
         serving(checkpoints("qwen3_vl"), *flags, "--budgets", "64,256") as server,
         Client(server.target, delivery="stream") as plain,
         Client(server.target, delivery="nixl", device=str(device)) as client,
         Client(server.target, delivery="nixl") as host,
     ):
-        images = [random.integers(0, 255, (64 * side, 64, 3), dtype=np.uint8) for side in (1, 2, 3, 4)]
+        images = patches(4, seed=1)
         for _ in range(2):  # the second time from the cache
-            expected = plain.encode_images(images)
-            got = zip(client.encode_images(images), host.encode_images(images), expected, strict=True)
+            expected = plain.encode(images)
+            got = zip(client.encode(images), host.encode(images), expected, strict=True)
             for each, same, rows in got:
                 assert each.torch().device == device
                 assert torch.equal(each.torch().cpu(), rows.torch())
