@@ -19,6 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from vitwire_server.preparing.device.kernels import follow
+from vitwire_server.preparing.device.tables import Field
 from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention, rotary
 from vitwire_server.runtime.kernels import norms as adding
@@ -172,6 +174,15 @@ def test_kernels_between_products(
     assert compiled
     for kernel in compiled.values():
         check(kernel, on, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_preparation(dtype: torch.dtype, on: Architecture, compiled: dict[str, Any], tmp_path: Path) -> None:
+    """Products are rounded before they are summed, as torch rounds them."""
+    follow(torch.zeros(1, len(Field), dtype=torch.int64), (8, 64), dtype, torch.zeros(1, 2, 3))
+    check(compiled["_follow"], on, tmp_path)
+    assert "fma" not in compiled["_follow"].asm["ptx"]
+    assert ("mul.rn.f32" in compiled["_follow"].asm["ptx"]) == (dtype is not torch.uint8)
 
 
 def rows_in_float8() -> None:

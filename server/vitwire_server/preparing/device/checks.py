@@ -1,0 +1,78 @@
+"""Whether kernels on a device prepare pictures as Pillow does: drawn ones are prepared by both."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import PIL
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from vitwire_server.core.items import Modality
+from vitwire_server.preparing import pillow
+from vitwire_server.preparing.device.parts import Job
+from vitwire_server.preparing.device.resizing import prepare, prepared
+from vitwire_server.preparing.rules.patches import CHANNELS, Pixels
+from vitwire_server.preparing.rules.recipe import Recipe
+
+PROBES = ((200, 300), (40, 30), (301, 90), (700, 640))
+"""Sizes of test pictures: shrunk and enlarged, along one axis and both."""
+_FRAMES = 3
+
+
+def fault_of(recipes: Mapping[Modality, Recipe], device: torch.device, dtype: torch.dtype) -> str:
+    """Why the kernels cannot be used; empty if bytes equal Pillow's, and rows of `dtype` torch's of these bytes."""
+    for recipe, picture in _drawn(recipes):
+        size = f"{picture.shape[-3]}x{picture.shape[-2]}"
+        try:
+            expected = pillow.prepared(picture, recipe)
+        except ValueError:  # a size that this model's processor refuses
+            continue
+        try:
+            on_device = torch.from_numpy(picture).to(device)
+            if not all(map(_equal, prepared(on_device, recipe), (expected.pixels, expected.crops))):
+                return f"{size} differs from what Pillow {PIL.__version__} makes of it"
+            if not _normalises(on_device, recipe, dtype):
+                return f"{size} is normalised in another way than torch does it"
+        except (RuntimeError, TritonError) as error:
+            return f"{size} failed: {str(error).partition(chr(10))[0]}"
+    return ""
+
+
+def _drawn(recipes: Mapping[Modality, Recipe]) -> Iterator[tuple[Recipe, Pixels]]:
+    rng = np.random.default_rng(0)
+    for modality, recipe in recipes.items():
+        for size in PROBES:
+            shape = (*size, 3) if modality is Modality.IMAGE else (_FRAMES, *size, 3)
+            yield recipe, rng.integers(0, 256, shape, np.uint8)
+
+
+def _equal(own: Tensor | None, expected: Pixels | None) -> bool:
+    if own is None or expected is None:
+        return own is None and expected is None
+    return torch.equal(own.cpu(), torch.from_numpy(expected.reshape(len(expected), -1)))
+
+
+def _normalises(picture: Tensor, recipe: Recipe, dtype: torch.dtype) -> bool:
+    settings = recipe.settings
+    rows = prepared(picture, recipe, dtype)
+    plain = tuple(None if each is None else torch.empty_like(each, dtype=torch.uint8) for each in rows)
+    assert plain[0] is not None
+    prepare([Job(picture, recipe, plain[0], plain[1])])
+    crop_mean, crop_std = settings.crop_mean or settings.mean, settings.crop_std or settings.std
+    normalisations = ((settings.mean, settings.std), (crop_mean, crop_std))
+    return all(
+        torch.equal(own, _normalised(own_bytes, mean, std, recipe).to(dtype))
+        for own, own_bytes, (mean, std) in zip(rows, plain, normalisations, strict=True)
+        if own is not None and own_bytes is not None
+    )
+
+
+def _normalised(rows: Tensor, mean: tuple[float, ...], std: tuple[float, ...], recipe: Recipe) -> Tensor:
+    """uint8 rows normalised by torch, in float32."""
+    last = recipe.channels_last and not recipe.settings.tiling
+    split = rows.view(len(rows), -1, CHANNELS) if last else rows.view(len(rows), CHANNELS, -1)
+    shape = (1, 1, CHANNELS) if last else (1, CHANNELS, 1)
+    scale = torch.tensor([recipe.settings.rescale_factor / each for each in std], device=rows.device)
+    offset = torch.tensor([-middle / each for middle, each in zip(mean, std, strict=True)], device=rows.device)
+    return torch.mul(split, scale.view(shape)).add_(offset.view(shape)).view(rows.shape)
