@@ -80,12 +80,12 @@ class Sketch:
             return self
         return _whole(Canvas(self.box, size, resample, (0, 0), size, ()))
 
-    def placed(self, size: Size, corner: Size, background: tuple[int, ...]) -> Pixels:
+    def placed(self, size: Size, corner: Size, background: tuple[int, ...]) -> "Sketch":
         """See `rules.pictures.Canvas`."""
         of = self.box.of
         if isinstance(of, Canvas) and of.whole == of.size == self.box.size:
-            return _pixels(_whole(of._replace(corner=corner, whole=size, background=background)))
-        return _pixels(_whole(Canvas(self.box, self.box.size, 0, corner, size, background)))
+            return _whole(of._replace(corner=corner, whole=size, background=background))
+        return _whole(Canvas(self.box, self.box.size, 0, corner, size, background))
 
     def stacked(self, tiles: Sequence[Pixels]) -> Pixels:
         """See `rules.pictures.Canvas`."""
