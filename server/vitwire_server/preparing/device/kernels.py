@@ -34,9 +34,9 @@ def follow(table: Tensor, largest: tuple[int, int], dtype: torch.dtype, affine: 
     operations are rounded, as torch rounds them, before the result is rounded to `dtype`.
     """
     blocks = triton.cdiv(largest[0], _BLOCK[0]) * triton.cdiv(largest[1], _BLOCK[1])
-    _follow[blocks, len(table)](
-        table, affine, TYPE=_TYPES[dtype], NORMALISE=dtype is not torch.uint8, ROWS=_BLOCK[0], COLUMNS=_BLOCK[1],
-        num_warps=4, enable_fp_fusion=False,
+    _follow[(len(table) * blocks,)](
+        table, affine, blocks, TYPE=_TYPES[dtype], NORMALISE=dtype is not torch.uint8,
+        ROWS=_BLOCK[0], COLUMNS=_BLOCK[1], num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -126,14 +126,15 @@ def _write(
         tl.store(target_ptr + at + copy * step, made, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _follow(
-    table_ptr, affine_ptr, TYPE: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    table_ptr, affine_ptr, most, TYPE: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    pass_ptr = table_ptr + tl.program_id(1) * _FIELDS
+    """Each pass has `most` programs in turn, of which those beyond its canvas end at once."""
+    pass_ptr = table_ptr + (tl.program_id(0) // most) * _FIELDS
     down, across = _field(pass_ptr, _DOWN), _field(pass_ptr, _ACROSS)
     blocks = tl.cdiv(across, COLUMNS)
-    block = tl.program_id(0)
+    block = tl.program_id(0) % most
     if block >= tl.cdiv(down, ROWS) * blocks:
         return
     row = (block // blocks) * ROWS + tl.arange(0, ROWS)
