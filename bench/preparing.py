@@ -1,7 +1,7 @@
-"""Photographs to rows of a tower's input: Pillow on one core, torch's resize, torch on the device, and our kernel.
+"""Photographs to rows of a tower's input: Pillow on one core, torch's resize, and our kernel.
 
     PYTHONPATH=client:server:tests/support:. python bench/preparing.py [--sizes 1080x1920] [--batch 8]
-    ... python bench/preparing.py --interpret          # on a CPU, tiny: shows that it runs, not how fast
+    ... python bench/preparing.py --device cpu --tiny          # shows that it runs, not how fast
 
 Rows are those of Qwen3-VL, of at most 1024 tokens, in bfloat16. Every time is the median of several runs, for one
 picture; `torch_resize` only resizes, on one thread of the CPU, and differs from Pillow. The last line of stdout is one
@@ -10,7 +10,6 @@ JSON document.
 
 import argparse
 import json
-import os
 import platform
 from collections.abc import Callable
 from statistics import median
@@ -24,9 +23,10 @@ from bench.timing import repeated, seconds_of
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.preparing import pillow
+from vitwire_server.preparing.device.parts import Job
+from vitwire_server.preparing.device.resizing import prepare
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sizes import resized
-from vitwire_server.runtime import preparing
 from vitwire_server.runtime.staging import Stager
 
 SIZES = ("448x448", "1024x1024", "1080x1920", "3024x4032")
@@ -39,20 +39,16 @@ Row = dict[str, Any]
 
 def main() -> None:
     options = _options()
-    if options.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    elif not torch.cuda.is_available():
-        raise SystemExit(f"torch {torch.__version__} sees no CUDA device; try --interpret")
     torch.set_num_threads(1)
-    device = torch.device("cpu") if options.interpret else torch.device("cuda", 0)
-    recipe = _recipe(TINY_TOKENS if options.interpret else TOKENS)
-    sizes = options.sizes or (TINY if options.interpret else SIZES)
+    device = torch.device(options.device)
+    recipe = _recipe(TINY_TOKENS if options.tiny else TOKENS)
+    sizes = options.sizes or (TINY if options.tiny else SIZES)
     rows = [_measured(size, recipe, device, options.batch) for size in sizes]
     print(
         json.dumps(
             {
                 "bench": "preparing",
-                "device": torch.cuda.get_device_name() if device.type == "cuda" else "interpreted",
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
                 "torch": torch.__version__,
                 "pillow": PIL.__version__,
                 "machine": platform.machine(),
@@ -67,7 +63,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", metavar="HxW", help=f"of photographs (default: {' '.join(SIZES)})")
     parser.add_argument("--batch", type=int, default=8, help="pictures that our kernel prepares together")
-    parser.add_argument("--interpret", action="store_true", help="in Triton's interpreter, at tiny sizes")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--tiny", action="store_true", help="a tiny picture")
     return parser.parse_args()
 
 
@@ -79,8 +76,6 @@ def _recipe(tokens: int) -> Recipe:
 
 def _measured(size: str, recipe: Recipe, device: torch.device, batch: int) -> Row:
     """Milliseconds of each way for a photograph of this size, once all rows are found equal."""
-    from vitwire_server.preparing.device.resizing import Job, prepare  # noqa: PLC0415 - imports Triton
-
     height, width = map(int, size.split("x"))
     picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     on_host, on_device = torch.from_numpy(picture), torch.from_numpy(picture).to(device)
@@ -90,10 +85,6 @@ def _measured(size: str, recipe: Recipe, device: torch.device, batch: int) -> Ro
     count = target[0] * target[1] // PATCH**2
     whole = torch.zeros(batch, count, 3 * TEMPORAL * PATCH**2, dtype=dtype, device=device)
     expected = torch.zeros_like(whole[0])
-
-    def by_torch() -> None:
-        made, _ = preparing.prepared(on_device, recipe)
-        stager.stage(made.view(-1), Modality.IMAGE, expected)
 
     jobs = [Job(on_device, recipe, rows) for rows in whole]
     stager.stage(
@@ -110,7 +101,6 @@ def _measured(size: str, recipe: Recipe, device: torch.device, batch: int) -> Ro
         "torch_resize": _milliseconds(
             lambda: torch.nn.functional.interpolate(planes, target, mode="bicubic", antialias=True), host
         ),
-        "torch_on_device": _milliseconds(by_torch, device),
         "kernel": _milliseconds(lambda: prepare(jobs[:1]), device),
         "kernel_of_batch": round(_milliseconds(lambda: prepare(jobs), device) / batch, 4),
     }

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from checkpoints import ROWS, Checkpoints
-from followed import prepared as followed
-from prepared import recipes
+from prepared import recipes, within
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device.passes import program
+from vitwire_server.preparing.device.resizing import prepared
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import Recipe
 
@@ -41,6 +42,7 @@ def assert_shapes(size: tuple[int, int], frames: int | None, recipe: Recipe) -> 
     crops = form.crops or (0, 0)
     assert (groups * made.rows[1], made.columns[1]) == (crops[0], np.prod(crops[1:]))
     assert made.grid[1:] == form.grid[1:]
+    within(made, 3 * size[0] * size[1])
 
 
 def assert_pixels(shape: tuple[int, ...], recipe: Recipe) -> None:
@@ -49,7 +51,7 @@ def assert_pixels(shape: tuple[int, ...], recipe: Recipe) -> None:
         expected = pillow.prepared(picture, recipe)
     except ValueError:  # a size that the model's processor refuses
         return
-    pixels, crops = followed(picture, recipe)
+    pixels, crops = prepared(torch.from_numpy(picture), recipe)
     np.testing.assert_array_equal(pixels, expected.pixels.reshape(len(expected.pixels), -1))
     assert (crops is None) == (expected.crops is None)
     if crops is not None and expected.crops is not None:

@@ -39,6 +39,7 @@ def where(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     if not triton.knobs.runtime.interpret:
         pytest.skip("a CPU runs Triton's kernels only in its interpreter: make kernel-test")
+    monkeypatch.setattr(resizing, "follower", lambda _: kernels.follow)
     monkeypatch.setattr(checks, "PROBES", SMALL)
     monkeypatch.setattr(kernels, "_BLOCK", (64, 256))  # programs run one after the other
 
@@ -166,8 +167,9 @@ def test_scratch_is_used_again(device: torch.device, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(resizing, "_SCRATCH_BYTES", 1)
     assert_bytes(clip, PATCHES, device)
     launches: list[int] = []
-    follow = resizing.follow
-    monkeypatch.setattr(resizing, "follow", lambda table, *rest: (launches.append(len(table)), follow(table, *rest)))
+    follow = resizing.follower(device)
+    counted = lambda table, *rest: (launches.append(len(table)), follow(table, *rest))  # noqa: E731
+    monkeypatch.setattr(resizing, "follower", lambda _: counted)
     prepared(torch.from_numpy(clip).to(device), PATCHES)
     assert launches == [1] * 8
     launches.clear()
@@ -199,12 +201,11 @@ def test_another_normalisation_is_found(device: torch.device, monkeypatch: pytes
 def test_the_benchmark_runs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ["--interpret"] if device.type == "cpu" else ["--sizes", "60x80"]
-    monkeypatch.setattr(sys, "argv", ["preparing.py", "--batch", "2", *where])
+    monkeypatch.setattr(sys, "argv", ["preparing.py", "--batch", "2", "--tiny", "--device", str(device)])
     monkeypatch.setattr(bench, "SECONDS_EACH", 0.0)
     threads = torch.get_num_threads()
     bench.main()
     torch.set_num_threads(threads)
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = document["rows"]
-    assert min(row["pillow"], row["torch_resize"], row["torch_on_device"], row["kernel"], row["kernel_of_batch"]) > 0
+    assert min(row["pillow"], row["torch_resize"], row["kernel"], row["kernel_of_batch"]) > 0

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vitwire import Item
@@ -15,10 +16,12 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing import pillow
+from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program
 from vitwire_server.preparing.rules.pictures import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
+ROWS = (Memory.PIXELS, Memory.CROPS)
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _SHAPE = {"patch": 14, "merge": 1, "temporal": 1, "raster": False, "channels_last": False}
 _SETTINGS = {
@@ -137,3 +140,40 @@ MODELS: dict[str, Recipes] = {
     "windows": _tiling(TilingRule.WINDOWS, max_tiles=20, max_side=300, crop=CROP),
     "crops": _tiling(TilingRule.CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
 }
+
+
+def within(made: Program, frame: int) -> None:
+    """Passes read a frame of this many bytes, or planes that levels before them wrote, and write rows or new planes."""
+    lengths = {memory: made.rows[index] * made.columns[index] for index, memory in enumerate(ROWS)}
+    planes: list[range] = []
+    for level, table in enumerate((*made.levels, made.last)):
+        targets = made.targets if level == len(made.levels) else [Memory.SCRATCH] * len(table)
+        written: list[range] = []
+        for row, source, target in zip(table, made.sources[level], targets, strict=True):
+            read, own = _read(row), _written(row)
+            assert any(read.start in each and read[-1] in each for each in planes) or source is Memory.FRAME
+            assert source is Memory.SCRATCH or read[-1] < frame
+            assert own[-1] < lengths.get(target, made.scratch)
+            if target is Memory.SCRATCH:
+                assert not any(own.start < each.stop and each.start < own.stop for each in (*planes, *written))
+                written.append(own)
+        planes += written
+
+
+def _read(row: np.ndarray) -> range:
+    shape = [row[Field.HEIGHT], row[Field.WIDTH], 3]
+    if row[Field.AXIS] != Axis.NONE:
+        shape[row[Field.AXIS]] = row[Field.LAST] + 1
+    strides = (Field.SOURCE_DOWN, Field.SOURCE_RIGHT, Field.SOURCE_CHANNEL)
+    return _places(row[Field.SOURCE], shape, [row[field] for field in strides])
+
+
+def _written(row: np.ndarray) -> range:
+    height, width = row[Field.CELL_HEIGHT], row[Field.CELL_WIDTH]
+    shape = [row[Field.DOWN] * row[Field.ACROSS] // (height * width), height, width, 3]
+    strides = (Field.TARGET_ROW, Field.TARGET_DOWN, Field.TARGET_RIGHT, Field.TARGET_CHANNEL)
+    return _places(row[Field.TARGET], shape, [row[field] for field in strides])
+
+
+def _places(start: int, shape: list[int], strides: list[int]) -> range:
+    return range(int(start), int(start + np.dot(np.array(shape) - 1, strides) + 1))

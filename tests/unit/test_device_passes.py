@@ -1,18 +1,19 @@
-"""Passes planned from sizes alone give Pillow's bytes, by every rule; here they are followed by numpy."""
+"""Passes planned from sizes alone give Pillow's bytes, by every rule; here torch follows them on the host."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
-from followed import prepared
-from prepared import MODELS, recipe, tiled
+from prepared import MODELS, recipe, tiled, within
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.device import passes
+from vitwire_server.preparing.device import checks, passes
 from vitwire_server.preparing.device.passes import program
+from vitwire_server.preparing.device.resizing import prepared
 from vitwire_server.preparing.device.sketches import Box, Canvas, Frame, Sketch
 from vitwire_server.preparing.device.tables import Axis, Field, Memory
 from vitwire_server.preparing.rules.forms import form_of
@@ -32,14 +33,15 @@ def assert_as_pillow(picture: np.ndarray, own: Recipe) -> None:
         expected = pillow.prepared(picture, own)
     except ValueError as error:
         with pytest.raises(ValueError, match=str(error).partition(":")[0]):
-            prepared(picture, own)
+            prepared(torch.from_numpy(picture), own)
         return
-    pixels, crops = prepared(picture, own)
+    pixels, crops = prepared(torch.from_numpy(picture), own)
     np.testing.assert_array_equal(pixels, expected.pixels.reshape(len(expected.pixels), -1))
     assert (crops is None) == (expected.crops is None)
     if crops is not None and expected.crops is not None:
         np.testing.assert_array_equal(crops, expected.crops.reshape(len(expected.crops), -1))
     if picture.ndim == 3:
+        within(program(picture.shape[:2], own), picture.size)
         assert program(picture.shape[:2], own).grid == expected.grid == form_of(picture.shape, own).grid
 
 
@@ -99,6 +101,21 @@ def test_random_sizes() -> None:
         for size in rng.integers(1, 260, (6, 2)).tolist():
             if max(size) < 150 * min(size):
                 assert_as_pillow(drawn(*size, 3), models[Modality.IMAGE])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pictures_are_compared_with_pillow_at_start(name: str) -> None:
+    assert checks.fault_of(MODELS[name], torch.device("cpu"), torch.bfloat16) == ""
+
+
+def test_a_difference_from_pillow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {Modality.IMAGE: MODELS["patches"][Modality.IMAGE]}
+    monkeypatch.setattr(passes, "_CHOOSES_ORDER", not passes._CHOOSES_ORDER)
+    program.cache_clear()
+    try:
+        assert "differs from what Pillow" in checks.fault_of(own, torch.device("cpu"), torch.float32)
+    finally:
+        program.cache_clear()
 
 
 # -- sketches ----------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class Flags(SourcedSettings):
     prepare: Literal["auto", "device", "cpu"] = Field(
         default="auto",
         description="where pictures, and files once they are decoded, are resized and cut: in the decoders, or on the "
-        "model's device if its pixels equal Pillow's; auto is cpu until a device was measured",
+        "model's device; auto: on a GPU, if drawn pictures have the pixels there that Pillow gives",
     )
     max_encoded_bytes: int = Field(
         default=32 * _MIB, ge=1, le=1 << 30, description="maximum bytes of an item that is sent as a file"

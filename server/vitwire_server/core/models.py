@@ -1,7 +1,7 @@
 """Description of the model that a server holds."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from uuid import uuid4
 
@@ -219,6 +219,11 @@ class Preprocessing:
     sampling: Sampling | None = None
     """How frames of encoded clips are chosen; None if clips come as pixels only."""
 
+    @property
+    def of_crops(self) -> "Preprocessing":
+        """The same with the normalisation of crops."""
+        return replace(self, mean=self.crop_mean or self.mean, std=self.crop_std or self.std)
+
 
 class Place(StrEnum):
     """Where pictures are prepared."""
@@ -236,8 +241,6 @@ class NotOnDevice(StrEnum):
     """By `--prepare cpu`."""
     NO_DEVICE = "no_device"
     """The tower runs on the CPU."""
-    UNMEASURED = "unmeasured"
-    """It is not shown yet that a device is faster; `--prepare device` takes it all the same."""
     UNVERIFIED = "unverified"
     """Test pictures could not be prepared on the device, or differed."""
     TOO_LARGE = "too_large"

@@ -9,14 +9,14 @@ from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place, Precision, Preparation, Preprocessing
-from vitwire_server.preparing.rules.recipe import recipes_of
+from vitwire_server.preparing.device.checks import fault_of
+from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 from vitwire_server.process.precision import reduce_precision
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.compiler.messages import Factory
 from vitwire_server.runtime.compiler.unfilled import served
 from vitwire_server.runtime.compiling import HotShapes
 from vitwire_server.runtime.devices import kernel_fault
-from vitwire_server.runtime.preparing import Preparer, fault_of
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
@@ -79,21 +79,20 @@ def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))
 
 
-def preparer_of(
-    settings: ServeSettings, tower: Tower, preprocessing: Mapping[Modality, Preprocessing], stager: Stager
-) -> tuple[Preparer | None, Preparation]:
-    """What prepares pictures in the engine, None if decoders do, and why."""
+def preparation_of(
+    settings: ServeSettings, tower: Tower, preprocessing: Mapping[Modality, Preprocessing]
+) -> tuple[Mapping[Modality, Recipe] | None, Preparation]:
+    """The recipes by which the engine prepares pictures, None if decoders do, and why."""
     if settings.prepare == "cpu":
         return None, Preparation(Place.CPU, NotOnDevice.ASKED)
-    if settings.prepare == "auto":
-        return None, Preparation(
-            Place.CPU, NotOnDevice.NO_DEVICE if tower.device.type == "cpu" else NotOnDevice.UNMEASURED
-        )
+    if settings.prepare == "auto" and tower.device.type == "cpu":
+        return None, Preparation(Place.CPU, NotOnDevice.NO_DEVICE)
     recipes = recipes_of(preprocessing, tower.geometry)
-    if fault := fault_of(recipes, tower.device):
+    fault = "" if tower.device.type == "cpu" else kernel_fault(tower.device) or triton_fault()
+    if fault := fault or fault_of(recipes, tower.device, tower.dtype):
         _log.warning("pictures are prepared on the CPU, which is slower: %s", fault)
         return None, Preparation(Place.CPU, NotOnDevice.UNVERIFIED, fault)
-    return Preparer(recipes, stager), Preparation(Place.DEVICE, None)
+    return recipes, Preparation(Place.DEVICE, None)
 
 
 def hot_shapes(

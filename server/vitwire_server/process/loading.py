@@ -28,7 +28,14 @@ from vitwire_server.process.capturing import (
     recorder_of,
     timed_costs,
 )
-from vitwire_server.process.computing import DENSE, backends_of, chosen_attention, fused_blocks, hot_shapes, preparer_of
+from vitwire_server.process.computing import (
+    DENSE,
+    backends_of,
+    chosen_attention,
+    fused_blocks,
+    hot_shapes,
+    preparation_of,
+)
 from vitwire_server.process.delivery import outbox as outbox_of
 from vitwire_server.process.learning import beginning, memory_bound
 from vitwire_server.process.precision import compute_dtype, fingerprint
@@ -114,8 +121,8 @@ def load_model(
         graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
     hot = hot_shapes(settings, checkpoint, tower, attention)
     outbox = outbox_of(settings, device)
-    preparer, preparation = preparer_of(settings, tower, preprocessing, stager)
-    engine = Engine(tower, graphs, stager, streams, hot.forward if hot else None, outbox, preparer)
+    prepared, preparation = preparation_of(settings, tower, preprocessing)
+    engine = Engine(tower, graphs, stager, streams, hot.forward if hot else None, outbox, prepared)
     canary = _warm_up(engine, tower)
     assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     costs = timed_costs(settings, engine, tower, graphs) if mode == "cuda" else assumed

@@ -1,7 +1,7 @@
 """The engine: runs batches on the device. Used on the engine thread only, once the model is loaded."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
 
@@ -12,10 +12,12 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors, NonFinite, OutOfMemory
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.runner import Collected, Running, Timings
+from vitwire_server.preparing.device.parts import Job
+from vitwire_server.preparing.device.resizing import prepare
+from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.runtime.checks import copied_and_checked
 from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.outbox import DeviceRows, Outbox
-from vitwire_server.runtime.preparing import Preparer
 from vitwire_server.runtime.pruning import prune
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.streams import TORCH_TYPES, Download, Streams, flat
@@ -99,11 +101,11 @@ class Engine:
         streams: Streams,
         forward: Callable[[Tensor, Metadata], Tensor] | None = None,
         outbox: Outbox | None = None,
-        preparer: Preparer | None = None,
+        recipes: Mapping[Modality, Recipe] | None = None,
     ) -> None:
         """`forward` replaces the tower's forward in eager batches; `outbox` is where rows are delivered from.
 
-        Without a `preparer`, no item may be a picture.
+        Pictures are prepared by `recipes`; without them, no item may be a picture.
         """
         self._forward = forward or tower.forward
         self.depth = streams.depth
@@ -112,7 +114,7 @@ class Engine:
         self._stager = stager
         self._streams = streams
         self._outbox = outbox
-        self._preparer = preparer
+        self._recipes = recipes or {}
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
@@ -207,15 +209,21 @@ class Engine:
         of_crops = torch.split(crops, [item.footprint.crops for item in items]) if crops is not None else repeat(None)
         views, sources = iter(of_crops), iter(staged.crops)
         patches = [sum(item.footprint.patches for item in group) for group in staged.groups]
+        pictures = []
         for group, source, rows in zip(staged.groups, staged.pixels, torch.split(pixels, patches), strict=True):
             if group[0].is_picture:
-                assert self._preparer, "else pictures were prepared by a decoder"
-                self._preparer.write(group[0], source, rows, next(views))
+                pictures.append(self._job(group[0], source, rows, next(views)))
                 continue
             self._stager.stage(source, group[0].modality, rows)
             for item, target in zip(group, views, strict=False):
                 if item.crops and target is not None:
                     self._stager.stage(next(sources), item.modality, target, crops=True)
+        prepare(pictures)
+
+    def _job(self, item: Item, source: Tensor, pixels: Tensor, crops: Tensor | None) -> Job:
+        """To prepare the flat picture of an item into its rows of the tower's inputs."""
+        recipe = self._recipes[item.modality]
+        return Job(source.view(item.pixels.shape), recipe, pixels, crops if crops is not None and len(crops) else None)
 
 
 @dataclass(frozen=True, slots=True)

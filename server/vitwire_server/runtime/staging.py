@@ -1,13 +1,13 @@
 """Staging: conversion of pixels to the tower's input, on the device."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
+from vitwire_server.preparing.rules.normalising import affine
 
 
 class Stager:
@@ -22,13 +22,7 @@ class Stager:
     ) -> None:
         self._geometry = geometry
         self._affine = {modality: _affine(settings, device) for modality, settings in preprocessing.items()}
-        self._crops = {
-            modality: _affine(
-                replace(settings, mean=settings.crop_mean or settings.mean, std=settings.crop_std or settings.std),
-                device,
-            )
-            for modality, settings in preprocessing.items()
-        }
+        self._crops = {modality: _affine(settings.of_crops, device) for modality, settings in preprocessing.items()}
 
     def stage(self, source: Tensor, modality: Modality, out: Tensor, *, crops: bool = False) -> None:
         """Write `patches * C*T*p*p` or `patches * C*1*p*p` elements into `out (patches, C*T*p*p)`.
@@ -52,7 +46,6 @@ class Stager:
 
 
 def _affine(settings: Preprocessing, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scale and offset per channel, `(C, 1, 1)` float32: `x * rescale / std - mean / std`."""
-    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (settings.mean, settings.std))
-    scale, offset = settings.rescale_factor / std, -mean / std
-    return scale.float().to(device).view(-1, 1, 1), offset.float().to(device).view(-1, 1, 1)
+    """Scale and offset per channel, `(C, 1, 1)` float32."""
+    scale, offset = (torch.tensor(values, device=device).view(-1, 1, 1) for values in affine(settings))
+    return scale, offset

@@ -1,4 +1,4 @@
-"""Whether kernels on a device prepare pictures as Pillow does: drawn ones are prepared by both."""
+"""Whether a device prepares pictures as Pillow does: drawn ones are prepared by both."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,12 +6,13 @@ import numpy as np
 import PIL
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Preprocessing
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device.parts import Job
 from vitwire_server.preparing.device.resizing import prepare, prepared
+from vitwire_server.preparing.rules.normalising import affine
 from vitwire_server.preparing.rules.patches import CHANNELS, Pixels
 from vitwire_server.preparing.rules.recipe import Recipe
 
@@ -21,7 +22,7 @@ _FRAMES = 3
 
 
 def fault_of(recipes: Mapping[Modality, Recipe], device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernels cannot be used; empty if bytes equal Pillow's, and rows of `dtype` torch's of these bytes."""
+    """Why the device cannot be used; empty if bytes equal Pillow's, and rows of `dtype` torch's of these bytes."""
     for recipe, picture in _drawn(recipes):
         size = f"{picture.shape[-3]}x{picture.shape[-2]}"
         try:
@@ -34,7 +35,7 @@ def fault_of(recipes: Mapping[Modality, Recipe], device: torch.device, dtype: to
                 return f"{size} differs from what Pillow {PIL.__version__} makes of it"
             if not _normalises(on_device, recipe, dtype):
                 return f"{size} is normalised in another way than torch does it"
-        except (RuntimeError, TritonError) as error:
+        except Exception as error:  # noqa: BLE001 - of Triton, its compiler or the device: decoders prepare then
             return f"{size} failed: {str(error).partition(chr(10))[0]}"
     return ""
 
@@ -54,25 +55,22 @@ def _equal(own: Tensor | None, expected: Pixels | None) -> bool:
 
 
 def _normalises(picture: Tensor, recipe: Recipe, dtype: torch.dtype) -> bool:
-    settings = recipe.settings
     rows = prepared(picture, recipe, dtype)
     plain = tuple(None if each is None else torch.empty_like(each, dtype=torch.uint8) for each in rows)
     assert plain[0] is not None
     prepare([Job(picture, recipe, plain[0], plain[1])])
-    crop_mean, crop_std = settings.crop_mean or settings.mean, settings.crop_std or settings.std
-    normalisations = ((settings.mean, settings.std), (crop_mean, crop_std))
+    settings = (recipe.settings, recipe.settings.of_crops)
     return all(
-        torch.equal(own, _normalised(own_bytes, mean, std, recipe).to(dtype))
-        for own, own_bytes, (mean, std) in zip(rows, plain, normalisations, strict=True)
+        torch.equal(own, _normalised(own_bytes, each, recipe).to(dtype))
+        for own, own_bytes, each in zip(rows, plain, settings, strict=True)
         if own is not None and own_bytes is not None
     )
 
 
-def _normalised(rows: Tensor, mean: tuple[float, ...], std: tuple[float, ...], recipe: Recipe) -> Tensor:
+def _normalised(rows: Tensor, settings: Preprocessing, recipe: Recipe) -> Tensor:
     """uint8 rows normalised by torch, in float32."""
-    last = recipe.channels_last and not recipe.settings.tiling
+    last = recipe.channels_last and not settings.tiling
     split = rows.view(len(rows), -1, CHANNELS) if last else rows.view(len(rows), CHANNELS, -1)
     shape = (1, 1, CHANNELS) if last else (1, CHANNELS, 1)
-    scale = torch.tensor([recipe.settings.rescale_factor / each for each in std], device=rows.device)
-    offset = torch.tensor([-middle / each for middle, each in zip(mean, std, strict=True)], device=rows.device)
-    return torch.mul(split, scale.view(shape)).add_(offset.view(shape)).view(rows.shape)
+    scale, offset = (torch.tensor(values, device=rows.device).view(shape) for values in affine(settings))
+    return torch.mul(split, scale).add_(offset).view(rows.shape)

@@ -1,18 +1,19 @@
 """Pictures prepared on their device: programs of several pictures together, one launch for each level of passes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vitwire_server.core.models import Preprocessing
-from vitwire_server.preparing.device.kernels import follow
 from vitwire_server.preparing.device.parts import Job, Part, parts
 from vitwire_server.preparing.device.passes import program
 from vitwire_server.preparing.device.tables import Field, Table, Taps
 from vitwire_server.preparing.rules.filters import taps
+from vitwire_server.preparing.rules.normalising import affine
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _KEPT = 256
@@ -26,7 +27,8 @@ _CLIP = 4
 def prepare(jobs: Sequence[Job]) -> None:
     """Prepare pictures into their rows, all of one dtype: floats are normalised, uint8 is not.
 
-    Runs on the current stream, always the same one. Raises ValueError as `pillow.prepared`, before any launch.
+    Runs on the current stream, always the same one, and never waits for it. On a CPU, torch follows the tables in
+    place of the kernel. Raises ValueError as `pillow.prepared`, before any launch.
     """
     if not jobs:
         return
@@ -37,9 +39,9 @@ def prepare(jobs: Sequence[Job]) -> None:
         assert job.picture.dtype is torch.uint8
         assert all(each.dtype is dtype for each in rows)
     recipes = {recipe: place for place, recipe in enumerate({job.recipe: None for job in jobs})}
-    affine = _affine(tuple(recipe.settings for recipe in recipes), device)
+    scales = _affine(tuple(recipe.settings for recipe in recipes), device)
     for group in _groups([part for job in jobs for part in parts(job, 2 * recipes[job.recipe])]):
-        _run(group, device, dtype, affine)
+        _run(group, device, dtype, scales)
 
 
 def prepared(picture: Tensor, recipe: Recipe, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor | None]:
@@ -74,7 +76,16 @@ def _groups(frames: Sequence[Part]) -> Iterator[list[Part]]:
     yield group
 
 
-def _run(frames: Sequence[Part], device: torch.device, dtype: torch.dtype, affine: Tensor) -> None:
+def follower(device: torch.device) -> Callable[[Tensor, tuple[int, int], torch.dtype, Tensor], None]:
+    """What runs tables on this device; see `kernels.follow`."""
+    if device.type == "cpu":
+        from vitwire_server.preparing.device.host import follow  # noqa: PLC0415 - one or the other
+    else:
+        from vitwire_server.preparing.device.kernels import follow  # noqa: PLC0415 - needs Triton
+    return follow
+
+
+def _run(frames: Sequence[Part], device: torch.device, dtype: torch.dtype, scales: Tensor) -> None:
     ends = np.cumsum([part.program.scratch for part in frames]).tolist()
     scratch = torch.empty(ends[-1], dtype=torch.uint8, device=device)
     held = {axis: _on_device(axis, device) for part in frames for axis in part.program.taps}  # until all is launched
@@ -90,9 +101,10 @@ def _run(frames: Sequence[Part], device: torch.device, dtype: torch.dtype, affin
         for level in range(max(len(tables) for tables, _ in placed))
     ]
     tables = [*levels, np.concatenate([last for _, last in placed])]
-    on_device = torch.from_numpy(np.concatenate(tables)).to(device).split([len(table) for table in tables])
+    on_device = _moved(np.concatenate(tables), device).split([len(table) for table in tables])
+    follow = follower(device)
     for table, own in zip(tables, on_device, strict=True):
-        follow(own, _largest(table), dtype if table is tables[-1] else torch.uint8, affine)
+        follow(own, _largest(table), dtype if table is tables[-1] else torch.uint8, scales)
 
 
 def _largest(table: Table) -> tuple[int, int]:
@@ -104,15 +116,17 @@ def _largest(table: Table) -> tuple[int, int]:
 def _on_device(axis: Taps, device: torch.device) -> tuple[Tensor, Tensor]:
     """The first pixel of each sum `(length,)`, and weights `(taps, length)`; int32."""
     starts, weights = taps(*axis)
-    return torch.from_numpy(starts).to(device), torch.from_numpy(np.ascontiguousarray(weights.T)).to(device)
+    return _moved(starts, device), _moved(np.ascontiguousarray(weights.T), device)
+
+
+def _moved(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array on the device, without waiting for work there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @lru_cache
 def _affine(settings: tuple[Preprocessing, ...], device: torch.device) -> Tensor:
-    """Of pixels and of crops of each: scale `rescale / std` and offset `-mean / std`, `(pairs, 2, 3)` float32."""
-    pairs = [
-        (each.rescale_factor / np.array(std), -np.array(mean) / np.array(std))
-        for each in settings
-        for mean, std in ((each.mean, each.std), (each.crop_mean or each.mean, each.crop_std or each.std))
-    ]
-    return torch.from_numpy(np.array(pairs).astype(np.float32)).to(device)
+    """Of pixels and of crops of each: scale and offset, `(pairs, 2, 3)` float32."""
+    pairs = [affine(each) for own in settings for each in (own, own.of_crops)]
+    return _moved(np.array(pairs, np.float32), device)
