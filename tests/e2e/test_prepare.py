@@ -1,5 +1,7 @@
 """Pictures and files that the engine prepares, against those that decoders prepare, through real servers."""
 
+import time
+
 import grpc
 import numpy as np
 import pytest
@@ -102,3 +104,26 @@ def test_a_large_picture_goes_through_a_decoder(checkpoints: Checkpoints) -> Non
         assert grid[1] * grid[2] > 0
         assert server.metric("vitwire_prepared_total", where="cpu", reason="too_large") == 1
         assert server.metric("vitwire_prepared_total", where="device") == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_jpegs_are_decoded_beside_the_engine(shape: str, checkpoints: Checkpoints) -> None:
+    """By nvImageCodec, here on the CPU; other files by the usual decoders. The rows are the same."""
+    sent, folder = items(clips=True), checkpoints("qwen3_vl")
+    with serving(folder, *FLAGS, "--decode", "cpu") as server:
+        expected = rows_of(server, sent)
+    jpegs = [
+        pb.Item(modality=pb.MODALITY_IMAGE, encoded=saved(photograph(64, 64 + 32 * number))) for number in range(8)
+    ]
+    with serving(folder, *FLAGS, *SHAPES[shape], "--decode", "device") as server:
+        with grpc.insecure_channel(server.target) as channel:
+            found = rpc.EncoderServiceStub(channel).GetModel(pb.GetModelRequest()).decoding
+        assert (found.place, found.reason) == ("device", "")
+        deadline = time.monotonic() + 60
+        while not server.metric("vitwire_prepare_seconds_count", where="device", stage="decode"):
+            assert time.monotonic() < deadline, "its process takes seconds to start"
+            rows_of(server, jpegs)
+        for (grid, own), (its, rows) in zip(rows_of(server, sent), expected, strict=True):
+            assert grid == its
+            np.testing.assert_allclose(own, rows, rtol=0, atol=1e-5)
+        assert server.metric("vitwire_prepare_seconds_count", where="cpu", stage="decode") > 0

@@ -40,6 +40,7 @@ from vitwire_server.preparing.rules.pictures import Tiles
 from vitwire_server.preparing.rules.sampling import sampled
 
 FLOW = Flow("a caller")
+LONG = Measured((1, 1, 1), (1,), None, cost=1 << 26)
 _END = chunk(b"IEND", b"")
 CUT = {
     "closed": ("libx264", {"g": "20", "bf": "2"}),
@@ -91,16 +92,16 @@ def _command(process: psutil.Process) -> str:
 async def prepared(pool: DecodePool, file: bytes, modality: Modality = Modality.IMAGE) -> tuple[Measured, np.ndarray]:
     found = await pool.measure(FLOW, file, modality)
     count = int(np.prod(found.pixels)) + (int(np.prod(found.crops)) if found.crops else 0)
-    return found, np.asarray(await decoded(pool, file, count, found.cost, modality))
+    return found, np.asarray(await decoded(pool, file, count, found, modality))
 
 
 async def decoded(
-    pool: DecodePool, file: bytes, nbytes: int, cost: int = 1 << 26, modality: Modality = Modality.IMAGE
+    pool: DecodePool, file: bytes, nbytes: int, found: Measured = LONG, modality: Modality = Modality.IMAGE
 ) -> memoryview:
     async def reserve() -> memoryview:
         return np.zeros(nbytes, np.uint8).data
 
-    return (await pool.decode(FLOW, file, modality, cost, reserve)).pixels
+    return (await pool.decode(FLOW, file, modality, found, reserve)).pixels
 
 
 def expected(file: bytes, recipes: Recipes) -> Tiles:
@@ -392,5 +393,5 @@ async def pixels_of(
     async def reserve() -> memoryview:
         return np.zeros(sum(int(np.prod(part)) for part in parts), np.uint8).data
 
-    done = await pool.decode(FLOW, picture.tobytes(), modality, found.cost, reserve, picture.shape, raw=raw)
+    done = await pool.decode(FLOW, picture.tobytes(), modality, found, reserve, picture.shape, raw=raw)
     return np.asarray(done.pixels)

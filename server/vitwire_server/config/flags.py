@@ -149,6 +149,11 @@ class Flags(SourcedSettings):
         description="where pictures, and files once they are decoded, are resized and cut: in the decoders, or on the "
         "model's device; auto: on a GPU, if drawn pictures have the pixels there that Pillow gives",
     )
+    decode: Literal["auto", "device", "cpu"] = Field(
+        default="auto",
+        description="where JPEG files are decoded: in the decoders, or by one more for each RPC process on the model's "
+        "device, for which vitwire[jpeg] must be installed; auto: on a GPU, if drawn pictures are within 1 of Pillow's",
+    )
     max_encoded_bytes: int = Field(
         default=32 * _MIB, ge=1, le=1 << 30, description="maximum bytes of an item that is sent as a file"
     )

@@ -226,30 +226,30 @@ class Preprocessing:
 
 
 class Place(StrEnum):
-    """Where pictures are prepared."""
+    """Where pictures are prepared, or files decoded."""
 
     DEVICE = "device"
-    """In the engine, on its device."""
+    """In the engine, or by a decoder on its device."""
     CPU = "cpu"
     """In decoders."""
 
 
 class NotOnDevice(StrEnum):
-    """Why a picture is prepared on the CPU."""
+    """Why a picture is prepared, or files are decoded, on the CPU."""
 
     ASKED = "asked"
-    """By `--prepare cpu`."""
+    """By `--prepare cpu` or `--decode cpu`."""
     NO_DEVICE = "no_device"
     """The tower runs on the CPU."""
     UNVERIFIED = "unverified"
-    """Test pictures could not be prepared on the device, or differed."""
+    """Test pictures could not be prepared or decoded on the device, or differed."""
     TOO_LARGE = "too_large"
     """The picture takes more memory than one may have on its way to the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Where pictures are prepared, and why not on the device."""
+    """Where pictures are prepared, or JPEG files decoded, and why not on the device."""
 
     place: Place = Place.CPU
     reason: NotOnDevice | None = NotOnDevice.NO_DEVICE
@@ -325,6 +325,7 @@ class ModelCard:
     prepared: tuple[Modality, ...] = ()
     """Of which pictures and files are prepared."""
     preparation: Preparation = field(default_factory=Preparation)
+    decoding: Preparation = field(default_factory=Preparation)
     """Where that is done."""
     preparation_fingerprint: str = ""
     """SHA-256 over all that decides how these are prepared, in hex."""

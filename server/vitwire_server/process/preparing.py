@@ -1,7 +1,9 @@
 """What a server process prepares with, and what it offers."""
 
+import asyncio
 import logging
 import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -13,8 +15,9 @@ import msgspec
 from vitwire_server.config.host import decode_processes
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Encoding, ModelCard, Place
+from vitwire_server.core.models import Encoding, ModelCard, NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.preparing.files.child import HARDWARE
 from vitwire_server.preparing.files.pool import DecodePool, Sizes
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 from vitwire_server.rpc.decodes import Decoding
@@ -29,6 +32,30 @@ _BYTES_PER_PIXEL = 32
 _BASE_BYTES = 512 << 20
 _COPIES = 3
 """Of a file and of the prepared pixels in a decoder."""
+_CHECK_SECONDS = 120.0
+
+
+async def decoded_on(settings: ServeSettings, device: str) -> Preparation:
+    """Where JPEG files are decoded. A process of its own compares drawn pictures with Pillow's on the device."""
+    if settings.decode == "cpu":
+        return Preparation(Place.CPU, NotOnDevice.ASKED)
+    if not _processes(settings) or (settings.decode == "auto" and device == "cpu"):
+        return Preparation(Place.CPU, NotOnDevice.NO_DEVICE)
+    words = (sys.executable, "-P", "-m", HARDWARE, "check", device)
+    process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
+    try:
+        async with asyncio.timeout(_CHECK_SECONDS):
+            found, _ = await process.communicate()
+        fault = found.decode().strip() if process.returncode == 0 else f"the check ended (exit {process.returncode})"
+    except TimeoutError:
+        fault = f"the check took more than {_CHECK_SECONDS:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if fault:
+        _log.warning("JPEG files are decoded on the CPU, which is slower: %s", fault)
+        return Preparation(Place.CPU, NotOnDevice.UNVERIFIED, fault)
+    return Preparation(Place.DEVICE, None)
 
 
 def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
@@ -41,13 +68,13 @@ def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
     if clips and clips.settings.sampling and find_spec("av"):
         encodings += _CLIPS
     limits = replace(card.limits, encoded_bytes=settings.max_encoded_bytes, encoded_pixels=settings.max_image_pixels)
-    fingerprint = _fingerprint(recipes, clips=Encoding.MP4 in encodings)
+    fingerprint = _fingerprint(recipes, card.decoding, clips=Encoding.MP4 in encodings)
     card = replace(card, prepared=tuple(recipes), preparation_fingerprint=fingerprint)
     return replace(card, limits=limits, encodings=encodings)
 
 
 def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, processes: int) -> Decoding | None:
-    """For one of `processes` that serve RPCs; None if the card offers nothing. Decoders start when they are needed."""
+    """For one of `processes` that serve RPCs; None if the card offers nothing. Called on the event loop."""
     if not card.prepared:
         return None
     geometry = card.geometry
@@ -63,16 +90,19 @@ def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, proc
         memory=_BASE_BYTES
         + settings.max_image_pixels * _BYTES_PER_PIXEL
         + _COPIES * (settings.max_encoded_bytes + output),
+        device=card.device if card.decoding.place is Place.DEVICE else "",
     )
     pool = DecodePool(
         sizes, recipes_of(card.preprocessing, card.geometry), metrics, clips=Encoding.MP4 in card.encodings
     )
+    pool.start()
     waiting = Admission(settings.max_queued_items, settings.max_queued_bytes // processes)
     return Decoding(pool, waiting, card.preparation, metrics)
 
 
-def _fingerprint(recipes: Mapping[Modality, Recipe], *, clips: bool) -> str:
-    libraries = {name: version(name) for name in ("pillow", *(("av",) if clips else ()))}
+def _fingerprint(recipes: Mapping[Modality, Recipe], jpegs: Preparation, *, clips: bool) -> str:
+    names = ["pillow"] + ["av"] * clips + ["nvidia-nvimgcodec-cu13"] * (jpegs.place is Place.DEVICE)
+    libraries = {name: version(name) for name in names}
     return sha256(msgspec.json.encode((libraries, recipes), order="sorted")).hexdigest()
 
 

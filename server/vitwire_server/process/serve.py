@@ -98,6 +98,13 @@ def _is_on_cuda(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
+def _device_name(settings: ServeSettings) -> str:
+    """As torch names it."""
+    if not _is_on_cuda(settings.device):
+        return "cpu"
+    return settings.device if ":" in settings.device else "cuda:0"
+
+
 def _shared_memory(settings: ServeSettings) -> ArenaMemory:
     """Memory for the pixels and rows of all processes. Admission bounds what is used of it, in whatever order.
 
@@ -128,6 +135,7 @@ async def _until_stopped(
     stopping: asyncio.Event,
 ) -> int:
     courier = await asyncio.to_thread(delivery.courier, settings, metrics)
+    decoding = asyncio.create_task(preparing.decoded_on(settings, _device_name(settings)))
     loading = in_daemon_thread(
         lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory), "loading"
     )
@@ -152,7 +160,8 @@ async def _until_stopped(
     if courier and model.outbox:
         keep = settings.stored_bytes > 0
         await asyncio.to_thread(delivery.add_outbox, courier, model.outbox, keep=keep)
-    card = preparing.described(replace(model.card, nixl=courier is not None), settings)
+    card = replace(model.card, nixl=courier is not None, decoding=await decoding)
+    card = preparing.described(card, settings)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
     front.serve(card, model.tower.footprints, sessions)
     if model.learner:

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.errors import EncodeFailed, EncoderError
 from vitwire_server.core.items import Item
-from vitwire_server.core.models import NotOnDevice, Preparation
+from vitwire_server.core.models import NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import SPAN
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
+from vitwire_server.preparing.files.pool import Prepared as Done
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.scheduling.admission import Admission, Permit
 
@@ -118,6 +121,8 @@ class Decodes:
             measured = pool.measure_picture(given.picture, given.modality)
         else:
             measured = await pool.measure(flow, given.data, given.modality)
+            if pool.takes_on_device(measured):
+                measured = replace(measured, picture=())  # the engine gets what was prepared
         item = self.codec.measured(f"items[{index}]", given, measured, call.consumer)
         self.prepared[index] = Prepared(measured.grid, measured.frame_seconds)
         digest = await call.digest_unprepared(given)
@@ -125,18 +130,25 @@ class Decodes:
             return
         reserve = partial(call.reserve, index, item)
         done = await pool.decode(
-            flow, given.data, given.modality, measured.cost, reserve, given.picture, raw=item.is_picture
+            flow, given.data, given.modality, measured, reserve, given.picture, raw=item.is_picture
         )
         seconds = time.monotonic() - start
         metrics = self.decoding.metrics
         metrics.decoded(given.modality, seconds)
-        reason = None if item.is_picture else self.decoding.preparation.reason or NotOnDevice.TOO_LARGE
-        metrics.prepare_took(reason, {"wait": done.waited, "decode": done.decode, "prepare": done.prepare})
-        if reason:
+        reason = self._reason(item, done)
+        if reason or done.on_device:
             metrics.prepared(reason)
+        stages = {"wait": done.waited, "decode": done.decode} | ({} if item.is_picture else {"prepare": done.prepare})
+        metrics.prepare_took(Place.DEVICE if done.on_device else Place.CPU, stages)
         if span := SPAN.get():
             span.stage("decode", start, seconds, {"vitwire.item": index})
         await call.submit({index: item.filled(done.pixels)}, {index: digest} if digest else {})
+
+    def _reason(self, item: Item, done: Done) -> NotOnDevice | None:
+        """Why a decoder prepared it on the CPU."""
+        if done.on_device or item.is_picture:
+            return None
+        return self.decoding.preparation.reason or NotOnDevice.TOO_LARGE
 
 
 def _release(permit: Permit, task: asyncio.Task[None]) -> None:

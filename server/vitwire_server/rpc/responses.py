@@ -152,7 +152,8 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
         prepared=[_MODALITIES[modality] for modality in card.prepared],
         rows_by_grid=[_MODALITIES[modality] for modality in card.rows_by_grid],
-        preparation=pb.Preparation(place=card.preparation.place, reason=_reason(card.preparation)),
+        preparation=_preparation(card.preparation),
+        decoding=_preparation(card.decoding),
         preparation_fingerprint=card.preparation_fingerprint,
         tiles=_tiles(card),
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
@@ -170,8 +171,8 @@ def _precision(reduced: Precision | None) -> pb.Precision | None:
     )
 
 
-def _reason(preparation: Preparation) -> str:
-    return preparation.detail or (preparation.reason.value if preparation.reason else "")
+def _preparation(found: Preparation) -> pb.Preparation:
+    return pb.Preparation(place=found.place, reason=found.detail or (found.reason.value if found.reason else ""))
 
 
 def _tiles(card: ModelCard) -> pb.Tiles | None:

@@ -18,10 +18,6 @@ ITEM_CODES = (
 """Names of gRPC's codes that an item may fail with."""
 
 
-def _where(reason: NotOnDevice | None) -> str:
-    return Place.CPU if reason else Place.DEVICE
-
-
 class RpcMetrics:
     """Requests, responses and their bytes."""
 
@@ -55,7 +51,7 @@ class RpcMetrics:
             "prepared", "Pictures and files prepared, by where, and why not on the device", "where", "reason"
         )
         self._prepare_seconds = series.histogram(
-            "prepare_seconds", "Time of a picture or file in a decoder, by where it is resized", SECONDS,
+            "prepare_seconds", "Time of a picture or file in a decoder, by where that is", SECONDS,
             "where", "stage",
         )  # fmt: skip
         for modality in Modality:
@@ -81,12 +77,12 @@ class RpcMetrics:
 
     def prepared(self, reason: NotOnDevice | None) -> None:
         """A picture or file was prepared, or sent to the device without a reason."""
-        self._prepared.labels(_where(reason), reason or "").inc()
+        self._prepared.labels(Place.CPU if reason else Place.DEVICE, reason or "").inc()
 
-    def prepare_took(self, reason: NotOnDevice | None, stages: Mapping[str, float]) -> None:
-        """Seconds of each stage in a decoder."""
+    def prepare_took(self, where: Place, stages: Mapping[str, float]) -> None:
+        """Seconds of each stage in a decoder, which is on the device or not."""
         for stage, seconds in stages.items():
-            self._prepare_seconds.labels(_where(reason), stage).observe(seconds)
+            self._prepare_seconds.labels(where, stage).observe(seconds)
 
     def decode_failed(self, reason: Fault) -> None:
         """An encoded item was not decoded."""

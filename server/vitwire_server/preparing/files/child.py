@@ -28,6 +28,10 @@ from vitwire_server.preparing.files.messages import (
 )
 
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+_DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "CC")
+_WORKER = "vitwire_server.preparing.files.worker"
+HARDWARE = "vitwire_server.preparing.files.hardware"
+"""The module of decoders on a device."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _COPIED_BYTES = 4 << 20
 """Bytes that are copied before other RPCs get their turn."""
@@ -61,7 +65,7 @@ class Child:
 
     @classmethod
     async def start(cls, setup: Setup, output_bytes: int) -> Self:
-        """A decoder that is ready. Raises DecoderGone if it cannot be started."""
+        """A decoder that is ready, on a device if the setup names one. Raises DecoderGone if it cannot be started."""
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.setblocking(False)
         size = -(-(setup.input_bytes + output_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -70,7 +74,7 @@ class Child:
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a decoder that was taken over cannot make reads fail
             memory = mmap.mmap(descriptor, size)
-            process = await _spawn(other, descriptor)
+            process = await _spawn(other, descriptor, HARDWARE if setup.device else _WORKER)
         except OSError as error:
             own.close()
             raise DecoderGone(Fault.LOST, f"a decoder cannot be started: {error}") from error
@@ -189,18 +193,20 @@ def _seen(answer: asyncio.Task[FromDecoder]) -> None:
         answer.exception()
 
 
-async def _spawn(link: socket.socket, memory: int) -> Process:
-    environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+async def _spawn(link: socket.socket, memory: int, module: str) -> Process:
+    kept = (*_KEPT_VARIABLES, *_DEVICE_VARIABLES) if module == HARDWARE else _KEPT_VARIABLES
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
     descriptors = (link.fileno(), memory)
     arguments = (*map(str, descriptors), str(os.getpid()))
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
         "-m",
-        "vitwire_server.preparing.files.worker",
+        module,
         *arguments,
         stdin=DEVNULL,
         stdout=DEVNULL,
+        stderr=DEVNULL if module == HARDWARE else None,  # NVIDIA's library writes a line about each broken file
         env=environment | _ONE_THREAD,
         pass_fds=descriptors,
         process_group=0,  # Ctrl-C reaches only the server, which drains first

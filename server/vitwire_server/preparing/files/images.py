@@ -15,6 +15,7 @@ from vitwire_server.preparing.rules.recipe import Recipe
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _FIRST_OF_MANY = ("GIF", "MPO")
 """Formats of which the first picture is used: animations, and photographs beside which a camera stores others."""
+_ORIENTATIONS = range(1, 9)
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF with width and height exchanged."""
 _PNG_HEADER, _PNG_DATA, _PNG_METADATA = b"IHDR", b"IDAT", (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
@@ -29,17 +30,21 @@ class Unusable(Exception):
         self.fault = fault
 
 
-def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, tuple[int, int]]:
-    """What the prepared image will be, and its height and width. Raises Unusable, or what Pillow raises."""
+def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, tuple[int, int], int]:
+    """What the prepared image will be, its height and width once it is upright, and its orientation, 1 to 8.
+
+    Raises Unusable, or what Pillow raises.
+    """
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
             raise Unusable(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
         if getattr(image, "is_animated", False) and image.format not in _FIRST_OF_MANY:
             raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
-        if _orientation(image, data) in _TURNED:
+        orientation = _orientation(image, data)
+        if orientation in _TURNED:
             width, height = height, width
-    return image_form((height, width), recipe), (height, width)
+    return image_form((height, width), recipe), (height, width), orientation
 
 
 def decode(data: bytes, recipe: Recipe) -> Image.Image:
@@ -55,7 +60,7 @@ def _orientation(image: Image.Image, data: bytes) -> int:
             found = Image.Image.getexif(headers).get(Base.Orientation)
     else:
         found = image.getexif().get(Base.Orientation)
-    return found if isinstance(found, int) else 1
+    return found if isinstance(found, int) and found in _ORIENTATIONS else 1
 
 
 def _without_pixels(data: bytes) -> bytes:

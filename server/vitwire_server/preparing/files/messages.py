@@ -23,6 +23,8 @@ class Setup(Struct, array_like=True, frozen=True, tag=0):
     """Bytes of memory that the process may use beyond what it has after its imports."""
     clips: bool
     """Whether files of clips are read, which needs PyAV."""
+    device: str = ""
+    """Of a decoder on a device."""
 
 
 class Measure(Struct, array_like=True, frozen=True, tag=1):
@@ -46,6 +48,8 @@ class Decode(Struct, array_like=True, frozen=True, tag=2):
     """The shape of a picture, or of the frames of a clip; None for a file."""
     raw: bool = False
     """Whether to return the picture in RGB, for the engine to prepare."""
+    orientation: int = 1
+    """By EXIF, for a decoder on a device."""
 
 
 # -- from a decoder --------------------------------------------------------------------------------
@@ -66,6 +70,8 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
     picture: tuple[int, ...] = ()
     """Shape of the decoded picture in RGB, `(H, W, 3)` or `(F, H, W, 3)`."""
     frame_seconds: tuple[float, ...] = ()
+    orientation: int = 0
+    """By EXIF, of a JPEG that a device decodes as Pillow does; 0 of other files."""
 
 
 class Decoded(Struct, array_like=True, frozen=True, tag=2):

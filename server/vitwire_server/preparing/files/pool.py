@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing.files.child import Child, DecoderGone
+from vitwire_server.preparing.files.device import DeviceDecoder
 from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, Measured, Refused, Setup
-from vitwire_server.preparing.files.turns import Flow, Turn, Turns
+from vitwire_server.preparing.files.turns import Flow, Turn, Turns, predicted
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import Recipe
 
@@ -24,8 +27,6 @@ _PATIENCE = 10.0
 """The wall-clock time of a job is limited to its processor time, so many times, and as many seconds more."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 """Of processor time that a file may take: several times what the slowest format needs."""
-_LEAST_MICROSECONDS, _PIXELS_PER_MICROSECOND = 20_000, 20
-"""What a job is predicted to take."""
 
 
 class DecodeMonitor(Protocol):
@@ -58,6 +59,8 @@ class Prepared(NamedTuple):
     """For a decoder."""
     decode: float
     prepare: float
+    on_device: bool = False
+    """Whether both were done by the decoder on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Sizes:
     """Of processor time for the largest file."""
     memory: int
     """Bytes of each decoder, beside what it has after its start."""
+    device: str = ""
+    """Where one more process decodes JPEG files; empty for none."""
 
 
 class DecodePool:
@@ -90,10 +95,24 @@ class DecodePool:
         self._monitor = monitor
         self._measuring = Turns(1, self._count_waiting)
         self._decoding = Turns(sizes.processes, self._count_waiting)
+        self._on_device = Turns(1, self._count_waiting)
+        self._device: DeviceDecoder | None = None
+        if sizes.device:
+            setup = replace(self._setup, device=sizes.device)
+            self._device = DeviceDecoder(setup, sizes.output_bytes, self._on_device)
         self._idle: list[Child] = []
         self._all: set[Child] = set()
         self._returning: set[asyncio.Task[None]] = set()
         self._closed = False
+
+    def start(self) -> None:
+        """Start the decoder on the device, if there is one; the others start when they are needed."""
+        if self._device:
+            self._device.start()
+
+    def takes_on_device(self, found: Measured) -> bool:
+        """Whether a file goes to the decoder on the device, which prepares it too."""
+        return self._device is not None and self._device.takes(found)
 
     async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
         """What the prepared item will be, from the header of its file. Raises NotDecoded."""
@@ -116,23 +135,31 @@ class DecodePool:
         flow: Flow,
         data: Buffer,
         modality: Modality,
-        cost: int,
+        found: Measured,
         reserve: Callable[[], Awaitable[memoryview]],
         picture: tuple[int, ...] | None = None,
         *,
         raw: bool = False,
     ) -> Prepared:
-        """Prepare a file, or a picture of this shape, of a measured cost. Raises NotDecoded.
+        """Prepare a file, or a picture of this shape, that was measured. Raises NotDecoded.
 
         `reserve` gets the memory for the pixels once it is the item's turn. `raw` leaves the picture, in RGB, for the
         engine to prepare.
         """
         start = time.perf_counter()
-        async with self._child(self._decoding, flow, cost) as child:
-            waited = time.perf_counter() - start
+        target: memoryview | None = None
+        if self._device and not raw and self._device.takes(found):
             target = await reserve()
+            if done := await self._device.decode(flow, data, found, modality, target):
+                spent = done.decode_seconds + done.prepare_seconds
+                waited = max(0.0, time.perf_counter() - start - spent)
+                return Prepared(target, waited, done.decode_seconds, done.prepare_seconds, on_device=True)
+        async with self._child(self._decoding, flow, found.cost) as child:
+            waited = time.perf_counter() - start
+            target = target or await reserve()
             await child.write(data)
-            answer = await self._ask(child, Decode(len(data), modality, self._seconds(cost), len(target), picture, raw))
+            seconds = self._seconds(found.cost)
+            answer = await self._ask(child, Decode(len(data), modality, seconds, len(target), picture, raw))
             assert isinstance(answer, Decoded)
             await child.read(target)
         return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds)
@@ -143,13 +170,15 @@ class DecodePool:
         for task in self._returning:
             task.cancel()
         await asyncio.gather(*self._returning, return_exceptions=True)
+        if self._device:
+            await self._device.close()
         await asyncio.gather(*(child.close() for child in self._all))
         self._all.clear()
 
     @asynccontextmanager
     async def _child(self, turns: Turns, flow: Flow, cost: int) -> AsyncIterator[Child]:
         """A decoder for one job, in turn. Raises NotDecoded."""
-        turn = await turns.acquire(flow, _LEAST_MICROSECONDS + cost // _PIXELS_PER_MICROSECOND)
+        turn = await turns.acquire(flow, predicted(cost))
         getting = asyncio.create_task(self._next())
         try:
             child = await asyncio.shield(getting)
@@ -220,4 +249,4 @@ class DecodePool:
         return min(self._sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
 
     def _count_waiting(self) -> None:
-        self._monitor.waiting(self._measuring.waiting + self._decoding.waiting)
+        self._monitor.waiting(self._measuring.waiting + self._decoding.waiting + self._on_device.waiting)

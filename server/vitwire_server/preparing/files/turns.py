@@ -16,6 +16,14 @@ _MOST_PASSED_BY = 15
 """Interactive jobs in a row that may leave batch jobs waiting before one of these goes first, as in the engine."""
 
 
+_LEAST_MICROSECONDS, _PIXELS_PER_MICROSECOND = 20_000, 20
+
+
+def predicted(cost: int) -> int:
+    """Microseconds that a job of so many pixels is predicted to take."""
+    return _LEAST_MICROSECONDS + cost // _PIXELS_PER_MICROSECOND
+
+
 class Flow(NamedTuple):
     """Whose job it is; callers take turns, then their connections, then the requests of these."""
 

@@ -13,14 +13,15 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 from msgspec import msgpack
+from msgspec.structs import replace
 from PIL import Image, UnidentifiedImageError
 
 from vitwire_server.core.decoding import Fault
@@ -28,6 +29,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files import images
 from vitwire_server.preparing.files.images import Unusable
+from vitwire_server.preparing.files.jpegs import is_plain
 from vitwire_server.preparing.files.messages import (
     MAX_MESSAGE,
     TO_DECODER,
@@ -52,7 +54,18 @@ _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many f
 """Instead of an answer with more times than a message can carry."""
 
 
+class Answering(Protocol):
+    """What answers the jobs of a decoder."""
+
+    def answer(self, job: Measure | Decode) -> FromDecoder: ...
+
+
 def main() -> NoReturn:
+    """Serve with Pillow and PyAV."""
+    serve(_Worker)
+
+
+def serve(made: Callable[[Setup, mmap.mmap], Answering]) -> NoReturn:
     """Serve the socket and the memory whose descriptors are the arguments, until the socket is closed."""
     end, memory, parent = (int(each) for each in sys.argv[1:4])
     if sys.platform == "linux":
@@ -64,7 +77,7 @@ def main() -> NoReturn:
     with socket.socket(fileno=end) as link:
         setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))
         assert isinstance(setup, Setup), "the first message"
-        worker = _Worker(setup, mmap.mmap(memory, 0))
+        worker = made(setup, mmap.mmap(memory, 0))
         link.sendall(msgpack.encode(Ready()))
         while raw := link.recv(MAX_MESSAGE):
             job = TO_DECODER.decode(raw)
@@ -108,8 +121,9 @@ class _Worker:
     def _measured(self, job: Measure) -> Measured:
         data, recipe = self._memory[: job.nbytes], self._recipe(job.modality)
         if job.modality is Modality.IMAGE:
-            form, size = images.measure(data, recipe, self._setup.max_pixels)
-            return _message(form, prod(size), (*size, _CHANNELS))
+            form, size, orientation = images.measure(data, recipe, self._setup.max_pixels)
+            measured = _message(form, prod(size), (*size, _CHANNELS))
+            return replace(measured, orientation=orientation if is_plain(data) else 0)
         clip = self._clip_reader.measure(data, recipe, self._setup.max_pixels)
         frames = (len(clip.indices), *clip.size, _CHANNELS)
         return _message(clip.form, clip.cost, frames, clip.seconds)

@@ -1,0 +1,192 @@
+"""A decoder of JPEG files on the model's device: nvImageCodec decodes, the kernel of `device` prepares.
+
+It is a process with a context of its own on the device: what a file does to NVIDIA's libraries ends this process. On a
+GPU the files are decoded by the engines for JPEG, whose pixels are within 1 of libjpeg-turbo's; on a CPU by
+libjpeg-turbo, which shows that the way works.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import sys
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitwire_server.core.decoding import Fault
+from vitwire_server.preparing.device.resizing import prepared
+from vitwire_server.preparing.files.images import Unusable
+from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, Refused, Setup
+from vitwire_server.preparing.files.worker import serve
+
+_MOST_DIFFERENCE, _MOST_DIFFERING = 1, 1e-3
+"""From Pillow, and the share of values that differ at all: 1 and 0.00014 were measured."""
+_SAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
+_PROBE = (333, 517)
+_EXTENSIONS = ("libnvjpeg_ext.*", "libjpeg_turbo_ext.*")
+_BLOCKING = 4
+"""CU_CTX_SCHED_BLOCKING_SYNC: waits do not use a core."""
+_TURNS = {2: (0, True), 3: (2, False), 4: (2, True), 5: (1, True), 6: (3, False), 7: (3, True), 8: (1, False)}
+"""Quarter turns to the left, and whether the picture is mirrored before, by the orientation of EXIF."""
+
+
+class Hardware:
+    """Decodes one file after the other."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        on_device = self._device.type == "cuda"
+        if on_device:
+            index = self._device.index or 0
+            ctypes.CDLL("libcuda.so.1").cuInit(0)
+            ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxSetFlags_v2(index, _BLOCKING)
+            torch.cuda.set_device(index)
+        nvimgcodec = _library()
+        kinds = nvimgcodec.BackendKind
+        self._decoder = nvimgcodec.Decoder(
+            device_id=index if on_device else nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
+            max_num_cpu_threads=1,
+            backends=[nvimgcodec.Backend(kinds.HW_GPU_ONLY if on_device else kinds.CPU_ONLY)],
+            options=":fancy_upsampling=1",
+        )
+        self._parameters = nvimgcodec.DecodeParams(
+            apply_exif_orientation=False, sample_format=nvimgcodec.SampleFormat.I_RGB
+        )
+        self._stream = nvimgcodec.CodeStream
+        self._image: Any = None
+        """Memory that is used again; all zeros between two files, so that a damaged one shows nothing of another."""
+
+    def decoded(self, data: bytes, orientation: int) -> Tensor:
+        """The picture in RGB, `(H, W, 3)` uint8 on the device, turned upright. Raises Unusable."""
+        again = {"image": self._image} if self._image is not None else {}
+        try:
+            stream = self._stream(data)
+        except RuntimeError as error:
+            raise Unusable(Fault.LOST, str(error)) from error
+        image = self._decoder.decode(stream, params=self._parameters, **again)
+        if image is None:
+            self._image = None  # it may be half written
+            raise Unusable(Fault.LOST, "the device does not decode this file")
+        self._image = image
+        held = self._pixels()
+        picture = upright(held, orientation).clone(memory_format=torch.contiguous_format)
+        held.zero_()
+        return picture
+
+    def _pixels(self) -> Tensor:
+        if self._device.type == "cuda":
+            return torch.as_tensor(self._image, device=self._device)
+        return torch.from_numpy(np.asarray(self._image))
+
+
+def _library() -> Any:  # noqa: ANN401 - the module
+    """nvImageCodec with its extensions for JPEG alone. Raises ImportError."""
+    found = find_spec("nvidia.nvimgcodec")
+    if found is None or found.origin is None:
+        raise ImportError("nvidia-nvimgcodec is not installed")
+    package, folder = Path(found.origin).parent, Path(mkdtemp(prefix="vitwire-jpeg-"))
+    for library in package.parent.glob("*/lib/libnvjpeg.so*"):
+        ctypes.CDLL(str(library))  # the extension finds it beside itself otherwise, and not from another folder
+    for pattern in _EXTENSIONS:
+        for library in (package / "extensions").glob(pattern):
+            (folder / library.name).symlink_to(library)
+    os.environ["NVIMGCODEC_EXTENSIONS_PATH"] = str(folder)
+    try:
+        return import_module("nvidia.nvimgcodec")
+    finally:
+        rmtree(folder)
+
+
+def upright(picture: Tensor, orientation: int) -> Tensor:
+    """A view of `(H, W, 3)` that is turned as EXIF says; the orientations are 1 to 8."""
+    quarters, mirrored = _TURNS.get(orientation, (0, False))
+    return torch.rot90(picture.flip(1) if mirrored else picture, quarters, (0, 1))
+
+
+def fault_of(hardware: Hardware) -> str:
+    """Why files are not decoded by it; empty if drawn pictures are close enough to Pillow's."""
+    for sampling in (*_SAMPLINGS, ""):
+        data = _file(sampling)
+        expected = np.asarray(Image.open(BytesIO(data)).convert("RGB")).astype(np.int16)
+        try:
+            own = hardware.decoded(data, 1).cpu().numpy()
+        except (Unusable, RuntimeError) as error:
+            return f"{sampling or 'grey'}: {error}"
+        if own.shape != expected.shape:
+            return f"{sampling or 'grey'} has the shape {own.shape}, not {expected.shape}"
+        difference = np.abs(own - expected)
+        most, share = difference.max(), (difference > 0).mean()
+        if most > _MOST_DIFFERENCE or share > _MOST_DIFFERING:
+            return f"{sampling or 'grey'} differs from Pillow by up to {most}, on {share:.2%} of the values"
+    return ""
+
+
+def _file(sampling: str) -> bytes:
+    """A drawn picture with smooth and noisy parts; grey without a sampling."""
+    rng, (height, width) = np.random.default_rng(0), _PROBE
+    coarse = Image.fromarray(rng.integers(0, 256, (height // 16, width // 16, 3), np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    picture = Image.fromarray((smooth + rng.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8))
+    file = BytesIO()
+    if sampling:
+        picture.save(file, "JPEG", quality=90, subsampling=sampling)
+    else:
+        picture.convert("L").save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+class _Worker:
+    """Answers jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
+
+    def __init__(self, setup: Setup, memory: mmap.mmap) -> None:
+        self._setup = setup
+        self._memory = memory
+        self._hardware = Hardware(setup.device)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def answer(self, job: Measure | Decode) -> FromDecoder:
+        """The answer to a job."""
+        assert isinstance(job, Decode)
+        start = time.perf_counter()
+        try:
+            picture = self._hardware.decoded(self._memory[: job.nbytes], job.orientation)
+            decoded = time.perf_counter()
+            self._write(picture, job)
+        except (Unusable, ValueError) as error:
+            return Refused(Fault.LOST, str(error))
+        return Decoded(decoded - start, time.perf_counter() - decoded)
+
+    def _write(self, picture: Tensor, job: Decode) -> None:
+        at, end = self._setup.input_bytes, self._setup.input_bytes + job.output_bytes
+        for rows in prepared(picture, self._setup.recipes[job.modality]):
+            if rows is not None and at + rows.numel() <= end:
+                torch.frombuffer(self._memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
+            at += rows.numel() if rows is not None else 0
+        if at != end:
+            raise ValueError("its header and its content differ in size")
+
+
+def main() -> None:
+    """Serve as `worker.main`; or with `check DEVICE` write why this device cannot decode, or nothing."""
+    if sys.argv[1] != "check":
+        serve(_Worker)
+    try:
+        print(fault_of(Hardware(sys.argv[2])), flush=True)
+    except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer
+        print(f"nvImageCodec cannot be used: {str(error).partition(chr(10))[0]}", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Which JPEG files a device decodes as Pillow does, by their headers."""
+
+from collections.abc import Iterator
+from struct import unpack_from
+
+_START, _END, _FILL = b"\xff\xd8", b"\xff\xd9", 0xFF
+_BASELINE, _EXTENDED, _ADOBE, _SCAN = 0xC0, 0xC1, 0xEE, 0xDA
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Markers of frames: these have tables of codes and conditions between them."""
+_YCC = ((1, 2, 3), (0, 1, 2))
+"""Numbers of components that are read as luminance and colour differences."""
+_SAMPLED = ((0x11, 0x11, 0x11), (0x21, 0x11, 0x11), (0x22, 0x11, 0x11))
+"""4:4:4, 4:2:2 and 4:2:0: those that were compared with Pillow."""
+_LEAST_SIDE = 16
+"""Smaller pictures differed from Pillow's by up to 13."""
+_ADOBE_BYTES, _YCC_TRANSFORM = 12, 1
+
+
+def is_plain(data: bytes) -> bool:
+    """Whether a file is a baseline JPEG of one scan, grey or YCbCr, that ends.
+
+    All others are left to Pillow: progressive, lossless, arithmetic and CMYK files, RGB, unusual sampling, small
+    pictures, and files that are damaged where this looks.
+    """
+    components = 0
+    for marker, at, length in _segments(data):
+        if marker in _FRAMES:
+            if marker not in (_BASELINE, _EXTENDED) or not (components := _components(data, at, length)):
+                return False
+        elif marker == _ADOBE and data[at : at + 5] == b"Adobe":
+            if length < _ADOBE_BYTES or data[at + _ADOBE_BYTES - 1] != _YCC_TRANSFORM:
+                return False
+        elif marker == _SCAN:
+            return components > 0 and data[at] == components and data.find(_END, at + length) >= 0
+    return False
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Marker, start and bytes of the content of each segment, until one is damaged."""
+    at = len(_START)
+    while data.startswith(_START) and at + 4 < len(data) and data[at] == _FILL:
+        marker = data[at + 1]
+        if marker == _FILL:
+            at += 1
+            continue
+        length = int(unpack_from(">H", data, at + 2)[0]) - 2
+        if length < 1 or at + 4 + length > len(data):
+            return
+        yield marker, at + 4, length
+        at += 4 + length
+
+
+def _components(data: bytes, at: int, length: int) -> int:
+    """The components of a frame that a device decodes; 0 for others."""
+    if length < 6:
+        return 0
+    precision, height, width, count = unpack_from(">BHHB", data, at)
+    if precision != 8 or min(height, width) < _LEAST_SIDE or length != 6 + 3 * count:
+        return 0
+    names, sampling = tuple(data[at + 6 : at + length : 3]), tuple(data[at + 7 : at + length : 3])
+    if count == 1:
+        return 1
+    return count if names in _YCC and sampling in _SAMPLED else 0

@@ -1,0 +1,269 @@
+"""JPEG files decoded beside the engine by nvImageCodec: here on the CPU, by its libjpeg-turbo."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from PIL.ExifTags import Base
+
+from prepared import MODELS
+from vitwire_server.config.settings import ServeSettings
+from vitwire_server.core.decoding import Fault
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import NotOnDevice, Place
+from vitwire_server.preparing import pillow
+from vitwire_server.preparing.files import hardware
+from vitwire_server.preparing.files.hardware import Hardware, fault_of
+from vitwire_server.preparing.files.images import Unusable
+from vitwire_server.preparing.files.jpegs import is_plain
+from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Prepared, Sizes
+from vitwire_server.preparing.files.turns import Flow
+from vitwire_server.process.preparing import decoded_on
+
+FLOW = Flow("a caller")
+RECIPES = MODELS["patches"]
+
+
+def drawn(height: int = 90, width: int = 130, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def jpeg(image: Image.Image, **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+def turned(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[Base.Orientation] = orientation
+    return jpeg(drawn(), exif=exif)
+
+
+PLAIN = {
+    "4:2:0": jpeg(drawn()),
+    "4:2:2": jpeg(drawn(), subsampling="4:2:2"),
+    "4:4:4": jpeg(drawn(), subsampling="4:4:4"),
+    "odd sides": jpeg(drawn(91, 127)),
+    "grey": jpeg(drawn().convert("L")),
+    "restart markers": jpeg(drawn(), restart_marker_blocks=3),
+    "optimised": jpeg(drawn(), optimize=True, quality=98),
+    "bytes behind it": jpeg(drawn()) + bytes(100),
+    "a profile": jpeg(drawn(), icc_profile=bytes(3000), comment=b"of a camera"),
+    **{f"orientation {number}": turned(number) for number in range(1, 9)},
+}
+OTHERS = {
+    "progressive": jpeg(drawn(), progressive=True),
+    "CMYK": jpeg(drawn().convert("CMYK")),
+    "RGB": jpeg(drawn(), keep_rgb=True),
+    "small": jpeg(drawn(15, 200)),
+    "cut": jpeg(drawn())[:-400],
+    "PNG": b"\x89PNG" + bytes(100),
+    "nothing": b"",
+}
+
+
+# -- which files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_files(name: str) -> None:
+    assert is_plain(PLAIN[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_files(name: str) -> None:
+    assert not is_plain(OTHERS[name])
+
+
+def test_any_bytes_are_judged() -> None:
+    rng = random.Random(0)
+    for data in PLAIN.values():
+        for _ in range(50):
+            broken = bytearray(data)
+            for _ in range(rng.randrange(1, 6)):
+                broken[rng.randrange(min(len(broken), 700))] = rng.randrange(256)
+            assert is_plain(bytes(broken)) in (True, False)
+            assert is_plain(bytes(broken[: rng.randrange(len(broken))])) in (True, False)
+
+
+# -- pixels ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Hardware:
+    return Hardware("cpu")
+
+
+def orientation_of(data: bytes) -> int:
+    return int(Image.open(BytesIO(data)).getexif().get(Base.Orientation, 1))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_pixels_are_pillow_s(name: str, decoder: Hardware) -> None:
+    expected = ImageOps.exif_transpose(Image.open(BytesIO(PLAIN[name]))).convert("RGB")
+    own = decoder.decoded(PLAIN[name], orientation_of(PLAIN[name]))
+    np.testing.assert_array_equal(own.numpy(), np.asarray(expected))
+
+
+def test_no_pixels_are_left_behind(decoder: Hardware) -> None:
+    """A file that is cut within its pixels shows nothing of the one before."""
+    white = Image.fromarray(np.full((64, 64, 3), 255, np.uint8))
+    decoder.decoded(jpeg(white), 1)
+    assert not decoder._pixels().any()
+    cut = jpeg(drawn(64, 64))[:-900] + b"\xff\xd9"
+    assert is_plain(cut)
+    try:
+        own = decoder.decoded(cut, 1).numpy()
+    except Unusable:
+        return
+    assert not (own == 255).all(axis=2).any()
+
+
+def test_the_decoder_is_compared_with_pillow(decoder: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fault_of(decoder) == ""
+    monkeypatch.setattr(Hardware, "decoded", lambda self, data, orientation: hardware.torch.zeros(333, 517, 3))
+    assert "4:4:4 differs from Pillow by up to 255" in fault_of(decoder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "place", "reason"),
+    [
+        ({"decode": "cpu"}, Place.CPU, NotOnDevice.ASKED),
+        ({}, Place.CPU, NotOnDevice.NO_DEVICE),
+        ({"decode": "device", "decode_processes": "0"}, Place.CPU, NotOnDevice.NO_DEVICE),
+        ({"decode": "device"}, Place.DEVICE, None),
+    ],
+)
+async def test_where_files_are_decoded(flags: dict[str, str], place: Place, reason: NotOnDevice | None) -> None:
+    found = await decoded_on(ServeSettings(model="a model", **flags), "cpu")  # type: ignore[arg-type]
+    assert (found.place, found.reason) == (place, reason), found.detail
+
+
+async def test_a_device_that_is_not_there() -> None:
+    found = await decoded_on(ServeSettings(model="a model"), "cuda:0")
+    assert found.reason is NotOnDevice.UNVERIFIED
+    assert found.detail
+
+
+# -- in a pool ---------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def pool_of(**sizes: Any) -> AsyncIterator[DecodePool]:
+    usual = {"processes": 1, "input_bytes": 8 << 20, "output_bytes": 8 << 20, "pixels": 1 << 24, "seconds": 5.0}
+    bounds = Sizes(**usual | {"memory": 2 << 30, "device": "cpu"} | sizes)
+    pool = DecodePool(bounds, RECIPES, Counts(), clips=False)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+class Counts:
+    """Nobody looks at them here."""
+
+    def decoders(self, count: int) -> None: ...
+
+    def waiting(self, count: int) -> None: ...
+
+
+async def decoded(pool: DecodePool, data: bytes) -> Prepared:
+    found = await pool.measure(FLOW, data, Modality.IMAGE)
+
+    async def reserve() -> memoryview:
+        return np.zeros(int(np.prod(found.pixels)), np.uint8).data
+
+    return await pool.decode(FLOW, data, Modality.IMAGE, found, reserve)
+
+
+def assert_pixels(done: Prepared, data: bytes) -> None:
+    expected = pillow.image(pillow.read(BytesIO(data), RECIPES[Modality.IMAGE], ("JPEG",)), RECIPES[Modality.IMAGE])
+    np.testing.assert_array_equal(np.frombuffer(done.pixels, np.uint8), expected.pixels.reshape(-1))
+
+
+async def ready(pool: DecodePool) -> None:
+    assert pool._device
+    while pool._device._child is None:  # noqa: ASYNC110  # it has no event, as nobody waits for it
+        await asyncio.sleep(0.05)
+
+
+async def test_plain_files_go_to_the_device() -> None:
+    async with pool_of() as pool:
+        first = await decoded(pool, PLAIN["4:2:0"])
+        assert not first.on_device, "it has not started yet"
+        await ready(pool)
+        for data in PLAIN.values():
+            done = await decoded(pool, data)
+            assert done.on_device
+            assert_pixels(done, data)
+        done = await decoded(pool, OTHERS["progressive"])
+        assert not done.on_device
+        assert_pixels(done, OTHERS["progressive"])
+        with pytest.raises(NotDecoded):
+            await decoded(pool, OTHERS["cut"])
+
+
+async def test_many_at_a_time_take_turns() -> None:
+    async with pool_of() as pool:
+        await ready(pool)
+        names = list(PLAIN) * 3
+        for name, done in zip(
+            names, await asyncio.gather(*(decoded(pool, PLAIN[name]) for name in names)), strict=True
+        ):
+            assert done.on_device
+            assert_pixels(done, PLAIN[name])
+
+
+async def test_a_damaged_file_is_what_pillow_makes_of_it() -> None:
+    """Its codes end early, although it has an end."""
+    data = PLAIN["4:4:4"]
+    cut = data[: len(data) // 2] + b"\xff\xd9"
+    async with pool_of() as pool:
+        await ready(pool)
+        try:
+            done = await decoded(pool, cut)
+        except NotDecoded as error:
+            assert error.fault is Fault.MALFORMED
+        else:
+            assert_pixels(done, cut)
+        assert (await decoded(pool, data)).on_device
+
+
+async def test_a_decoder_that_dies_costs_no_file() -> None:
+    async with pool_of() as pool:
+        await ready(pool)
+        assert pool._device
+        child = pool._device._child
+        assert child
+        os.kill(child.process.pid, signal.SIGSTOP)
+        job = asyncio.create_task(decoded(pool, PLAIN["4:2:2"]))
+        await asyncio.sleep(0.2)
+        os.kill(child.process.pid, signal.SIGKILL)
+        done = await job
+        assert not done.on_device
+        assert_pixels(done, PLAIN["4:2:2"])
+        await ready(pool)
+        assert pool._device._child is not child
+        assert (await decoded(pool, PLAIN["4:2:2"])).on_device
+
+
+async def test_a_cancelled_file_does_not_reach_the_next() -> None:
+    async with pool_of() as pool:
+        await ready(pool)
+        for _ in range(10):
+            job = asyncio.create_task(decoded(pool, PLAIN["grey"]))
+            await asyncio.sleep(0.01)
+            job.cancel()
+            done = await decoded(pool, PLAIN["odd sides"])
+            assert done.on_device
+            assert_pixels(done, PLAIN["odd sides"])
