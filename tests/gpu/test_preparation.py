@@ -178,6 +178,21 @@ def test_scratch_is_used_again(device: torch.device, monkeypatch: pytest.MonkeyP
     assert launches == [4, 4], "one launch for each pass of all frames"
 
 
+def test_nothing_waits_for_the_device(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("needs CUDA")
+    picture = torch.from_numpy(drawn(50, 70, 3)).to(device)
+    rows = torch.empty_like(prepared(picture, PATCHES, torch.bfloat16)[0])
+    prepare([Job(picture, PATCHES, rows)])  # compiled, and its tables are there
+    other = torch.from_numpy(drawn(90, 40, 3)).to(device)
+    more = torch.empty_like(prepared(other[:80], PATCHES, torch.bfloat16)[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prepare([Job(picture, PATCHES, rows), Job(other[:80], PATCHES, more)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 # -- what is not equal -------------------------------------------------------------------------------
 
 
