@@ -36,7 +36,10 @@ def _bounded(size: Size, longest: int) -> Size:
     if not longest or max(size) <= longest:
         return size
     scale = longest / max(size)
-    return int(size[0] * scale), int(size[1] * scale)
+    height, width = int(size[0] * scale), int(size[1] * scale)
+    if not height or not width:
+        raise ValueError(f"{size[0]}x{size[1]} is too elongated for this model")
+    return height, width
 
 
 def _window(size: Size, view: int, crop: int) -> int:
