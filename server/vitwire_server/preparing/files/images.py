@@ -16,7 +16,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _FIRST_OF_MANY = ("GIF", "MPO")
 """Formats of which the first picture is used: animations, and photographs beside which a camera stores others."""
 _TURNED = (5, 6, 7, 8)
-"""Orientations of EXIF with width and height exchanged."""
+"""Orientations of EXIF with width and height exchanged. Pillow turns by a fraction or float of this value too."""
 _PNG_HEADER, _PNG_DATA, _PNG_METADATA = b"IHDR", b"IDAT", (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
@@ -35,7 +35,8 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, tuple[i
         width, height = image.size
         if width * height > max_pixels:
             raise Unusable(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
-        if getattr(image, "is_animated", False) and image.format not in _FIRST_OF_MANY:
+        # in this order: `is_animated` reads a GIF's second picture, which may be damaged
+        if image.format not in _FIRST_OF_MANY and getattr(image, "is_animated", False):
             raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         if _orientation(image, data) in _TURNED:
             width, height = height, width
@@ -48,14 +49,12 @@ def decode(data: bytes, recipe: Recipe) -> Image.Image:
         return pillow.read(file, recipe, _FORMATS)
 
 
-def _orientation(image: Image.Image, data: bytes) -> int:
-    """The orientation in the image's metadata; that of a PNG may come after the pixels."""
+def _orientation(image: Image.Image, data: bytes) -> object:
+    """The orientation in the image's metadata, of any type; that of a PNG may come after the pixels."""
     if image.format == "PNG":
         with BytesIO(_without_pixels(data)) as file, Image.open(file, formats=("PNG",)) as headers:
-            found = Image.Image.getexif(headers).get(Base.Orientation)
-    else:
-        found = image.getexif().get(Base.Orientation)
-    return found if isinstance(found, int) else 1
+            return Image.Image.getexif(headers).get(Base.Orientation)
+    return image.getexif().get(Base.Orientation)
 
 
 def _without_pixels(data: bytes) -> bytes:
