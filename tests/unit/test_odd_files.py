@@ -44,7 +44,7 @@ def turned_by(kind: int, value: bytes) -> bytes:
 
 def read(file: bytes, own: Recipe) -> np.ndarray:
     """The picture in a file, whose form was known from its header."""
-    form, size = images.measure(file, own, 1 << 26)
+    form, size, *_ = images.measure(file, own, 1 << 26)
     picture = images.decode(file, own)
     made = pillow.image(picture, own)
     assert (form.grid, form.pixels) == (made.grid, made.pixels.shape)

@@ -15,8 +15,9 @@ from vitwire_server.preparing.rules.recipe import Recipe
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _FIRST_OF_MANY = ("GIF", "MPO")
 """Formats of which the first picture is used: animations, and photographs beside which a camera stores others."""
+_ORIENTATIONS = range(1, 9)
 _TURNED = (5, 6, 7, 8)
-"""Orientations of EXIF with width and height exchanged. Pillow turns by a fraction or float of this value too."""
+"""Orientations of EXIF with width and height exchanged."""
 _PNG_HEADER, _PNG_DATA, _PNG_METADATA = b"IHDR", b"IDAT", (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
@@ -49,12 +50,14 @@ def decode(data: bytes, recipe: Recipe) -> Image.Image:
         return pillow.read(file, recipe, _FORMATS)
 
 
-def _orientation(image: Image.Image, data: bytes) -> object:
-    """The orientation in the image's metadata, of any type; that of a PNG may come after the pixels."""
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """The orientation in the image's metadata, 1 to 8; that of a PNG may come after the pixels."""
     if image.format == "PNG":
         with BytesIO(_without_pixels(data)) as file, Image.open(file, formats=("PNG",)) as headers:
-            return Image.Image.getexif(headers).get(Base.Orientation)
-    return image.getexif().get(Base.Orientation)
+            found = Image.Image.getexif(headers).get(Base.Orientation)
+    else:
+        found = image.getexif().get(Base.Orientation)
+    return next((each for each in _ORIENTATIONS if each == found), 1)  # also for a fraction or float, as Pillow does
 
 
 def _without_pixels(data: bytes) -> bytes:
