@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     options = _parser().parse_args()
-    named = ("models", "tiny", "pixels", "clients", "connections", "seconds", "flags")
+    named = ("models", "tiny", "pixels", "image_tokens", "clients", "connections", "seconds", "flags")
     report = Report("service", options.out, {name: getattr(options, name) for name in named} | {"device": _device()})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
         bench = Bench(report, options, options.checkpoints or Path(folder))
@@ -111,7 +111,10 @@ class Bench:
 
     def _checkpoint(self, model: str) -> Path:
         folder = self._folder / (model.replace(":", "_") + ("_tiny" if self._options.tiny else ""))
-        return folder if towers.is_written(folder) else towers.published(model, folder, tiny=self._options.tiny)
+        if not towers.is_written(folder):
+            towers.published(model, folder, tiny=self._options.tiny)
+        towers.bounded(folder, self._options.image_tokens)
+        return folder
 
     # -- the bare ceiling ------------------------------------------------------------------------------
 
@@ -286,6 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pixels", choices=PIXELS, default="uint8", help="what is sent where a load does not say it")
     add("--seconds", type=float, default=4.0, help="how long each load is measured")
     add("--minutes", type=float, default=9.0, help="start no measurement later than this; what is left out is listed")
+    add("--image-tokens", type=int, default=1024, help="tokens that the server shrinks pictures and files to, at most")
     add("--tiny", action="store_true", help="towers of the same shape, but small")
     add("--checkpoints", type=Path, help="write towers here and keep them, or use those that are there")
     add("--flags", default="", help="more flags of vitwire-server serve, in one argument")

@@ -1,5 +1,6 @@
 """Checkpoints that the benchmarks of the service are run on, with random weights."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ def published(name: str, folder: Path, *, tiny: bool) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write(model_type, shrunk(fields, *TINY) if tiny else fields, folder)
     return folder
+
+
+def bounded(folder: Path, tokens: int) -> None:
+    """Let Qwen's processor of a checkpoint shrink images to so many tokens at most; others stay."""
+    vision = json.loads((folder / "config.json").read_text())["vision_config"]
+    if "spatial_merge_size" not in vision:
+        return
+    path = folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text())
+    settings["size"]["longest_edge"] = tokens * (vision["patch_size"] * vision["spatial_merge_size"]) ** 2
+    path.write_text(json.dumps(settings))
 
 
 def is_written(folder: Path) -> bool:

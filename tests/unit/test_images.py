@@ -26,7 +26,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchEmbed
 
 from prepared import clip_patches, recipe
 from prepared import patches as image_patches
-from vitwire_server.preparing.rules.patches import MAX_DECODED_PIXELS, smart_resize
+from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
+from vitwire_server.preparing.rules.patches import smart_resize
 from vitwire_server.preparing.rules.recipe import Recipe
 
 QUICK = tuned(max_examples=60)
@@ -525,7 +526,7 @@ def test_decompression_bombs(side: int, action: Any, tmp_path: Path) -> None:
 def test_the_limit_holds_where_pillow_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     path = bomb(tmp_path / "bomb.png", 9_500)
-    message = f"9500x9500 exceeds the limit of {MAX_DECODED_PIXELS} pixels"
+    message = f"9500x9500 exceeds the limit of {MAX_PICTURE_PIXELS} pixels"
     with pytest.raises(ValueError, match=message):
         image_patches(path, loose())
 

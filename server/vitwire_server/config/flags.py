@@ -14,6 +14,7 @@ from pydantic_settings import CliImplicitFlag
 
 from vitwire_server.config.ladder_files import token_counts
 from vitwire_server.config.sources import SourcedSettings
+from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 """gRPC stores the size of a message in a C int."""
@@ -24,8 +25,6 @@ MAX_PATCHES = 1 << 20
 MAX_RPC_PROCESSES = 64
 """Most edge processes per device."""
 MAX_DECODE_PROCESSES = 256
-MAX_IMAGE_PIXELS = 89_478_485
-"""Most pixels of a picture: a quarter of a GiB as RGB, where Pillow starts to warn."""
 _MIB = 1 << 20
 MAX_QUEUED_ITEMS = 1 << 31
 MAX_BYTES = 1 << 44
@@ -160,7 +159,7 @@ class Flags(SourcedSettings):
     max_image_pixels: int = Field(
         default=64 * _MIB,
         ge=1,
-        le=MAX_IMAGE_PIXELS,
+        le=MAX_PICTURE_PIXELS,
         description="maximum pixels of a picture, sent as a file or not, or of a frame of a clip",
     )
     decode_seconds: float = Field(

@@ -1,6 +1,9 @@
-"""Files that are not decoded."""
+"""Files and pictures that are not decoded."""
 
 from enum import StrEnum
+
+MAX_PICTURE_PIXELS = 89_478_485
+"""Of a picture, whatever the settings allow: a quarter of a GiB as RGB, where Pillow starts to warn."""
 
 
 class Fault(StrEnum):

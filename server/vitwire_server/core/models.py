@@ -244,7 +244,7 @@ class NotOnDevice(StrEnum):
     UNVERIFIED = "unverified"
     """Test pictures could not be prepared or decoded on the device, or differed."""
     TOO_LARGE = "too_large"
-    """The picture takes more memory than one may have on its way to the device."""
+    """The picture takes more memory than one may have on its way to the device, or is too long and narrow for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from typing import IO, TypeAlias
 import numpy as np
 from PIL import Image, ImageOps
 
-from vitwire_server.preparing.rules.patches import MAX_DECODED_PIXELS, Pixels, Size, patch_rows
+from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
+from vitwire_server.preparing.rules.patches import Pixels, Size, patch_rows
 from vitwire_server.preparing.rules.pictures import Picture, Tiles
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sizes import resized
@@ -121,8 +122,8 @@ def _rgb(image: Image.Image, *, drop: bool) -> Image.Image:
 
 
 def _check_bounded(image: Image.Image) -> None:
-    if image.width * image.height > MAX_DECODED_PIXELS:
-        raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_DECODED_PIXELS} pixels")
+    if image.width * image.height > MAX_PICTURE_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_PICTURE_PIXELS} pixels")
 
 
 @contextmanager

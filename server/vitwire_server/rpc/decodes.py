@@ -19,6 +19,7 @@ from vitwire_server.observe.tracing import SPAN
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
 from vitwire_server.preparing.files.pool import Prepared as Done
 from vitwire_server.preparing.files.turns import Flow
+from vitwire_server.rpc.unprepared import is_elongated
 from vitwire_server.scheduling.admission import Admission, Permit
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class Decodes:
             measured = pool.measure_picture(given.picture, given.modality)
         else:
             measured = await pool.measure(flow, given.data, given.modality)
+            if is_elongated(measured.picture):
+                measured = replace(measured, orientation=0)
             if pool.takes_on_device(measured):
                 measured = replace(measured, picture=())  # the engine gets what was prepared
         item = self.codec.measured(f"items[{index}]", given, measured, call.consumer)

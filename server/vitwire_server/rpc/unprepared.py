@@ -11,10 +11,14 @@ from vitwire_server.core.items import DType, Modality
 from vitwire_server.core.models import Limits, ModelCard, Place
 
 _RGB, _RGBA = 3, 4
+_AXES_OF_IMAGE, _AXES_OF_CLIP = 3, 4
 _CLIP_BYTES = 8
 """Of the frames of a clip, for each pixel that a frame may have."""
 MAX_PICTURE_BYTES = 96 << 20
 """Of a picture on its way to the device: 32 megapixels."""
+_MOST_ELONGATED = 32
+"""Longer side of a picture that goes to the device, in shorter sides: sums over millions of neighbours, which resizing
+a longer one takes, would hold up everyone's batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,16 @@ def is_picture(item: pb.Item) -> bool:
 
 def goes_to_device(picture: tuple[int, ...], card: ModelCard) -> bool:
     """Whether the engine, rather than a decoder, prepares a picture of this shape."""
-    on_device = card.preparation.place is Place.DEVICE
-    return on_device and picture[-1:] == (_RGB,) and prod(picture) <= MAX_PICTURE_BYTES
+    on_device = card.preparation.place is Place.DEVICE and len(picture) in (_AXES_OF_IMAGE, _AXES_OF_CLIP)
+    if not on_device or picture[-1] != _RGB or prod(picture) > MAX_PICTURE_BYTES:
+        return False
+    return not is_elongated(picture)
+
+
+def is_elongated(picture: tuple[int, ...]) -> bool:
+    """Whether a picture `(..., H, W, 3)` is too long and narrow for a device."""
+    sides = picture[-3:-1]
+    return max(sides) > _MOST_ELONGATED * min(sides)
 
 
 def picture_bytes(limits: Limits) -> int:
@@ -71,7 +83,7 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
 def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterator[Violation]:
     """What is wrong about an item with a picture; fields are named within the item."""
     shape, limits = tuple(item.pixels.shape), card.limits
-    axes = 4 if modality is Modality.VIDEO else 3
+    axes = _AXES_OF_CLIP if modality is Modality.VIDEO else _AXES_OF_IMAGE
     if item.HasField("crops"):
         yield Violation("crops", "must be absent: the server makes the crops of a picture")
     if modality not in card.prepared:

@@ -130,7 +130,7 @@ class Engine:
         except torch.AcceleratorError as error:
             if "out of memory" not in str(error):  # from pinned memory or launches
                 raise DeviceLost(_first_line(error)) from None
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return Failed(items, EncodeFailed(f"the forward failed: {_first_line(error)}"))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -39,7 +39,8 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, tuple[i
         width, height = image.size
         if width * height > max_pixels:
             raise Unusable(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
-        if getattr(image, "is_animated", False) and image.format not in _FIRST_OF_MANY:
+        # in this order: `is_animated` reads a GIF's second picture, which may be damaged
+        if image.format not in _FIRST_OF_MANY and getattr(image, "is_animated", False):
             raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         orientation = _orientation(image, data)
         if orientation in _TURNED:
@@ -54,13 +55,13 @@ def decode(data: bytes, recipe: Recipe) -> Image.Image:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """The orientation in the image's metadata; that of a PNG may come after the pixels."""
+    """The orientation in the image's metadata, 1 to 8; that of a PNG may come after the pixels."""
     if image.format == "PNG":
         with BytesIO(_without_pixels(data)) as file, Image.open(file, formats=("PNG",)) as headers:
             found = Image.Image.getexif(headers).get(Base.Orientation)
     else:
         found = image.getexif().get(Base.Orientation)
-    return found if isinstance(found, int) and found in _ORIENTATIONS else 1
+    return next((each for each in _ORIENTATIONS if each == found), 1)  # also for a fraction or float, as Pillow does
 
 
 def _without_pixels(data: bytes) -> bytes:

@@ -9,8 +9,8 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """Markers of frames: these have tables of codes and conditions between them."""
 _YCC = ((1, 2, 3), (0, 1, 2))
 """Numbers of components that are read as luminance and colour differences."""
-_SAMPLED = ((0x11, 0x11, 0x11), (0x21, 0x11, 0x11), (0x22, 0x11, 0x11))
-"""4:4:4, 4:2:2 and 4:2:0: those that were compared with Pillow."""
+_SAMPLED = ((0x11, 0x11, 0x11), (0x21, 0x11, 0x11), (0x12, 0x11, 0x11), (0x22, 0x11, 0x11))
+"""4:4:4, 4:2:2, 4:4:0 and 4:2:0: those that were compared with Pillow."""
 _LEAST_SIDE = 16
 """Smaller pictures differed from Pillow's by up to 13."""
 _ADOBE_BYTES, _YCC_TRANSFORM = 12, 1

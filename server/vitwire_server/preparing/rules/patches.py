@@ -16,8 +16,6 @@ Size = tuple[int, int]
 
 CHANNELS = 3
 MAX_ASPECT_RATIO = 200
-MAX_DECODED_PIXELS = 89_478_485
-"""Larger images are refused before decoding: a quarter of a GiB as RGB, where Pillow starts to warn."""
 
 
 def smart_resize(height: int, width: int, recipe: Recipe, frames: int = 1) -> Size:

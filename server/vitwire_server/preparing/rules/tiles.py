@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 
+from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing.rules.layouts import (
     at_longest,
@@ -18,7 +19,7 @@ from vitwire_server.preparing.rules.layouts import (
     layouts_of,
     parts,
 )
-from vitwire_server.preparing.rules.patches import MAX_DECODED_PIXELS, Pixels, Size
+from vitwire_server.preparing.rules.patches import Pixels, Size
 from vitwire_server.preparing.rules.pictures import (
     Picture,
     Tiles,
@@ -65,7 +66,7 @@ def _center_crop(picture: Picture, tiling: Tiling) -> Tiles:
     height, width = picture.size
     short = min(height, width)
     size = (tiling.min_side * height // short, tiling.min_side * width // short)
-    if math.prod(size) > MAX_DECODED_PIXELS:
+    if math.prod(size) > MAX_PICTURE_PIXELS:
         raise ValueError(f"{height}x{width} is too elongated: resized, it would have {math.prod(size)} pixels")
     return _middle(picture, size, tiling.tile)
 

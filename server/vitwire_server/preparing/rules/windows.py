@@ -1,7 +1,8 @@
 """Windows over an image that is too large or too long for its overview alone, as Step3-VL cuts them."""
 
+from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
 from vitwire_server.core.tilings import Tiling
-from vitwire_server.preparing.rules.patches import MAX_DECODED_PIXELS, Size
+from vitwire_server.preparing.rules.patches import Size
 from vitwire_server.preparing.rules.pictures import Picture, Tiles, placed, stacked
 
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
@@ -14,7 +15,7 @@ def windows(picture: Picture, tiling: Tiling) -> Tiles:
     assert tiling.crop is not None, "windows become crops"
     if min(picture.size) < _NARROW and max(picture.size) > _VERY_ELONGATED * min(picture.size):
         side = max(picture.size)
-        if side * side > MAX_DECODED_PIXELS:
+        if side * side > MAX_PICTURE_PIXELS:
             raise ValueError(f"{picture.size[0]}x{picture.size[1]} is too elongated for this model")
         square = placed(picture.pixels, (side, side), (0, 0), ())
         picture = Picture((side, side), square, picture.resizer, picture.resample)
@@ -36,7 +37,10 @@ def _bounded(size: Size, longest: int) -> Size:
     if not longest or max(size) <= longest:
         return size
     scale = longest / max(size)
-    return int(size[0] * scale), int(size[1] * scale)
+    height, width = int(size[0] * scale), int(size[1] * scale)
+    if not height or not width:
+        raise ValueError(f"{size[0]}x{size[1]} is too elongated for this model")
+    return height, width
 
 
 def _window(size: Size, view: int, crop: int) -> int:
