@@ -13,6 +13,8 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1 import encoder_pb2_grpc as rpc
 
 FLAGS = ("--dtype", "float32", "--decode-processes", "1")
+LARGE = ((700, 800), (1600, 401))
+"""Of photographs that a decoder on the device takes."""
 MODEL_TYPES = ("qwen3_vl", "deepseek_ocr2", "llava_onevision")
 """Of patches, of tiles with crops, and of tiles with an overview."""
 SHAPES = {"one process": (), "edges": ("--rpc-processes", "2", "--decode-processes", "2")}
@@ -110,11 +112,10 @@ def test_a_large_picture_goes_through_a_decoder(checkpoints: Checkpoints) -> Non
 def test_jpegs_are_decoded_beside_the_engine(shape: str, checkpoints: Checkpoints) -> None:
     """By nvImageCodec, here on the CPU; other files by the usual decoders. The rows are the same."""
     sent, folder = items(clips=True), checkpoints("qwen3_vl")
+    sent += [pb.Item(modality=pb.MODALITY_IMAGE, encoded=saved(photograph(*size))) for size in LARGE]
     with serving(folder, *FLAGS, "--decode", "cpu") as server:
         expected = rows_of(server, sent)
-    jpegs = [
-        pb.Item(modality=pb.MODALITY_IMAGE, encoded=saved(photograph(64, 64 + 32 * number))) for number in range(8)
-    ]
+    jpegs = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=saved(photograph(*LARGE[0]))) for _ in range(4)]
     with serving(folder, *FLAGS, *SHAPES[shape], "--decode", "device") as server:
         with grpc.insecure_channel(server.target) as channel:
             found = rpc.EncoderServiceStub(channel).GetModel(pb.GetModelRequest()).decoding

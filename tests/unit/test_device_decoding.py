@@ -20,7 +20,7 @@ from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.files import hardware
+from vitwire_server.preparing.files import device, hardware
 from vitwire_server.preparing.files.hardware import Hardware, fault_of
 from vitwire_server.preparing.files.images import Unusable
 from vitwire_server.preparing.files.jpegs import is_plain
@@ -157,6 +157,11 @@ async def test_a_device_that_is_not_there() -> None:
 # -- in a pool ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_LEAST_PIXELS", 1)
+
+
 @asynccontextmanager
 async def pool_of(**sizes: Any) -> AsyncIterator[DecodePool]:
     usual = {"processes": 1, "input_bytes": 8 << 20, "output_bytes": 8 << 20, "pixels": 1 << 24, "seconds": 5.0}
@@ -211,6 +216,14 @@ async def test_plain_files_go_to_the_device() -> None:
         assert_pixels(done, OTHERS["progressive"])
         with pytest.raises(NotDecoded):
             await decoded(pool, OTHERS["cut"])
+
+
+async def test_small_files_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_LEAST_PIXELS", 90 * 130 + 1)
+    async with pool_of() as pool:
+        await ready(pool)
+        assert not (await decoded(pool, PLAIN["4:2:0"])).on_device
+        assert (await decoded(pool, jpeg(drawn(91, 130)))).on_device
 
 
 async def test_many_at_a_time_take_turns() -> None:

@@ -123,7 +123,7 @@ class Decodes:
         else:
             measured = await pool.measure(flow, given.data, given.modality)
             if is_elongated(measured.picture):
-                measured = replace(measured, orientation=0)
+                measured = replace(measured, orientation=0)  # its kernel would take long
             if pool.takes_on_device(measured):
                 measured = replace(measured, picture=())  # the engine gets what was prepared
         item = self.codec.measured(f"items[{index}]", given, measured, call.consumer)

@@ -72,6 +72,8 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
     frame_seconds: tuple[float, ...] = ()
     orientation: int = 0
     """By EXIF, of a JPEG that a device decodes as Pillow does; 0 of other files."""
+    area: int = 0
+    """Pixels of such a JPEG."""
 
 
 class Decoded(Struct, array_like=True, frozen=True, tag=2):

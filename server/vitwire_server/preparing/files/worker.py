@@ -123,7 +123,7 @@ class _Worker:
         if job.modality is Modality.IMAGE:
             form, size, orientation = images.measure(data, recipe, self._setup.max_pixels)
             measured = _message(form, prod(size), (*size, _CHANNELS))
-            return replace(measured, orientation=orientation if is_plain(data) else 0)
+            return replace(measured, orientation=orientation, area=prod(size)) if is_plain(data) else measured
         clip = self._clip_reader.measure(data, recipe, self._setup.max_pixels)
         frames = (len(clip.indices), *clip.size, _CHANNELS)
         return _message(clip.form, clip.cost, frames, clip.seconds)
