@@ -10,7 +10,7 @@ from PIL import Image
 
 pytest.importorskip("nvidia.nvimgcodec")
 
-from vitwire_server.preparing.files.hardware import Hardware, fault_of
+from vitwire_server.preparing.device.hardware import Hardware, fault_of
 from vitwire_server.preparing.files.jpegs import is_plain
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -20,8 +20,9 @@ from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.files import device, hardware
-from vitwire_server.preparing.files.hardware import Hardware, fault_of
+from vitwire_server.preparing.device import hardware
+from vitwire_server.preparing.device.hardware import Hardware, fault_of
+from vitwire_server.preparing.files import device
 from vitwire_server.preparing.files.images import Unusable
 from vitwire_server.preparing.files.jpegs import is_plain
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Prepared, Sizes

@@ -30,7 +30,7 @@ from vitwire_server.preparing.files.messages import (
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "CC")
 _WORKER = "vitwire_server.preparing.files.worker"
-HARDWARE = "vitwire_server.preparing.files.hardware"
+HARDWARE = "vitwire_server.preparing.device.hardware"
 """The module of decoders on a device."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _COPIED_BYTES = 4 << 20
