@@ -350,7 +350,7 @@ MAIN = "from vitwire_cli import main; main()"
 NO_MEMORY = """
 import numpy as np
 from vitwire.cli._bench import pictures
-pictures._random = lambda _: np.empty(1 << 62, "u1")
+pictures._random = lambda *_: np.empty(1 << 62, "u1")
 """
 
 
