@@ -113,7 +113,13 @@ def test_service_bench_without_a_package_only_skips_its_timeline(
     report = Report("service", None, {})
     flags = "--graphs simulated --budgets 16,64 --compile off"
     options = Namespace(
-        flags=flags, delivery=["stream"], minutes=5, tiny=True, pixels="uint8", plot=tmp_path / "plot.png"
+        flags=flags,
+        delivery=["stream"],
+        minutes=5,
+        tiny=True,
+        image_tokens=64,
+        pixels="uint8",
+        plot=tmp_path / "plot.png",
     )
     options.loads = [Load("112", 2)]
     Bench(report, options, tmp_path).plot(Setup("qwen3_vl:8b-like", "cpu", 1))
