@@ -26,6 +26,9 @@ def test_a_server_prepares_on_the_device(checkpoints: Callable[[str], Path], dev
     ):
         own = [client.encode_images([each])[0] for each in pictures]  # alone, as rows depend on the budget
         assert server.metric("vitwire_prepared_total", where="device", reason="") == len(pictures)
+        assert server.metric("vitwire_prepare_seconds_count", where="device", stage="batch") == len(pictures)
+        spent = server.metric("vitwire_prepare_seconds_sum", stage="batch")
+        assert 0 < spent < server.metric("vitwire_stage_seconds_sum", stage="execute")
         made = [pillow.prepared(each, of_images(folder)) for each in pictures]
         expected = [client.encode([Item(each.pixels, each.grid)])[0] for each in made]
     for mine, theirs in zip(own, expected, strict=True):

@@ -147,7 +147,7 @@ class TestDeviceLost:
             rig.engine.launch(rig.items(GRIDS), None)
 
     def test_while_rows_are_on_their_way(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-        def wait() -> float:
+        def wait() -> tuple[float, float]:
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
         monkeypatch.setattr(rig.engine._streams, "download", lambda rows, checks, *_: Download([*rows, *checks], wait))

@@ -16,6 +16,8 @@ class Timings:
     stage_in: float
     execute: float
     stage_out: float
+    prepare: float = 0.0
+    """Of `execute`: preparing the pictures among its items; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)

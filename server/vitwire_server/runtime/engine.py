@@ -44,7 +44,7 @@ class Launch:
         """Wait for the batch, and for rows that go to the host. Raises DeviceLost."""
         start = time.perf_counter()
         try:
-            execute = self.download.wait()
+            execute, preparing = self.download.wait()
         except torch.AcceleratorError as error:
             raise DeviceLost(_first_line(error)) from None
         *rows, finite, kept = self.download.tensors
@@ -60,7 +60,7 @@ class Launch:
                 self.items, data, self.shapes, kept_of_each, finite_of_each, self.outgoing, strict=True
             )
         ]
-        return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start))
+        return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start, preparing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Separately:
         """The results of all items in order, with summed timings."""
         collected = [part.collect() for part in self.parts]
         ran = [one.timings for one in collected if one.timings]
-        spent = [sum(getattr(each, name) for each in ran) for name in ("stage_in", "execute", "stage_out")]
+        spent = [sum(getattr(each, name) for each in ran) for name in ("stage_in", "execute", "stage_out", "prepare")]
         results = [result for one in collected for result in one.results]
         return Collected(results, Timings(*spent) if ran else None, ran_separately=True)
 
@@ -218,7 +218,9 @@ class Engine:
             for item, target in zip(group, views, strict=False):
                 if item.crops and target is not None:
                     self._stager.stage(next(sources), item.modality, target, crops=True)
-        prepare(pictures)
+        if pictures:
+            with self._streams.preparing():
+                prepare(pictures)
 
     def _job(self, item: Item, source: Tensor, pixels: Tensor, crops: Tensor | None) -> Job:
         """To prepare the flat picture of an item into its rows of the tower's inputs."""

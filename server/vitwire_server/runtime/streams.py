@@ -38,8 +38,8 @@ class Download:
     """A transfer of tensors to the host."""
 
     tensors: Sequence[Tensor]
-    wait: Callable[[], float]
-    """Blocks until the transfer is done; returns the seconds of computation on the device."""
+    wait: Callable[[], tuple[float, float]]
+    """Blocks until the transfer is done; returns the seconds of computation on the device, and of `preparing` in it."""
 
 
 class Streams(ABC):
@@ -62,6 +62,10 @@ class Streams(ABC):
         """A context in which work is enqueued for computation."""
 
     @abstractmethod
+    def preparing(self) -> AbstractContextManager[None]:
+        """A context in which pictures are prepared, within `computing` and at most once in it."""
+
+    @abstractmethod
     def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
         """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
 
@@ -80,18 +84,24 @@ class HostStreams(Streams):
     def __init__(self, memory: HostMemory | None = None) -> None:
         """`memory` is where rows go; None leaves them where they were computed."""
         self._memory = memory
-        self._started = 0.0
+        self._started = self._preparing = 0.0
 
     def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
         return [flat(pixels) for (pixels,) in groups]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        self._started = time.perf_counter()
+        self._started, self._preparing = time.perf_counter(), 0.0
         yield
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._preparing = time.perf_counter() - start
+
     def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
-        seconds = time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._started, self._preparing
         if self._memory:
             rows = [_host_tensor(tensor, self._memory).copy_(tensor) for tensor in rows]
         return Download([*rows, *checks], lambda: seconds)
@@ -115,6 +125,7 @@ class CudaStreams(Streams):
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._started = torch.cuda.Event(enable_timing=True)
+        self._preparing: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
         ends = [0]
@@ -143,10 +154,20 @@ class CudaStreams(Streams):
         with torch.cuda.stream(self.compute):
             self._started = torch.cuda.Event(enable_timing=True)
             self._started.record()
+            self._preparing = None
             yield
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(self.compute)
+        yield
+        end.record(self.compute)
+        self._preparing = start, end
 
     def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+        preparing = self._preparing
         done.record(self.compute)
         self._out.wait_event(done)
         with torch.cuda.stream(self._out):
@@ -157,11 +178,16 @@ class CudaStreams(Streams):
                 tensor.record_stream(self._out)
             copied.record(self._out)
 
-        def wait() -> float:
+        def wait() -> tuple[float, float]:
             copied.synchronize()
-            return float(started.elapsed_time(done)) / 1000
+            return _seconds(started, done), _seconds(*preparing) if preparing else 0.0
 
         return Download(host, wait)
+
+
+def _seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Between two events that have passed."""
+    return float(start.elapsed_time(end)) / 1000
 
 
 def _host_tensor(tensor: Tensor, memory: HostMemory | None) -> Tensor:

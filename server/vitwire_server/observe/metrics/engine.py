@@ -3,6 +3,7 @@
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import NonFinite
 from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Place
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, Path
 from vitwire_server.observe.metrics.memory import MemoryMetrics
@@ -37,6 +38,7 @@ class EngineMetrics:
         self._canaries = counter("canaries", "Test items run while the engine is idle", "result")
         self._heartbeat = gauge("engine_heartbeat_timestamp_seconds", "Time of the engine thread's last heartbeat")
         self._items, self._stages, self._cancelled = shared.items, shared.stages, shared.cancelled
+        self._prepare = shared.prepare_seconds.labels(Place.DEVICE, "batch")
         self._copied = shared.copied.labels("host")
         self._show_labels()
 
@@ -56,6 +58,8 @@ class EngineMetrics:
         if report.timings:
             for stage in ("stage_in", "execute", "stage_out"):
                 self._stages.labels(stage).observe(getattr(report.timings, stage))
+            if report.timings.prepare:
+                self._prepare.observe(report.timings.prepare)
         for modality, outcome in report.items:
             self._count_item(modality, report.budget, report.fallback)
             self._nonfinite.inc(isinstance(outcome, NonFinite))

@@ -50,10 +50,7 @@ class RpcMetrics:
         self._prepared = series.counter(
             "prepared", "Pictures and files prepared, by where, and why not on the device", "where", "reason"
         )
-        self._prepare_seconds = series.histogram(
-            "prepare_seconds", "Time of a picture or file in a decoder, by where that is", SECONDS,
-            "where", "stage",
-        )  # fmt: skip
+        self._prepare_seconds = shared.prepare_seconds
         for modality in Modality:
             self._decode_seconds.labels(modality)
         for reason in Fault:

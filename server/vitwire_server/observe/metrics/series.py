@@ -47,6 +47,11 @@ class Shared:
         self.delivery_seconds = series.histogram(
             "delivery_seconds", "Time to deliver the rows of an item, by way", SECONDS, "way"
         )
+        self.prepare_seconds = series.histogram(
+            "prepare_seconds",
+            "Time of a picture or file in a decoder, by where that is; batch: of a batch's pictures in the engine",
+            SECONDS, "where", "stage",
+        )  # fmt: skip
         self.copied = series.counter("copied_bytes", "Bytes of rows copied from the device to the host, or back", "to")
         self.cancelled = series.counter("cancelled", "Items cancelled, by the stage they were in", "stage")
         for place in ("host", "device"):
