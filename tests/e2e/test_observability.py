@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -18,6 +19,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from checkpoints import Checkpoints
 from collectors import Collector, attributes, collecting
+from encoded_files import photograph, saved
 from processes import edges
 from servers import ServerProcess, serving
 from vitwire import Client, Item, NotCached
@@ -98,6 +100,14 @@ def of(method: str, request_id: str) -> Any:
     return lambda span: span.name.endswith(f"/{method}") and attributes(span)["vitwire.request_id"] == request_id
 
 
+def stages_of(spans: list[Span], number: int) -> dict[str, Span]:
+    """The stages of an item by name."""
+    own = [span for span in spans if attributes(span).get("vitwire.item") == number]
+    found = {span.name: span for span in own if "/" not in span.name}
+    assert len(found) == len(own), "each once"
+    return found
+
+
 class TestTraces:
     @pytest.mark.parametrize(("rows", "method"), [(16, "Encode"), (1024, "EncodeStream")])
     def test_the_stages_of_a_request_in_the_callers_trace(
@@ -127,6 +137,44 @@ class TestTraces:
                 {"vitwire.path": "graph", "vitwire.budget_tokens": 16} if rows == 16 else {"vitwire.path": "eager"}
             )
             assert attributes(execute).items() >= (expected | {"vitwire.tokens": rows // 4}).items()
+
+    @pytest.mark.parametrize("place", ["cpu", "device"])
+    def test_the_preparation_of_files_and_pictures(
+        self, checkpoints: Checkpoints, collector: Collector, place: str
+    ) -> None:
+        photo = photograph(70, 110)
+        file = saved(photo, "PNG")
+        context = SpanContext(TRACE_ID + len(place), PARENT_ID, is_remote=False, trace_flags=SAMPLED)
+        flags = ("--prepare", place, "--decode-processes", "1", "--otlp-endpoint", collector.endpoint)
+        with (
+            serving(checkpoints("qwen2_vl"), "--dtype", "float32", *flags) as process,
+            Client(process.target) as client,
+            trace.use_span(NonRecordingSpan(context)),
+        ):
+            client.encode([Item(encoded=file), Item.from_image(photo)])
+            assert process.stop() == 0, "it sends remaining spans"
+        mine = (TRACE_ID + len(place)).to_bytes(16, "big")
+        spans = [span for span in collector.spans if span.trace_id == mine]
+        (rpc,) = (span for span in spans if span.name.endswith("/Encode"))
+        assert sorted(stages_of(spans, 0)) == sorted(["measure", "wait", "decode", "prepare", *STAGES])
+        by_decoder = ["wait", "decode"] if place == "cpu" else []
+        assert sorted(stages_of(spans, 1)) == sorted([*by_decoder, "prepare", *STAGES])
+        own = stages_of(spans, 0)
+        known = {"vitwire.modality": "image", "vitwire.bytes": len(file), "vitwire.size": "110x70"}
+        reason = {"vitwire.reason": "asked"} if place == "cpu" else {}
+        assert attributes(own["measure"]) == {**known, "vitwire.item": 0}
+        assert attributes(own["decode"]) == {**known, **reason, "vitwire.item": 0, "vitwire.where": "cpu"}
+        for number in range(2):
+            assert (
+                attributes(stages_of(spans, number)["prepare"]).items() >= ({"vitwire.where": place} | reason).items()
+            )
+        order = ["measure", "wait", "decode"] + (["prepare"] if place == "cpu" else []) + ["queue"]
+        for one, other in pairwise(own[name] for name in order):
+            assert one.end_time_unix_nano <= other.start_time_unix_nano + 10**5, (one.name, other.name)
+        if place == "device":
+            assert own["execute"].start_time_unix_nano <= own["prepare"].start_time_unix_nano
+            assert own["prepare"].end_time_unix_nano <= own["execute"].end_time_unix_nano
+        assert {span.parent_span_id for span in own.values()} == {rpc.span_id}
 
     def test_an_error_is_told_and_only_the_servers_own_marks_the_span(
         self, stub: EncoderServiceStub, collector: Collector

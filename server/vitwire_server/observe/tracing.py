@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Protocol
 
 from vitwire_server.core.delivery import Delivered
+from vitwire_server.core.models import Place
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome
 from vitwire_server.observe.request_ids import REQUEST_ID
 
@@ -62,6 +63,20 @@ def trace_item(index: int, outcome: Outcome, sending: float) -> None:
     span.stage("send", now - sending, sending, attributes)
 
 
+def trace_preparing(start: float, stages: Mapping[str, float], attributes: Attributes) -> None:
+    """Add the seconds of a file or picture to the current span: the first stage from `start`, the others up to now."""
+    span = SPAN.get()
+    if span is None:
+        return
+    (first, waited), *others = stages.items()
+    span.stage(first, start, waited, attributes)
+    at = time.monotonic() - sum(seconds for _, seconds in others)
+    for name, seconds in others:
+        if seconds:
+            span.stage(name, at, seconds, attributes)
+        at += seconds
+
+
 def _trace_batch(span: Span, report: ItemReport, attributes: Attributes) -> None:
     """The stages of the item's batch; on CUDA they overlap with those of other batches."""
     if report.timings is None:
@@ -70,6 +85,9 @@ def _trace_batch(span: Span, report: ItemReport, attributes: Attributes) -> None
     span.stage("queue", start - report.queued, report.queued, attributes)
     span.stage("stage_in", start, timings.stage_in, attributes)
     span.stage("execute", start + timings.stage_in, timings.execute, attributes)
+    if timings.prepare:
+        where = {"vitwire.where": str(Place.DEVICE)}
+        span.stage("prepare", start + timings.stage_in, timings.prepare, {**attributes, **where})
     span.stage("stage_out", start + report.encoded - timings.stage_out, timings.stage_out, attributes)
 
 

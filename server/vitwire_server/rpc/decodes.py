@@ -15,7 +15,8 @@ from vitwire_server.core.errors import EncodeFailed, EncoderError
 from vitwire_server.core.items import Item
 from vitwire_server.core.models import NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.observe.tracing import SPAN
+from vitwire_server.observe.tracing import Attributes, trace_preparing
+from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
 from vitwire_server.preparing.files.pool import Prepared as Done
 from vitwire_server.preparing.files.turns import Flow
@@ -120,8 +121,11 @@ class Decodes:
         flow = Flow(*call.caller, id(call), call.priority)
         if given.picture:
             measured = pool.measure_picture(given.picture, given.modality)
+            attributes = _attributes(index, given, measured)
         else:
             measured = await pool.measure(flow, given.data, given.modality)
+            attributes = _attributes(index, given, measured)
+            trace_preparing(start, {"measure": time.monotonic() - start}, attributes)
             if is_elongated(measured.picture):
                 measured = replace(measured, orientation=0)  # its kernel would take long
             if pool.takes_on_device(measured):
@@ -132,6 +136,7 @@ class Decodes:
         if digest and await call.answer(index, item, digest):
             return
         reserve = partial(call.reserve, index, item)
+        began = time.monotonic()
         done = await pool.decode(
             flow, given.data, given.modality, measured, reserve, given.picture, raw=item.is_picture
         )
@@ -142,9 +147,10 @@ class Decodes:
         if reason or done.on_device:
             metrics.prepared(reason)
         stages = {"wait": done.waited, "decode": done.decode} | ({} if item.is_picture else {"prepare": done.prepare})
-        metrics.prepare_took(Place.DEVICE if done.on_device else Place.CPU, stages)
-        if span := SPAN.get():
-            span.stage("decode", start, seconds, {"vitwire.item": index})
+        where = Place.DEVICE if done.on_device else Place.CPU
+        metrics.prepare_took(where, stages)
+        place = {"vitwire.where": str(where)} | ({"vitwire.reason": str(reason)} if reason else {})
+        trace_preparing(began, stages, {**attributes, **place})
         await call.submit({index: item.filled(done.pixels)}, {index: digest} if digest else {})
 
     def _reason(self, item: Item, done: Done) -> NotOnDevice | None:
@@ -152,6 +158,17 @@ class Decodes:
         if done.on_device or item.is_picture:
             return None
         return self.decoding.preparation.reason or NotOnDevice.TOO_LARGE
+
+
+def _attributes(index: int, given: "Unprepared", measured: Measured) -> Attributes:
+    """Of the spans of a file or picture."""
+    *_, height, width, _ = measured.picture
+    return {
+        "vitwire.item": index,
+        "vitwire.modality": str(given.modality),
+        "vitwire.bytes": given.nbytes,
+        "vitwire.size": f"{width}x{height}",
+    }
 
 
 def _release(permit: Permit, task: asyncio.Task[None]) -> None:
