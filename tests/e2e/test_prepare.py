@@ -71,6 +71,8 @@ def test_the_engine_prepares_as_decoders_do(model_type: str, shape: str, checkpo
         assert server.metric("vitwire_prepared_total", where="cpu", reason="asked") == len(sent)
         assert server.metric("vitwire_prepare_seconds_count", stage="prepare") == len(sent)
         assert server.metric("vitwire_prepare_seconds_count", stage="batch") == 0
+        assert server.metric("vitwire_preparation_info", what="prepare", where="cpu", reason="asked") == 1
+        assert f"<dt>prepared on the CPU (asked)</dt><dd>{len(sent)}</dd>" in server.page("/")[1]
     with (
         serving(folder, *FLAGS, *SHAPES[shape], "--prepare", "device") as server,
         grpc.insecure_channel(server.target) as channel,
@@ -83,6 +85,8 @@ def test_the_engine_prepares_as_decoders_do(model_type: str, shape: str, checkpo
         for own, other in zip(rows_of(server, sent[::-1]), expected[::-1], strict=True):
             np.testing.assert_allclose(own[1], other[1], rtol=0, atol=1e-5)
         assert server.metric("vitwire_prepared_total", where="device", reason="") == 2 * len(sent)
+        assert "<dt>pictures are prepared</dt><dd>on the device</dd>" in server.page("/")[1]
+        assert "on the CPU (asked)" not in server.page("/")[1]
         batches = server.metric("vitwire_prepare_seconds_count", where="device", stage="batch")
         assert 1 <= batches <= server.metric("vitwire_batch_items_count")
         spent = server.metric("vitwire_prepare_seconds_sum", stage="batch")

@@ -7,7 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -56,10 +56,10 @@ class Counts:
     """What the pool reported."""
 
     def __init__(self) -> None:
-        self.running: list[int] = []
+        self.running: list[tuple[int, int]] = []
 
-    def decoders(self, count: int) -> None:
-        self.running.append(count)
+    def decoders(self, count: int, busy: int) -> None:
+        self.running.append((count, busy))
 
     def waiting(self, count: int) -> None:
         pass
@@ -301,10 +301,15 @@ async def test_closing_ends_a_decoder_that_starts() -> None:
 async def test_decoders_start_as_they_are_needed() -> None:
     files = [saved(photograph(200 + side, 300)) for side in range(6)]
     async with pool_of(processes=2) as pool:
+        counts = cast("Counts", pool._monitor).running
         assert not decoders()
         for file, result in zip(files, await asyncio.gather(*(prepared(pool, file) for file in files)), strict=True):
             assert_equal(*result, expected(file, MODELS["patches"]))
         assert 2 <= len(decoders()) <= 3, "one more may read headers"
+        await asyncio.gather(*pool._returning)
+        assert max(busy for _, busy in counts) >= 2
+        assert all(0 <= busy <= count for count, busy in counts)
+        assert counts[-1] == (len(decoders()), 0)
 
 
 @pytest.mark.parametrize(("codec", "options"), CUT.values(), ids=CUT)

@@ -12,6 +12,7 @@ from importlib.resources import files
 from time import gmtime, strftime
 
 from vitwire_server.core.health import Health
+from vitwire_server.core.models import Place
 from vitwire_server.observe.charts import Line, bar, line_chart
 from vitwire_server.observe.readings import EVERY_SECONDS, KEPT_SECONDS, Point, Readings
 
@@ -49,6 +50,7 @@ def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
             _counts("Rejected", "Requests and items that were not served, by reason", _rejected(readings)),
             _facts("Cache", _cache(readings)),
             _facts("Served", _served(readings)),
+            *_prepared(readings),
             _facts("Model", _model(model, readings)),
             *_processes(readings),
             "</div>",
@@ -209,6 +211,35 @@ def _served(readings: Readings) -> dict[str, str]:
         "received": _bytes(readings.total("vitwire_received_bytes_total")),
         "delivered": _bytes(readings.total("vitwire_delivered_bytes_total")),
     }
+
+
+def _prepared(readings: Readings) -> list[str]:
+    """What is prepared where, and how long that takes, if the server prepares."""
+    places = {each["what"]: _place(each) for each in readings.labels("vitwire_preparation_info")}
+    if not places:
+        return []
+    busy, running, waiting = (readings.total(f"vitwire_decode_{each}") for each in ("busy", "processes", "waiting"))
+    facts = {
+        "pictures are prepared": places["prepare"],
+        "JPEG files are decoded": places["decode"],
+        **{
+            f"prepared {_place(each)}": _count(readings.total("vitwire_prepared_total", **each))
+            for each in readings.labels("vitwire_prepared_total")
+        },
+        "decoders": f"{_count(busy)} of {_count(running)} busy",
+        "waiting for one": _count(waiting),
+    }
+    for each in readings.labels("vitwire_prepare_seconds_count"):
+        if count := readings.total("vitwire_prepare_seconds_count", **each):
+            mean = readings.total("vitwire_prepare_seconds_sum", **each) / count
+            facts[f"{each['stage']} {_place(each)}, mean"] = f"{1e3 * mean:.3g} ms"
+    return [_facts("Prepared", facts)]
+
+
+def _place(labels: Mapping[str, str]) -> str:
+    place = "on the device" if labels["where"] == Place.DEVICE else "on the CPU"
+    reason = labels.get("reason")
+    return f"{place} ({_words(reason)})" if reason else place
 
 
 def _model(model: Mapping[str, str], readings: Readings) -> dict[str, str]:

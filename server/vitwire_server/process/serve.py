@@ -160,8 +160,8 @@ async def _until_stopped(
     if courier and model.outbox:
         keep = settings.stored_bytes > 0
         await asyncio.to_thread(delivery.add_outbox, courier, model.outbox, keep=keep)
-    card = replace(model.card, nixl=courier is not None, decoding=await decoding)
-    card = preparing.described(card, settings)
+    card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
+    metrics.model.described(card)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
     front.serve(card, model.tower.footprints, sessions)
     if model.learner:

@@ -5,6 +5,7 @@ from functools import partial
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.health import Health, State
+from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.series import Series
 
 
@@ -27,6 +28,13 @@ class ModelMetrics:
             "precision_similarity",
             "With --precision fp8, least cosine similarity of a row of the test pictures to bfloat16; otherwise 1",
         )
+        self._preparation = series.gauge(
+            "preparation_info",
+            "Where pictures are prepared and JPEG files decoded, and why not on the device; always 1",
+            "what",
+            "where",
+            "reason",
+        )
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
         self._attention = series.gauge(
             "budget_info",
@@ -43,6 +51,12 @@ class ModelMetrics:
         self._similarity.set(similarity)
         self._weights.labels(fingerprint).set(1)
         self._model.labels(**labels).set(1)
+
+    def described(self, card: ModelCard) -> None:
+        """Where pictures are prepared and JPEG files decoded, if they are."""
+        if card.prepared:
+            for what, found in (("prepare", card.preparation), ("decode", card.decoding)):
+                self._preparation.labels(what, found.place, found.reason or "").set(1)
 
     def captured(self, dropped: int, seconds: float, nbytes: int) -> None:
         """Capture is done."""

@@ -42,6 +42,7 @@ class RpcMetrics:
         )  # fmt: skip
         self._decode_failures = series.counter("decode_failures", "Encoded items that were not decoded", "reason")
         self._decoders = series.gauge("decode_processes", "Decoder processes that run")
+        self._busy = series.gauge("decode_busy", "Decoder processes that have a job")
         self._expiry = series.least(
             "tls_certificate_expiry_timestamp_seconds",
             "Time at which the certificate that new connections get expires; 0 without TLS",
@@ -85,9 +86,10 @@ class RpcMetrics:
         """An encoded item was not decoded."""
         self._decode_failures.labels(reason).inc()
 
-    def decoders(self, count: int) -> None:
-        """So many decoders run in this process."""
+    def decoders(self, count: int, busy: int) -> None:
+        """So many decoders of this process run, and so many of them have a job."""
         self._decoders.set(count)
+        self._busy.set(busy)
 
     def waiting(self, count: int) -> None:
         """So many encoded items wait for a decoder of this process."""

@@ -32,7 +32,7 @@ _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 class DecodeMonitor(Protocol):
     """Counts decoders and the files that wait for one; implemented by the metrics."""
 
-    def decoders(self, count: int) -> None: ...
+    def decoders(self, count: int, busy: int) -> None: ...
 
     def waiting(self, count: int) -> None: ...
 
@@ -210,6 +210,7 @@ class DecodePool:
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:
+                self._count()
                 return child
             await self._drop(child)
         return None
@@ -220,7 +221,7 @@ class DecodePool:
             await child.close()
             raise DecoderGone(Fault.LOST, "the server is stopping")
         self._all.add(child)
-        self._monitor.decoders(len(self._all))
+        self._count()
         _log.debug("decoder %d started", child.process.pid)
         return child
 
@@ -229,13 +230,14 @@ class DecodePool:
         if child.is_alive:
             child.discard()
             self._idle.append(child)
+            self._count()
         else:
             await self._drop(child)
 
     async def _drop(self, child: Child) -> None:
         await child.close()
         self._all.discard(child)
-        self._monitor.decoders(len(self._all))
+        self._count()
         _log.warning("decoder %d ended (exit %s)", child.process.pid, child.process.returncode)
 
     async def _ask(self, child: Child, job: Measure | Decode) -> FromDecoder:
@@ -247,6 +249,9 @@ class DecodePool:
     def _seconds(self, cost: int) -> float:
         """Processor time for a job."""
         return min(self._sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
+
+    def _count(self) -> None:
+        self._monitor.decoders(len(self._all), len(self._all) - len(self._idle))
 
     def _count_waiting(self) -> None:
         self._monitor.waiting(self._measuring.waiting + self._decoding.waiting + self._on_device.waiting)
