@@ -325,8 +325,9 @@ class ModelCard:
     prepared: tuple[Modality, ...] = ()
     """Of which pictures and files are prepared."""
     preparation: Preparation = field(default_factory=Preparation)
+    """Where pictures are prepared."""
     decoding: Preparation = field(default_factory=Preparation)
-    """Where that is done."""
+    """Where JPEG files are decoded."""
     preparation_fingerprint: str = ""
     """SHA-256 over all that decides how these are prepared, in hex."""
     backends: Mapping[Budget, str] = field(default_factory=dict)

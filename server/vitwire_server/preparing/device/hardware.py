@@ -79,6 +79,8 @@ class Hardware:
             self._image = None  # it may be half written
             raise Unusable(Fault.LOST, "the device does not decode this file")
         self._image = image
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # kernels that wait for the engines for JPEG would keep the device from others
         held = self._pixels()
         picture = upright(held, orientation).clone(memory_format=torch.contiguous_format)
         held.zero_()
