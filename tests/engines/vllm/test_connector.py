@@ -132,6 +132,7 @@ def test_another_model_fails_requests(
     engines: Engines, cached: Cached, model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     cached("wide")
+    caplog.set_level("WARNING", "vitwire.vllm")  # vLLM's HTTP server, started by another test, changes the root's
     engine = engines()
     (fetcher,) = [engine.worker.ec_connector._fetcher]
     fetcher._expected = fetcher._expected.__class__(64, torch.bfloat16, torch.device("cpu"))
@@ -234,6 +235,20 @@ def test_asynchronous_scheduling(engines: Engines, cached: Cached, model: Model)
     engine.run(*names, in_flight=2)
     assert engine.errors == {names[2]}
     assert [len(engine.tokens[name]) for name in names[:2]] == [8, 8]
+
+
+def test_the_step_after_a_fetch_uses_it(engines: Engines, cached: Cached, model: Model) -> None:
+    """Though the output of the step before has not been used yet."""
+    cached("soon")
+    engine = engines(async_scheduling=True)
+    name = engine.add([reference_part(GRID, model, "soon")])
+    engine.step(in_flight=2)
+    (fetch,) = engine.worker.ec_connector._fetcher._held.values()
+    fetch.result(60)
+    assert engine.step(in_flight=2)
+    engine.run(name, in_flight=2)
+    assert engine.gathered[name]
+    assert engine.stats["fetched"] == 1
 
 
 def test_long_prompts_are_computed_in_chunks(engines: Engines, cached: Cached, model: Model) -> None:

@@ -2,7 +2,8 @@
 
 vLLM makes one in the scheduler's process, which decides what is fetched, loaded and dropped (`table.py`), and one in
 each worker, which does it (`worker.py`). Orders travel with each step's metadata, outcomes with its output; both are
-passed on in steps without tokens too, by vLLM's model runner V2.
+passed on in steps without tokens too, by vLLM's model runner V2. A worker in the scheduler's process (one device) is
+asked directly: the output of a step comes after its forward, and with asynchronous scheduling after the next schedule.
 """
 
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -91,13 +93,19 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         """Nothing: a consumer."""
 
     def build_connector_worker_meta(self) -> VitwireECWorkerMetadata | None:
-        assert self._fetcher is not None
-        outcomes = self._fetcher.take_outcomes()
+        outcomes = self.take_outcomes()
         return VitwireECWorkerMetadata(outcomes) if outcomes else None
+
+    def take_outcomes(self) -> dict[int, list[Outcome]]:
+        """Fetches that ended since the last call."""
+        assert self._fetcher is not None
+        return self._fetcher.take_outcomes()
 
     # -- scheduler ---------------------------------------------------------------------------------
 
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
+        if has_ec_transfer() and isinstance(worker := get_ec_transfer(), VitwireECConnector):
+            self._report(worker.take_outcomes())  # vLLM calls scheduler and worker in one thread then
         needed, passed = [], []
         for index, feature in enumerate(request.mm_features):
             if feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens:
@@ -120,8 +128,11 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
     def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
         metadata = connector_output.ec_connector_worker_meta
         if isinstance(metadata, VitwireECWorkerMetadata):
-            for number, outcomes in metadata.outcomes.items():
-                self._table.reported(number, outcomes)
+            self._report(metadata.outcomes)
+
+    def _report(self, outcomes: dict[int, list[Outcome]]) -> None:
+        for number, each in outcomes.items():
+            self._table.reported(number, each)
 
     def take_unavailable_requests(self) -> set[str]:
         return self._table.take_failed()
