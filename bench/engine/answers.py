@@ -29,6 +29,13 @@ class Answer:
     cached: bool = False
     """Whether the server had rows of it in its cache."""
 
+    def note_server(self, moment: str, at: float, reports: Sequence[Any]) -> None:
+        """When the server had done this, and what it reports: the longest of a request's items."""
+        self.moments[moment] = at
+        self.cached = any(report.path == "cache" for report in reports)
+        self.spans["server_queued"] = max(report.queued for report in reports)
+        self.spans["server_encoded"] = max(report.encoded for report in reports)
+
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The nearest rank."""

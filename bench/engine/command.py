@@ -35,6 +35,7 @@ from bench.engine.photos import Photos
 from bench.engine.plots import plot
 from bench.engine.requests import Asked, draw
 from bench.engine.running import running
+from bench.engine.sending import Sender
 from bench.engine.towers.measuring import measure
 from bench.engine.ways import Inline, Local, Reference, Text, Way
 from bench.report import Report
@@ -109,18 +110,22 @@ class Bench:
             for index in range(options.engines):
                 engines.append(self._engine(target, index if options.engines > 1 else None))
                 stack.callback(engines[-1].shutdown)
-            client, server = None, None
+            client, server, sender = None, None, None
             if starting:
                 server = await asyncio.wrap_future(starting)
                 await asyncio.to_thread(server.wait_for, "ready: ", max(1.0, min(READY_SECONDS, self._clock.left)))
                 client = await stack.enter_async_context(AsyncClient(target))
+                sender = await Sender.start(target)
+                stack.callback(sender.close)
             fronts = None
             if options.source == "jpeg" or options.failures:
                 modes = sorted(set(options.ways) - LOCAL) if options.source == "jpeg" else []
                 started = Fronts.of(engines, options.model, target, _environment(options), modes)
                 fronts = await stack.enter_async_context(started)
             photos = fronts if options.source == "jpeg" else None
-            ways = {name: photos.ways(name) if photos else _ways(name, engines, client) for name in options.ways}
+            ways = {
+                name: photos.ways(name) if photos else _ways(name, engines, client, sender) for name in options.ways
+            }
             for size in options.sizes:
                 await self._size(size, client, ways)
                 if options.itl:
@@ -270,12 +275,13 @@ class Bench:
         return await loads.drive(load, len(asked), call)
 
 
-def _ways(name: str, engines: Sequence[Any], client: AsyncClient | None) -> list[AnyWay]:
+def _ways(name: str, engines: Sequence[Any], client: AsyncClient | None, sender: Sender | None) -> list[AnyWay]:
     """The way of this name into each engine."""
     if name in LOCAL:
         return [(Text if name == "text" else Local)(engine) for engine in engines]
     assert client, "started for the other ways"
-    return [(Inline if name == "inline" else Reference)(engine, client) for engine in engines]
+    assert sender, "as above"
+    return [Inline(engine, client) if name == "inline" else Reference(engine, sender) for engine in engines]
 
 
 def _ratio(rows: dict[str, Any], name: str, column: str, other: str = "local") -> float | None:

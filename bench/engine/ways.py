@@ -1,11 +1,9 @@
 """Ways of a request's images into an engine: encoded there, as embeddings inline, or by reference to a server."""
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +11,9 @@ from bench.engine import vllm_engine
 from bench.engine.answers import Answer
 from bench.engine.checkpoint import SPECIAL
 from bench.engine.requests import Asked
+from bench.engine.sending import Sender
 
-from vitwire import Accepted, AsyncClient, Item, Stored, VitwireError
+from vitwire import AsyncClient
 from vitwire.integrations.vllm import image_embeds
 
 
@@ -84,8 +83,7 @@ class Inline(Way):
 
     async def inputs(self, asked: Asked, ready: Any, answer: Answer) -> Any:
         embeddings = await self.client.encode(asked.items)
-        answer.moments["encoded"] = time.monotonic()
-        _note_server(answer, [embedding.report for embedding in embeddings])
+        answer.note_server("encoded", time.monotonic(), [embedding.report for embedding in embeddings])
         data = image_embeds(embeddings, await self.client.model())["image"]
         return await self.render(asked, data, _names(ready, len(embeddings)))
 
@@ -94,54 +92,20 @@ class Inline(Way):
 class Reference(Way):
     """The server stores the rows; the request continues once it has accepted the items, and the engine fetches them."""
 
-    client: AsyncClient
-    sending: set[asyncio.Task[None]] = field(default_factory=set)
+    sender: Sender
 
-    async def prepare(self, asked: Asked, name: str) -> tuple[list[Item], Any]:
+    async def prepare(self, asked: Asked, name: str) -> tuple[str, Any]:
         """The prompt as well: whoever has patches has their grids."""
         names = _names(name, len(asked.items))
         items = [replace(item, content_id=each) for item, each in zip(asked.items, names, strict=True)]
-        return items, await self.render(asked, {"image_grid_thw": torch.tensor([item.grid for item in items])}, names)
+        self.sender.hand_over(name, items)
+        return name, await self.render(asked, {"image_grid_thw": torch.tensor([item.grid for item in items])}, names)
 
-    async def inputs(self, asked: Asked, ready: tuple[list[Item], Any], answer: Answer) -> Any:  # noqa: ARG002
-        items, rendered = ready
-        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._store(items, accepted, answer))
-        self.sending.add(task)
-        task.add_done_callback(self.sending.discard)
-        await accepted
-        answer.moments["accepted"] = time.monotonic()
+    async def inputs(self, asked: Asked, ready: tuple[str, Any], answer: Answer) -> Any:  # noqa: ARG002  # as declared
+        name, rendered = ready
+        answer.moments["accepted"] = await self.sender.accepted(name, answer)
         return rendered
-
-    async def _store(self, items: Sequence[Item], accepted: asyncio.Future[None], answer: Answer) -> None:
-        """Failures before all items are accepted are the future's; the engine reports later ones."""
-        waiting = set(range(len(items)))
-        stored: list[Stored] = []
-        try:
-            async with aclosing(self.client.iter_store(items)) as results:
-                async for index, result in results:
-                    if isinstance(result, VitwireError):
-                        raise result
-                    if isinstance(result, Stored):
-                        stored.append(result)
-                    if isinstance(result, Accepted):
-                        waiting.discard(index)
-                        if not waiting and not accepted.done():
-                            accepted.set_result(None)
-        except VitwireError as error:
-            if not accepted.done():
-                accepted.set_exception(error)
-            return
-        answer.moments["stored"] = time.monotonic()
-        _note_server(answer, [each.report for each in stored])
 
 
 def _names(name: str, images: int) -> list[str]:
     return [f"{name}-{index}" for index in range(images)]
-
-
-def _note_server(answer: Answer, reports: Sequence[Any]) -> None:
-    """The longest of a request's items, and whether any was cached."""
-    answer.cached = any(report.path == "cache" for report in reports)
-    answer.spans["server_queued"] = max(report.queued for report in reports)
-    answer.spans["server_encoded"] = max(report.encoded for report in reports)

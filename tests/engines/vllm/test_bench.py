@@ -15,6 +15,7 @@ from bench.engine import checkpoint, command, photos, vllm_engine
 from bench.engine.answers import Answer
 from bench.engine.loads import Size
 from bench.engine.requests import Asked, draw
+from bench.engine.sending import Sender
 from bench.engine.ways import Inline, Local, Reference, Way
 from tests.engines.vllm.in_process import CoreClient, WithTower
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -55,13 +56,18 @@ async def test_ways_differ_in_the_images_alone(model: Path, front: InputProcesso
         async with AsyncClient(server.target) as client:
             (asked,) = await draw(Size(128, 2), 1, 10, client)
             ways: dict[str, Way] = {"local": Local(front), "inline": Inline(front, client)}
-            ways["reference"] = Reference(front, client)
+            ways["reference"] = Reference(front, sender := await Sender.start(server.target))
             cores, answers = {}, {}
             for name, way in ways.items():
                 answers[name] = Answer()
                 inputs = await way.inputs(asked, await way.prepare(asked, name), answers[name])
                 cores[name] = front.process_inputs(name, inputs, SamplingParams(), ("generate",))
             rows = await client.encode([Item(content_id=f"reference-{index}") for index in range(2)])
+            for _ in range(6000):
+                if "stored" in answers["reference"].moments:
+                    break
+                await asyncio.sleep(0.01)
+            sender.close()
     assert cores["local"].prompt_token_ids == cores["inline"].prompt_token_ids == cores["reference"].prompt_token_ids
     for name, core in cores.items():
         assert [feature.identifier for feature in core.mm_features] == [f"{name}-0", f"{name}-1"]
