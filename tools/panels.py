@@ -137,6 +137,8 @@ ROWS = (
         Panel("Delivery", "s", _quantiles("vitwire_delivery_seconds", "way")),
         Panel("Deliveries that fell back per second", "short", [
             Query(_rate("vitwire_delivery_fallbacks_total", "reason"), "{{reason}}")]),
+        Panel("Pictures and files prepared per second", "short", [
+            Query(_rate("vitwire_prepared_total", "where, reason"), "{{where}} {{reason}}")]),
     )),
     Row("Processes", (
         Panel("Seconds since the engine's heartbeat", "s", [
