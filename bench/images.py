@@ -14,7 +14,7 @@ from vitwire._protocol import Options, parts_of
 from vitwire.cli._bench.pictures import random_item
 
 PIXELS = ("uint8", "float16", "float32", "picture", "jpeg")
-"""Types of pixels as a processor returns them, pictures, and files. uint8 leaves out the second frame of an image."""
+"""Types of pixels, pictures, and files. Floats are patches of two equal frames, as processors return them; uint8 has one."""
 SIZES = {"1080p": (1080, 1920), "12mp": (3024, 4032)}
 """Height and width of pictures of cameras."""
 
@@ -54,11 +54,13 @@ def random_image(model: Model, side: int, pixels: str, seed: int) -> Item:
 
 
 def _random(model: Model, rows: int, columns: int, pixels: str, seed: int) -> Item:
-    values = model.channels * model.patch_size**2 * (1 if pixels == "uint8" else model.temporal_patch_size)
-    rng, shape = np.random.default_rng(seed), (rows * columns, values)
+    rng, patches = np.random.default_rng(seed), rows * columns
     if pixels == "uint8":
-        return Item(rng.integers(0, 256, shape, dtype=np.uint8), (1, rows, columns))
-    return Item(rng.standard_normal(shape, dtype=np.float32).astype(pixels), (1, rows, columns))
+        values = rng.integers(0, 256, (patches, model.channels * model.patch_size**2), dtype=np.uint8)
+    else:
+        once = rng.standard_normal((patches, model.channels, 1, model.patch_size**2), dtype=np.float32)
+        values = np.repeat(once.astype(pixels), model.temporal_patch_size, axis=2).reshape(patches, -1)
+    return Item(values, (1, rows, columns))
 
 
 def serialised(items: Sequence[Item], model: Model) -> Messages:

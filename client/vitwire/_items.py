@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from vitwire._encodings import CLIPS, encoding_of
 from vitwire._errors import InvalidItem, Violation
+from vitwire._frames import Patch, single
 from vitwire._rounding import rounded
 from vitwire._sources import FileLike, file_bytes
 from vitwire.v1 import encoder_pb2 as pb
@@ -265,10 +266,11 @@ class WireItem(NamedTuple):
         return sum(map(len, self.tensors))
 
 
-def to_wire(item: Item, dtype: str = "float32", *, store_only: bool = False) -> WireItem:
-    """Copies only tensors that are not in host memory, little-endian and in C order, and float32 that it rounds.
+def to_wire(item: Item, dtype: str = "float32", patch: Patch | None = None, *, store_only: bool = False) -> WireItem:
+    """Copies only what is not in host memory, little-endian and in C order, repeats frames, or is rounded.
 
     dtype: of the server's tower, which float32 is rounded to.
+    patch: of the tower; equal frames of an image are sent once.
     """
     t, h, w = item.grid
     message = pb.Item(
@@ -280,7 +282,8 @@ def to_wire(item: Item, dtype: str = "float32", *, store_only: bool = False) -> 
     )
     pixels = crops = memoryview(b"")
     if item.pixels is not None:
-        pixels = _tensor(item.pixels, message.pixels, dtype)
+        once = single(item.pixels, patch) if patch and item.modality == "image" else item.pixels
+        pixels = _tensor(once, message.pixels, dtype)
     if item.crops is not None:
         crops = _tensor(item.crops, message.crops, dtype)
     encoded = _view(item.encoded) if item.encoded is not None else memoryview(b"")

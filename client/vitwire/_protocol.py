@@ -8,6 +8,7 @@ from vitwire._balancing import Share
 from vitwire._embedding import OUTPUT_TYPES, DType, Embedding
 from vitwire._errors import NotCached, VitwireError
 from vitwire._expected import Expected
+from vitwire._frames import Patch
 from vitwire._items import Item, WireItem, to_wire
 from vitwire._model import Limits, Model
 from vitwire._nixl import Leases, Leasing
@@ -162,7 +163,8 @@ def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Option
 
 
 def _part(items: Mapping[int, Item], share: Share, options: Options, model: Model) -> Part:
-    wire = tuple(to_wire(item, model.dtype, store_only=options.store_only) for item in items.values())
+    patch = Patch(model.channels, model.temporal_patch_size, model.patch_size**2)
+    wire = tuple(to_wire(item, model.dtype, patch, store_only=options.store_only) for item in items.values())
     expected = tuple(Expected.of(item, model) for item in items.values())
     return Part(tuple(items), wire, expected, options, model.limits, share.hint, share.is_routed)
 

@@ -54,3 +54,22 @@ def test_rows_are_the_same(model_type: str, dtype: str, checkpoints: Checkpoints
         reason = "beyond the range of float16" if dtype == "float16" else "holds NaN or infinity"
         with pytest.raises(InvalidItem, match=reason):
             client.encode([Item(pixels, grid)])
+
+
+def test_equal_frames_are_sent_once(checkpoints: Checkpoints) -> None:
+    """As a processor repeats an image where a patch has two frames."""
+    with serving(checkpoints("qwen3_vl"), "--dtype", "bfloat16") as server, Client(server.target) as client:
+        shape, grid = FORMS["qwen3_vl"](client.model())
+        model = client.model()
+        once = np.random.default_rng(0).standard_normal((shape[0], model.channels, 1, model.patch_size**2), np.float32)
+        pixels = np.repeat(once, 2, axis=2).reshape(shape)
+        expected = rows_of(server.target, Item(pixels, grid))
+        for source in (pixels, torch.from_numpy(pixels), pixels.astype(np.float16)):
+            before = server.metric("vitwire_received_bytes_total")
+            (own,) = client.encode([Item(source, grid)])
+            assert server.metric("vitwire_received_bytes_total") - before < 0.26 * pixels.nbytes
+            assert (own._host().tobytes() == expected) is (source.dtype != np.float16)
+        clip = Item(pixels, (1, *grid[1:]), "video")
+        before = server.metric("vitwire_received_bytes_total")
+        client.encode([clip])
+        assert server.metric("vitwire_received_bytes_total") - before > 0.49 * pixels.nbytes
