@@ -13,8 +13,9 @@ from vitwire._context import Context, Metadata
 from vitwire._deadline import Deadline
 from vitwire._diagnosis import diagnosed
 from vitwire._errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
-from vitwire._exchange import ROOM_SECONDS, Exchange, model_of
+from vitwire._exchange import Exchange, model_of
 from vitwire._model import Model
+from vitwire._nixl import ROOM_SECONDS
 from vitwire._protocol import Answer, Part
 from vitwire._retry import Attempts
 from vitwire._slots import AsyncSlots

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from vitwire._embedding import DTYPES, STORAGE, DType, Embedding, Report
 from vitwire._errors import EncodeFailed, from_status
 from vitwire._expected import Expected, grid_of, is_finite, report_problem
-from vitwire._leases import Lease
 from vitwire._memory import empty
 from vitwire._nixl import Leases
 from vitwire._protocol import MAX_EMBEDDING_BYTES, Answer, Response
@@ -59,9 +58,12 @@ class Assembler:
         match message.WhichOneof("result"):
             case "error":
                 del self._open[message.item]
-                if lease := self._lease(message.item):
-                    lease.release()
+                if self._leases:
+                    self._leases.refused(message.item)
                 return index, from_status(message.error, index, self._indices)
+            case "accepted" if self._leases and self._leases.is_late(message.item):
+                self._announced(index, message, self._leases)
+                return None
             case "accepted" | "stored" if self._store_only:
                 return self._stored(index, message)
             case "placement" | "chunk" if self._store_only:
@@ -93,8 +95,13 @@ class Assembler:
         del self._open[message.item]
         return index, stored
 
-    def _lease(self, number: int) -> Lease | None:
-        return self._leases.leases[number] if self._leases else None
+    def _announced(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, leases: Leases) -> None:
+        """The rows of an item that memory is leased for now."""
+        try:
+            accepted = accepted_of(message.accepted, self._expected[message.item])
+        except ValueError as error:
+            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
+        leases.announced(message.item, accepted.tokens)
 
     def _placement(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Answer:
         """The embedding that the server wrote into the lease of its item."""
@@ -104,7 +111,7 @@ class Assembler:
         try:
             if lease is None:
                 raise ValueError("the server delivered rows of an item without a region")
-            shape, dtype, size = _announced(placement, self._levels, expected)
+            shape, dtype, size = _shape_of(placement, self._levels, expected)
             if placement.offset != lease.region.offset or placement.bytes != size or size > lease.region.nbytes:
                 raise ValueError(
                     f"the server delivered {placement.bytes} bytes at {placement.offset}, not in the region"
@@ -152,7 +159,7 @@ class _Rows:
 
     @classmethod
     def announced(cls, chunk: pb.EmbeddingChunk, levels: int, expected: Expected) -> "_Rows":
-        shape, dtype, _ = _announced(chunk, levels, expected)
+        shape, dtype, _ = _shape_of(chunk, levels, expected)
         return cls(empty(shape, STORAGE[dtype]), dtype)
 
     def add(self, chunk: pb.EmbeddingChunk, data: Buffer) -> None:
@@ -172,7 +179,7 @@ class _Rows:
             raise ValueError(f"the server sent {self.filled} of {len(self.array)} rows")
 
 
-def _announced(
+def _shape_of(
     message: pb.EmbeddingChunk | pb.EmbeddingPlacement, levels: int, expected: Expected
 ) -> tuple[tuple[int, ...], DType, int]:
     """Shape, type and bytes of an embedding. Raises ValueError for those that cannot be, or are not as expected."""

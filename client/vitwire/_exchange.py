@@ -23,9 +23,6 @@ from vitwire._storing import Accepted
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Malformed
 
-ROOM_SECONDS = 0.002
-"""Between looks for room to lease."""
-
 
 class Exchange:
     """Tracks the items not yet answered, so that a retry sends only those. Encoding twice is harmless."""
@@ -57,7 +54,7 @@ class Exchange:
         self.close()
         part = self.part.without(self._answered)
         leasing = part.options.leasing
-        leases = leasing.leases(part.expected) if leasing else None
+        leases = leasing.leases(part.expected, part.late) if leasing else None
         if leasing and leases is None:
             return False
         self.part = replace(part, leases=leases)

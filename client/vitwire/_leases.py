@@ -198,8 +198,10 @@ class Pool:
         return self._regions.size
 
     def lease(self, nbytes: int) -> Lease | None:
-        """A lease of so many bytes; None without room."""
+        """A lease of so many bytes; None without room, or if the pool is retired."""
         with self._changed:
+            if self._retired:  # the agent may be closed, and the memory without a keeper
+                return None
             if isinstance(self.memory, DeviceMemory):
                 self.memory.collect()
             while self._freed:
@@ -221,6 +223,11 @@ class Pool:
             self._unanswered -= 1
             self.abandoned += abandoned
             self._changed.notify()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether nothing can be leased any more."""
+        return self._retired
 
     def retire(self) -> None:
         """Lease no more. The agent is closed with the last lease; rows stay valid."""

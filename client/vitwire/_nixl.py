@@ -3,8 +3,10 @@
 import os
 import threading
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -26,6 +28,11 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 60.0, 3600.0
 """After a failed delivery, for which rows come in responses; doubled with each failure until one succeeds."""
 _ABANDONED_SHARE = 1 / 4
 """Of a pool without room, from which on it is replaced."""
+ROOM_SECONDS = 0.002
+"""Between looks for room to lease."""
+_ROOM_SECONDS = 5.0
+"""For which an item whose rows the server announced waits for room: the server holds a place in its queue for it."""
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 _inherited: list[Pool | None] = []
 """Pools of the process that this one was forked from. To close their agents here would disturb that process."""
@@ -147,21 +154,20 @@ class Leasing:
         self._nixl = nixl
         self._value_bytes = value_bytes
 
-    def leases(self, expected: Sequence[Expected]) -> "Leases | None":
+    def leases(self, expected: Sequence[Expected], late: Collection[int] = ()) -> "Leases | None":
         """Leases of an RPC, without some where there is no room; None if the RPC has to wait for room.
 
+        late: numbers of the items that are leased memory once the server has announced their rows.
         Raises EncodeFailed where NIXL is required and cannot be used, or the RPC needs more than there is.
         """
         pool = self._nixl.pool()
         if pool is None:
             return Leases(self._nixl, None, (None,) * len(expected))
         sizes = [each.rows * each.width * self._value_bytes for each in expected]
-        if self._nixl.is_required and sum(map(rounded, sizes)) > pool.size:
-            raise EncodeFailed(
-                f"delivery='nixl': the rows of one request need {sum(sizes)} bytes, delivery_bytes is {pool.size}",
-                code="RESOURCE_EXHAUSTED",
-            )
-        leases = Leases(self._nixl, pool, tuple(pool.lease(size) if size else None for size in sizes))
+        if self._nixl.is_required:
+            check_fits(pool, sizes)
+        row_bytes = {number: expected[number].width * self._value_bytes for number in late}
+        leases = Leases(self._nixl, pool, [pool.lease(size) if size else None for size in sizes], row_bytes)
         if all(lease for lease, size in zip(leases.leases, sizes, strict=True) if size):
             return leases
         self._nixl.full(pool)
@@ -172,25 +178,77 @@ class Leasing:
 
 
 class Leases:
-    """The leases of one attempt, by the number of its item."""
+    """The leases of one attempt, by the number of its item. Thread-safe: one thread sends, another receives.
 
-    def __init__(self, nixl: Nixl, pool: Pool | None, leases: tuple[Lease | None, ...]) -> None:
+    Late leases are made by the thread that sends, once the server has announced an item's rows: see `next_region`.
+    """
+
+    def __init__(
+        self, nixl: Nixl, pool: Pool | None, leases: Sequence[Lease | None], row_bytes: Mapping[int, int] = _NONE
+    ) -> None:
+        """row_bytes: bytes of a row of each item that is leased memory late."""
         self._nixl = nixl
         self._pool = pool
-        self.leases = leases
+        self.leases = list(leases)
+        self._row_bytes = row_bytes
+        self._undecided = set(row_bytes)
+        """Items that may still be leased memory."""
+        self._announced: deque[_Announced] = deque()
+        self._changed = threading.Condition()
 
     @property
     def delivery(self) -> pb.Delivery | None:
         """The memory of the leases; None without any."""
-        return self._pool.delivery if self._pool and any(self.leases) else None
+        return self._pool.delivery if self._pool and (any(self.leases) or self._row_bytes) else None
+
+    def is_late(self, number: int) -> bool:
+        """Whether the region of an item follows its header."""
+        return number in self._row_bytes
+
+    def announced(self, number: int, rows: int) -> None:
+        """The server announced the rows of an item. Raises EncodeFailed if the RPC needs more than there is."""
+        with self._changed:
+            if number not in self._undecided or self._pool is None:
+                return
+            nbytes = rows * self._row_bytes[number]
+            if self._nixl.is_required:
+                taken = [lease.region.nbytes for lease in self.leases if lease]
+                check_fits(self._pool, [*taken, *(each.nbytes for each in self._announced), nbytes])
+            self._announced.append(_Announced(number, nbytes, time.monotonic() + _ROOM_SECONDS))
+            self._changed.notify_all()
+
+    def next_region(self, sent: int, *, wait: int | None = None) -> pb.EncodeStreamRegion | None:
+        """What to send about an item's memory, in the order in which the server announced their rows.
+
+        sent: number of items of which headers were sent.
+        wait: until fewer than so many of these are undecided; by default not at all.
+        Returns None if there is nothing to send, or no need to wait.
+        """
+        with self._changed:
+            while True:
+                if self._announced and (decided := self._decided(self._announced[0])):
+                    return decided
+                undecided = sum(number < sent for number in self._undecided)
+                if wait is None or undecided < wait:
+                    return None
+                self._changed.wait(ROOM_SECONDS if self._announced else None)
 
     def delivered(self, number: int) -> Lease | None:
         """The lease of an item whose rows the server wrote."""
         self._nixl.succeeded()
         return self.leases[number]
 
+    def refused(self, number: int) -> None:
+        """The server answered an item with an error."""
+        with self._changed:
+            self._settle({number})
+        if lease := self.leases[number]:
+            lease.release()
+
     def returned(self, number: int, reason: str) -> None:
         """The rows of an item came in the response."""
+        with self._changed:
+            self._settle({number})
         lease = self.leases[number]
         if lease and self._pool:
             lease.abandon()
@@ -198,12 +256,53 @@ class Leases:
 
     def release(self) -> None:
         """The server has not begun with the items that are not answered."""
-        for lease in self.leases:
-            if lease:
-                lease.release()
+        for lease in self._ended():
+            lease.release()
 
     def abandon(self) -> None:
         """The server may be at work on the items that are not answered."""
-        for lease in self.leases:
-            if lease:
-                lease.abandon()
+        for lease in self._ended():
+            lease.abandon()
+
+    def _ended(self) -> list[Lease]:
+        """All leases, to which none is added any more."""
+        with self._changed:
+            self._settle(set(self._undecided))
+            return [lease for lease in self.leases if lease]
+
+    def _settle(self, numbers: set[int]) -> None:
+        """Nothing will be leased to these items any more."""
+        self._undecided -= numbers
+        self._announced = deque(each for each in self._announced if each.number not in numbers)
+        self._changed.notify_all()
+
+    def _decided(self, item: "_Announced") -> pb.EncodeStreamRegion | None:
+        """The region for an item, or none if its rows are to come in the response; None while it waits for room."""
+        assert self._pool, "memory is leased late only from a pool"
+        lease = self._pool.lease(item.nbytes)
+        if lease is None:
+            self._nixl.full(self._pool)
+            if self._nixl.is_required and not self._pool.is_retired and time.monotonic() < item.until:
+                return None
+        self.leases[item.number] = lease
+        self._settle({item.number})
+        region = pb.Region(offset=lease.region.offset, bytes=lease.region.nbytes) if lease else None
+        return pb.EncodeStreamRegion(item=item.number, region=region)
+
+
+class _Announced(NamedTuple):
+    """An item whose rows the server announced."""
+
+    number: int
+    nbytes: int
+    until: float
+    """When it no longer waits for room, on the monotonic clock."""
+
+
+def check_fits(pool: Pool, sizes: Sequence[int]) -> None:
+    """Raises EncodeFailed if the pool cannot hold the rows of one request at a time."""
+    if sum(map(rounded, sizes)) > pool.size:
+        raise EncodeFailed(
+            f"delivery='nixl': the rows of one request need {sum(sizes)} bytes, delivery_bytes is {pool.size}",
+            code="RESOURCE_EXHAUSTED",
+        )

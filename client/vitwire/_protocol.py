@@ -102,11 +102,19 @@ class Part:
     @property
     def one_message(self) -> bool:
         """Whether to send the items in one message rather than as a stream."""
-        if self.options.stream:
+        if self.options.stream or self.late:
             return False
         most_items = self.limits.items_per_request or len(self.items)
         most_bytes = min(ONE_MESSAGE_BYTES, self.limits.request_bytes or ONE_MESSAGE_BYTES)
         return len(self.items) <= most_items and self._size <= most_bytes
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Numbers of items with content that are leased memory once the server has announced their rows."""
+        if not self.options.leasing:
+            return ()
+        each = zip(self.items, self.expected, strict=True)
+        return tuple(number for number, (item, expected) in enumerate(each) if item.size and not expected.rows)
 
     @property
     def transfer_bytes(self) -> int:
@@ -129,7 +137,11 @@ class Part:
         return Request(message, [item.tensors for item in self.items])
 
     def uploads(self) -> Iterator[Upload]:
-        """The messages of an EncodeStream; chunks are views of the items' memory."""
+        """The messages of an EncodeStream; chunks are views of the items' memory.
+
+        Between them the regions of late items are sent, and after them, until none is undecided.
+        """
+        leases, most = self.leases, self.limits.items_per_request or 1
         options = pb.EncodeStreamOptions(
             output_type=self.options.output_type,
             priority=self.options.priority,
@@ -137,12 +149,18 @@ class Part:
         )
         yield Frame(pb.EncodeStreamRequest(options=options))
         for number, (item, message) in enumerate(zip(self.items, self._messages(), strict=True)):
-            header = pb.EncodeStreamHeader(item=number, header=message, encoded_bytes=len(item.tensors.encoded))
+            is_late = leases is not None and leases.is_late(number)
+            yield from _regions(leases, number, wait=most if is_late else None)
+            header = pb.EncodeStreamHeader(
+                item=number, header=message, encoded_bytes=len(item.tensors.encoded), region_follows=is_late
+            )
             yield Frame(pb.EncodeStreamRequest(header=header))
             for tensor in item.tensors:
                 for start in range(0, len(tensor), CHUNK_BYTES):
                     chunk = pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=number))
                     yield Frame(chunk, memoryview(tensor)[start : start + CHUNK_BYTES])
+                    yield from _regions(leases, number + 1)
+        yield from _regions(leases, len(self.items), wait=1)
 
     def _messages(self) -> Iterator[pb.Item]:
         """The items, with the regions that are leased for their rows."""
@@ -154,6 +172,12 @@ class Part:
             message = pb.Item(region=pb.Region(offset=lease.region.offset, bytes=lease.region.nbytes))
             message.MergeFrom(item.message)
             yield message
+
+
+def _regions(leases: Leases | None, sent: int, *, wait: int | None = None) -> Iterator[Upload]:
+    """Messages about memory that was leased late; see `Leases.next_region`."""
+    while leases and (region := leases.next_region(sent, wait=wait)):
+        yield Frame(pb.EncodeStreamRequest(region=region))
 
 
 def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Options, model: Model) -> list[Part]:

@@ -1,5 +1,6 @@
 """Delivery through NIXL between devices, and from pinned memory to the host. Needs CUDA and NIXL."""
 
+import io
 import threading
 import time
 from queue import SimpleQueue
@@ -7,6 +8,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from checkpoints import Checkpoints
@@ -125,7 +127,7 @@ def test_a_server_delivers_to_the_device_of_a_client(
         Client(server.target, delivery="nixl", device=str(device)) as client,
         Client(server.target, delivery="nixl") as host,
     ):
-        images = patches(4, seed=1)
+        images = [*patches(4, seed=1), *pictures(seed=1)]
         for _ in range(2):  # the second time from the cache
             expected = plain.encode(images)
             got = zip(client.encode(images), host.encode(images), expected, strict=True)
@@ -134,7 +136,20 @@ def test_a_server_delivers_to_the_device_of_a_client(
                 assert torch.equal(each.torch().cpu(), rows.torch())
                 assert torch.equal(same.torch(), rows.torch())
                 np.testing.assert_array_equal(each.numpy(), rows.numpy())
+        for item in (*patches(1, seed=2), *pictures(seed=2)):  # encoded for the device, and cached from there
+            (direct,), (rows,) = client.encode([item]), plain.encode([item])
+            assert direct.report.path != "cache"
+            assert direct.torch().device == device
+            assert torch.equal(direct.torch().cpu(), rows.torch())
         assert server.metric("vitwire_delivery_fallbacks_total") == 0, server.log()[-3000:]
+
+
+def pictures(seed: int) -> list[Item]:
+    """What the server prepares: a picture, one for a decoder, and a file."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (320, 448, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG")
+    return [Item(pixels), Item(np.dstack([pixels, pixels[..., :1]])), Item(encoded=file.getvalue())]
 
 
 def patches(count: int, seed: int) -> list[Item]:

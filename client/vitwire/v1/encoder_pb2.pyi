@@ -483,7 +483,8 @@ Global___EncodeResponse: typing_extensions.TypeAlias = EncodeResponse
 class Accepted(google.protobuf.message.Message):
     """A store_only item was admitted: requests for its content_id wait for it from
     now on. Sent before the bytes of an item on an EncodeStream have arrived; for
-    a file, once its header was read.
+    a file, once its header was read. Also precedes the answer to an item with
+    region_follows.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -499,7 +500,7 @@ class Accepted(google.protobuf.message.Message):
 
     @property
     def forecast(self) -> google.protobuf.duration_pb2.Duration:
-        """Predicted time until the rows are stored, once the item's bytes are there."""
+        """Predicted time until the rows are ready, once the item's bytes are there."""
 
     def __init__(
         self,
@@ -668,19 +669,23 @@ Global___ItemReport: typing_extensions.TypeAlias = ItemReport
 
 @typing.final
 class EncodeStreamRequest(google.protobuf.message.Message):
-    """Options are sent first, at most once; then, for each item, its header and the
-    bytes of its tensors in chunks. Items may be interleaved.
+    """Options are sent first, at most once; then, for each item, its header, the
+    bytes of its tensors in chunks, and perhaps its region. Items may be
+    interleaved.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OPTIONS_FIELD_NUMBER: builtins.int
     HEADER_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def options(self) -> Global___EncodeStreamOptions: ...
     @property
     def header(self) -> Global___EncodeStreamHeader: ...
+    @property
+    def region(self) -> Global___EncodeStreamRegion: ...
     @property
     def chunk(self) -> Global___EncodeStreamChunk: ...
     def __init__(
@@ -688,11 +693,12 @@ class EncodeStreamRequest(google.protobuf.message.Message):
         *,
         options: Global___EncodeStreamOptions | None = ...,
         header: Global___EncodeStreamHeader | None = ...,
+        region: Global___EncodeStreamRegion | None = ...,
         chunk: Global___EncodeStreamChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "message", b"message", "options", b"options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "message", b"message", "options", b"options"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["options", "header", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "message", b"message", "options", b"options", "region", b"region"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "message", b"message", "options", b"options", "region", b"region"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["options", "header", "region", "chunk"] | None: ...
 
 Global___EncodeStreamRequest: typing_extensions.TypeAlias = EncodeStreamRequest
 
@@ -731,12 +737,18 @@ class EncodeStreamHeader(google.protobuf.message.Message):
     ITEM_FIELD_NUMBER: builtins.int
     HEADER_FIELD_NUMBER: builtins.int
     ENCODED_BYTES_FIELD_NUMBER: builtins.int
+    REGION_FOLLOWS_FIELD_NUMBER: builtins.int
     item: builtins.int
     """Number of the item in chunks and responses, unique among the items not yet
     answered.
     """
     encoded_bytes: builtins.int
     """Number of bytes that follow for an encoded item; 0 for other items."""
+    region_follows: builtins.bool
+    """The item's region follows in a message of its own, as the client does not
+    know how many rows to lease memory for: the server answers with Accepted,
+    and waits for the region before it encodes the item.
+    """
     @property
     def header(self) -> Global___Item:
         """The item without tensor data; types and shapes give the number of bytes
@@ -749,11 +761,38 @@ class EncodeStreamHeader(google.protobuf.message.Message):
         item: builtins.int = ...,
         header: Global___Item | None = ...,
         encoded_bytes: builtins.int = ...,
+        region_follows: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["encoded_bytes", b"encoded_bytes", "header", b"header", "item", b"item"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoded_bytes", b"encoded_bytes", "header", b"header", "item", b"item", "region_follows", b"region_follows"]) -> None: ...
 
 Global___EncodeStreamHeader: typing_extensions.TypeAlias = EncodeStreamHeader
+
+@typing.final
+class EncodeStreamRegion(google.protobuf.message.Message):
+    """The region of an item whose header announced it. If none arrives in time, the
+    rows come in the response. Ignored once the item is answered.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITEM_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
+    item: builtins.int
+    @property
+    def region(self) -> Global___Region:
+        """Absent: the rows are to come in the response."""
+
+    def __init__(
+        self,
+        *,
+        item: builtins.int = ...,
+        region: Global___Region | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["region", b"region"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "region", b"region"]) -> None: ...
+
+Global___EncodeStreamRegion: typing_extensions.TypeAlias = EncodeStreamRegion
 
 @typing.final
 class EncodeStreamChunk(google.protobuf.message.Message):

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vitwire_server.caching.keys import Digest, digest_of
-from vitwire_server.core.errors import InvalidRequest, InvalidTensors, Violation
+from vitwire_server.core.errors import EncoderError, InvalidRequest, InvalidTensors, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
@@ -52,9 +52,19 @@ class _InFlight:
     submitted: bool = False
     answered: bool = False
     accepted: Accepted | None = None
-    """What is sent before the outcome, if the item's rows are only stored."""
+    """What is sent before the outcome, if the item's rows are only stored or its region follows."""
     is_accepted: bool = False
     """Whether that was sent."""
+    region: "asyncio.Future[Region | None] | None" = None
+    """Of an item whose region follows; None once it is clear that none comes."""
+
+    @property
+    def awaits_region(self) -> bool:
+        return not self.answered and self.region is not None and not self.region.done()
+
+    def acceptance(self, item: Item) -> Accepted | None:
+        """What precedes the item's outcome."""
+        return Accepted(item.grid, item.rows) if item.store_only or self.region else None
 
 
 class Call:
@@ -69,6 +79,7 @@ class Call:
         self.consumer: Consumer | None = None
         """Both are set before the first item is reserved or submitted."""
         self._sessions = serving.sessions
+        self._codec = serving.codec
         self._claims = serving.claims
         self._claimed: dict[int, Region] = {}
         self.decodes = Decodes(serving.decoding, serving.codec, self) if serving.decoding else None
@@ -83,6 +94,8 @@ class Call:
         """The item whose last message is being sent; its number is free already."""
         self._freed = asyncio.Event()
         self._ended = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Of items that are submitted once their region is known."""
         self._outcomes: asyncio.Queue[tuple[int, Accepted | Outcome] | Exception | None] = asyncio.Queue()
 
     @property
@@ -108,6 +121,66 @@ class Call:
             raise InvalidRequest([Violation(f"items[{index}].region", reason)])
         self._claimed[index] = region
 
+    @property
+    def awaited_regions(self) -> int:
+        """How many items wait for their region."""
+        return sum(item.awaits_region for item in self._items.values())
+
+    def ask_region(self, index: int) -> None:
+        """The region of an item follows its header."""
+        (self._items.get(index) or self._add(index)).region = asyncio.get_running_loop().create_future()
+
+    def is_late(self, index: int) -> bool:
+        """Whether the region of an item follows, or followed, its header."""
+        return self._items[index].region is not None
+
+    def set_region(self, index: int, region: "Region | None") -> bool:
+        """A region arrived, which counts if it is awaited; False for an item that was to have none."""
+        held = self._items.get(index)
+        if held and held.region and not held.region.done():
+            held.region.set_result(region)
+        return held is None or held.answered or held.region is not None
+
+    def end_regions(self) -> None:
+        """No more regions will arrive."""
+        for index in self._items:
+            self.set_region(index, None)
+
+    async def placed(self, index: int, item: Item, seconds: float) -> Item:
+        """The item with its region, if that follows: its rows are announced, and it is awaited for some seconds.
+
+        Raises InvalidRequest for a wrong region.
+        """
+        held = self._items.get(index)
+        if held is None or held.region is None:
+            return item
+        await self._accept({index: item})
+        await asyncio.wait([held.region], timeout=seconds)
+        if not held.region.done():
+            held.region.set_result(None)
+        region = held.region.result()
+        if region is None or self.consumer is None:
+            return item
+        placed = self._codec.placed(f"items[{index}]", item, region, self.consumer)
+        self.claim(index, region)
+        return placed
+
+    def submit_placed(self, index: int, item: Item, digests: Mapping[int, bytes], seconds: float) -> None:
+        """Submit an item with all its bytes once its region is known; errors are those of the item."""
+
+        async def submit() -> None:
+            try:
+                await self.submit({index: await self.placed(index, item, seconds)}, digests)
+            except EncoderError as error:
+                self.settle(index, error)
+            except Exception as error:  # noqa: BLE001 - the RPC raises and maps it
+                self.end(error)
+
+        self.expect(index)
+        task = asyncio.create_task(submit())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def reserve(self, index: int, item: Item) -> memoryview:
         """Admit an item whose bytes are still to come; returns the memory to write them into. Raises as Session."""
         held = self._items.get(index) or self._add(index)
@@ -122,7 +195,7 @@ class Call:
     async def answer(self, index: int, item: Item, digest: bytes) -> bool:
         """Answer an expected item from the cache; False if it is not cached. Raises as Session."""
         held = self._items[index]
-        held.accepted = _acceptance(item)
+        held.accepted = held.acceptance(item)
         return await self._session.answer(held.key, item, digest)
 
     async def digest_unprepared(self, item: Unprepared) -> bytes | None:
@@ -148,7 +221,7 @@ class Call:
         for index, in_flight in held.items():
             in_flight.submitted = True
             if index in work and not in_flight.is_accepted:
-                in_flight.accepted = _acceptance(work[index])
+                in_flight.accepted = in_flight.acceptance(work[index])
         if self.decodes:
             self.decodes.note_pictures(work)
         await self._session.submit(
@@ -225,9 +298,10 @@ class Call:
     async def room(self, most: int) -> None:
         """Wait while `most` items or more are in the engine's hands, or wait to be sent.
 
-        A client that sends faster than it reads waits, as its next message is not read.
+        A client that sends faster than it reads waits, as its next message is not read. What waits for a region does
+        not count: that is one of the messages.
         """
-        while sum(item.submitted or item.answered for item in self._items.values()) >= most:
+        while sum(self._counts(item) for item in self._items.values()) >= most:
             self._freed.clear()
             await self._freed.wait()
 
@@ -235,6 +309,8 @@ class Call:
         """Close the session; returns how many items have outcomes that were not sent."""
         if self.decodes:
             self.decodes.close()
+        for task in self._tasks:
+            task.cancel()
         self._session.close()
         self._indices.clear()
         for index in list(self._claimed):
@@ -254,17 +330,21 @@ class Call:
         return self._sessions.open(opening, self._completed, fail=self.end)
 
     async def _accept(self, items: Mapping[int, Item]) -> None:
-        """Announce those admitted items whose rows are only stored."""
+        """Announce those items whose rows are only stored, or whose region follows."""
         for index, item in items.items():
             held = self._items.get(index)
-            if item.store_only and held and not held.is_accepted:
-                held.accepted = _acceptance(item)
+            if held and not held.is_accepted and (accepted := held.acceptance(item)):
+                held.accepted = accepted
                 self._announce(index, held, await self._session.forecast(item.footprint.tokens))
 
     def _announce(self, index: int, item: _InFlight, forecast: float = 0.0) -> None:
         if item.accepted and not item.is_accepted and not item.answered:
             item.is_accepted = True
             self._outcomes.put_nowait((index, replace(item.accepted, forecast=forecast)))
+
+    @staticmethod
+    def _counts(item: _InFlight) -> bool:
+        return item.answered or (item.submitted and not item.awaits_region)
 
     def _add(self, index: int) -> _InFlight:
         item = self._items[index] = _InFlight(next(self._keys))
@@ -281,10 +361,6 @@ class Call:
         index = self._indices.get(key)
         if index is not None:
             self.settle(index, outcome)
-
-
-def _acceptance(item: Item) -> Accepted | None:
-    return Accepted(item.grid, item.rows) if item.store_only else None
 
 
 async def _digests(items: Mapping[int, Item], seed: int) -> dict[int, bytes]:

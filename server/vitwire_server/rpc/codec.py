@@ -10,7 +10,7 @@ import numpy as np
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.cache import nbytes_of
-from vitwire_server.core.delivery import Consumer, MemoryKind
+from vitwire_server.core.delivery import Consumer, MemoryKind, Region
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
@@ -119,6 +119,13 @@ class Codec:
         header = self.header(field, message, item.output, consumer)
         assert isinstance(header, Item), "it has pixels"
         return header
+
+    def placed(self, field: str, item: Item, region: Region, consumer: Consumer) -> Item:
+        """The item with a region that followed its header. Raises InvalidRequest."""
+        wrong = wrong_region(region, consumer, item.rows_nbytes(self._card.geometry.width))
+        if wrong:
+            raise InvalidRequest([Violation(f"{field}.{name}", reason) for name, reason in wrong])
+        return replace(item, region=region, on_device=consumer.memory is MemoryKind.DEVICE)
 
     def is_unprepared(self, item: pb.Item, file_bytes: int) -> bool:
         """Whether a decoder must read an item: a file, or a picture that the engine does not prepare."""

@@ -57,6 +57,8 @@ class Decodes:
     decoding: Decoding
     codec: "Codec"
     call: "Call"
+    region_seconds: float = 0.0
+    """For which the region of an item is awaited if it follows."""
     prepared: dict[int, Prepared] = field(default_factory=dict)
     """Of items that were prepared and are not answered yet."""
     _unfinished: set[Permit] = field(default_factory=set)
@@ -131,6 +133,7 @@ class Decodes:
             if pool.takes_on_device(measured):
                 measured = replace(measured, picture=())  # the engine gets what was prepared
         item = self.codec.measured(f"items[{index}]", given, measured, call.consumer)
+        item = await call.placed(index, item, self.region_seconds)
         self.prepared[index] = Prepared(measured.grid, measured.frame_seconds)
         digest = await call.digest_unprepared(given)
         if digest and await call.answer(index, item, digest):

@@ -36,7 +36,7 @@ def consumer_of(message: pb.EncodeRequest | pb.EncodeStreamOptions, principal: s
     return consumer
 
 
-def region_of(item: pb.Item) -> Region | None:
+def region_of(item: pb.Item | pb.EncodeStreamRegion) -> Region | None:
     """The region of an item, unchecked."""
     return Region(item.region.offset, item.region.bytes) if item.HasField("region") else None
 

@@ -7,7 +7,7 @@ import numpy as np
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.keys import Digest
-from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Violation
+from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Overloaded, Violation
 from vitwire_server.core.items import CacheLookup, DType, Item
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.codec import Codec
@@ -103,14 +103,19 @@ class Uploads:
             self.call.consumer = consumer_of(message.options, self.call.principal, "options.delivery")
         elif kind == "header":
             await self._begin(message.header)
+        elif kind == "region":
+            number = message.region.item
+            if not self.call.set_region(number, region_of(message.region)):
+                raise _stream_error("region.item", f"the header of item {number} did not announce a region")
         elif kind == "chunk":
             await self._append(message.chunk.item, data)
         else:
-            raise _stream_error("message", "must hold options, a header or a chunk")
+            raise _stream_error("message", "must hold options, a header, a region or a chunk")
         self._started = True
 
     def finish(self) -> None:
         """The client sends no more: refuse unfinished uploads."""
+        self.call.end_regions()
         for number, upload in list(self._unfinished.items()):
             reason = f"received only {upload.filled} of {upload.nbytes} bytes"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{upload.next_field}", reason)]))
@@ -123,6 +128,8 @@ class Uploads:
             raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
         self._refused.discard(number)
         try:
+            if message.region_follows:
+                self._ask_region(number, item, message.encoded_bytes)
             if self.codec.is_unprepared(item, message.encoded_bytes):
                 self._unfinished[number] = self._begin_unprepared(number, item, message.encoded_bytes)
                 return
@@ -137,12 +144,29 @@ class Uploads:
             return
         self._unfinished[number] = _Upload(header, data, self.call.digest(), self.waited + self.stall_seconds)
 
+    def _ask_region(self, number: int, item: pb.Item, file_bytes: int) -> None:
+        """The item's region follows. Raises InvalidRequest or Overloaded."""
+        reasons = {
+            "needs the delivery of the request": self.call.consumer is None,
+            "must be false for an item with a region": item.HasField("region"),
+            "must be false for an item whose rows are only stored": item.store_only,
+            "must be false for an item without content": not (file_bytes or item.HasField("pixels")),
+        }
+        wrong = [Violation(f"items[{number}].region_follows", reason) for reason, is_so in reasons.items() if is_so]
+        if wrong:
+            raise InvalidRequest(wrong)
+        if self.call.awaited_regions >= self.most:
+            text = f"{self.most} items of this RPC wait for their regions: send those first"
+            raise Overloaded(text, reason="items", retry_seconds=1.0)
+        self.call.ask_region(number)
+
     def _begin_unprepared(self, number: int, item: pb.Item, file_bytes: int) -> _Upload:
         """The upload of a file or picture. Raises InvalidRequest or Overloaded."""
         header = self.codec.unprepared_header(f"items[{number}]", item, file_bytes, self.output)
         self.call.claim(number, region_of(item))
         decodes = self.call.decodes
         assert decodes, "else the header was refused"
+        decodes.region_seconds = self.stall_seconds
         permit = decodes.promise(header.nbytes)
         data = np.empty(header.nbytes, np.uint8).data
         self.call.expect(number, submitted=False)
@@ -176,6 +200,9 @@ class Uploads:
             self.call.decodes.start({number: replace(upload.item, data=upload.data)}, [upload.permit])
             return
         digests = {number: upload.digest.value()} if upload.digest else {}
+        if self.call.is_late(number):
+            self.call.submit_placed(number, upload.item.filled(upload.data), digests, self.stall_seconds)
+            return
         try:
             await self.call.submit({number: upload.item.filled(upload.data)}, digests)
         except DeadlineExceeded as error:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vitwire_server.core.delivery import Delivered, Stored
+from vitwire_server.core.delivery import Delivered, Region, Stored
 from vitwire_server.core.errors import EncoderError, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
@@ -174,7 +174,10 @@ class SessionHost:
         return offset
 
     def _queue(self, opened: _Open, message: Queue) -> list[int]:
-        opened.session.queue({key: opened.unfilled.pop(key) for key in message.items}, message.digests)
+        items = {key: opened.unfilled.pop(key) for key in message.items}
+        for key, (offset, nbytes, on_device) in message.regions.items():
+            items[key] = replace(items[key], region=Region(offset, nbytes), on_device=on_device)
+        opened.session.queue(items, message.digests)
         return []
 
     def _grant(self) -> None:

@@ -55,6 +55,8 @@ class Queue(Struct, array_like=True, frozen=True, tag=3):
     session: int
     items: list[int]
     digests: dict[int, bytes]
+    regions: dict[int, tuple[int, int, bool]] = {}
+    """Offset and bytes of regions, perhaps leased after the item was reserved, and whether they are on a device."""
 
 
 class Submit(Struct, array_like=True, frozen=True, tag=8):

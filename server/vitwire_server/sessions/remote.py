@@ -194,10 +194,15 @@ class RemoteSession:
                 for at, part in _parts(offset, item):
                     engine.arena.array(at, len(part))[:] = part
                     await asyncio.sleep(0)
-        ready = [key for key, item in items.items() if isinstance(item, Item)]
+        ready = {key: item for key, item in items.items() if isinstance(item, Item)}
         self._reserved.difference_update(ready)
         if ready:
-            await engine.request(Queue(engine.number(), self._session, ready, dict(digests)))
+            regions = {
+                key: (item.region.offset, item.region.nbytes, item.on_device)
+                for key, item in ready.items()
+                if item.region
+            }
+            await engine.request(Queue(engine.number(), self._session, list(ready), dict(digests), regions))
 
     async def forecast(self, tokens: int) -> float:
         """See Session."""
