@@ -14,7 +14,7 @@ from vitwire._protocol import Options, parts_of
 from vitwire.cli._bench.pictures import random_item
 
 PIXELS = ("uint8", "float16", "float32", "picture", "jpeg")
-"""Types of pixels, pictures, and files. Floats are patches of two equal frames, as processors return them; uint8 has one."""
+"""Types of pixels, pictures, and files. Floats are patches of two equal frames, as of a processor; uint8 has one."""
 SIZES = {"1080p": (1080, 1920), "12mp": (3024, 4032)}
 """Height and width of pictures of cameras."""
 
