@@ -54,6 +54,13 @@ def test_random_sizes(resample: int) -> None:
         np.testing.assert_array_equal(resized(pixels, (down, right), resample), expected)
 
 
+def test_a_pixel_at_the_centre_of_hamming_s_window_weighs_1() -> None:
+    """Its two numbers in single precision add up to a little more, which moves a weight of this window by 1."""
+    pixels = np.random.default_rng(0).integers(0, 256, (60_000, 22, 3), np.uint8)
+    expected = np.asarray(Image.fromarray(pixels).resize((2, len(pixels)), 5))
+    np.testing.assert_array_equal(along(pixels, 1, 2, 5), expected)
+
+
 @pytest.mark.parametrize(("source", "target"), [((1080, 1920), (768, 1344)), ((2016, 1512), (1184, 864))])
 def test_photographs(source: tuple[int, int], target: tuple[int, int]) -> None:
     test_two_passes_are_pillow_s(source, target, 3)

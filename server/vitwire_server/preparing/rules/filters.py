@@ -62,7 +62,8 @@ def _box(x: Array) -> Array:
 def _hamming(x: Array) -> Array:
     x = np.abs(x)
     cosines = np.array([math.cos(value) for value in (x * math.pi).ravel().tolist()]).reshape(x.shape)
-    return np.where(x < 1.0, _sinc(x) * (_HAMMING_MEAN + _HAMMING_SWING * cosines), 0.0)
+    values = _sinc(x) * (_HAMMING_MEAN + _HAMMING_SWING * cosines)
+    return np.where(x == 0.0, 1.0, np.where(x < 1.0, values, 0.0))  # the two numbers do not add up to 1
 
 
 _FILTERS: dict[int, tuple[Callable[[Array], Array], float]] = {
