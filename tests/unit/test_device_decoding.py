@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -49,6 +50,19 @@ def turned(orientation: int) -> bytes:
     return jpeg(drawn(), exif=exif)
 
 
+def framed(data: bytes, side: int, before: bytes = b"", after: bytes = b"") -> bytes:
+    """The file with a frame of so many pixels a side, between other bytes; `after` ends with the frame it had."""
+    at = data.index(b"\xff\xc0")
+    frame = data[at : at + 19]
+    own = frame[:5] + struct.pack(">HH", side, side) + frame[9:]
+    return data[:at] + before + own + (after + frame if after else b"") + data[at + 19 :]
+
+
+def with_two_frames(marker: int) -> bytes:
+    """A segment whose content is a frame, which Pillow reads, behind a larger one, which nvImageCodec reads."""
+    return framed(jpeg(drawn()), 20_000, after=bytes([0xFF, marker, 0, 2 + 19]))
+
+
 PLAIN = {
     "4:2:0": jpeg(drawn()),
     "4:2:2": jpeg(drawn(), subsampling="4:2:2"),
@@ -65,6 +79,9 @@ OTHERS = {
     "progressive": jpeg(drawn(), progressive=True),
     "CMYK": jpeg(drawn().convert("CMYK")),
     "RGB": jpeg(drawn(), keep_rgb=True),
+    "two frames": framed(jpeg(drawn()), 200, before=jpeg(drawn())[158:177]),
+    "a frame that only Pillow reads": with_two_frames(0xC8),
+    "a frame behind a restart marker": with_two_frames(0xD0),
     "small": jpeg(drawn(15, 200)),
     "cut": jpeg(drawn())[:-400],
     "PNG": b"\x89PNG" + bytes(100),
@@ -127,6 +144,14 @@ def test_no_pixels_are_left_behind(decoder: Hardware) -> None:
     except Unusable:
         return
     assert not (own == 255).all(axis=2).any()
+
+
+def test_the_size_is_checked_before_memory_is_reserved(decoder: Hardware) -> None:
+    """Of a file whose size was misread: else a header reserves 12 GB."""
+    with pytest.raises(Unusable, match="larger picture"):
+        decoder.decoded(framed(PLAIN["4:4:4"], 20_000), 1)
+    with pytest.raises(Unusable):
+        decoder.decoded(PLAIN["4:4:4"].replace(b"\xff\xc0", b"\xff\x00\x00\x02\xff\xc0"), 1)
 
 
 def test_the_decoder_is_compared_with_pillow(decoder: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitwire_server.core.decoding import Fault
+from vitwire_server.core.decoding import MAX_PICTURE_PIXELS, Fault
 from vitwire_server.preparing.device.resizing import prepared
 from vitwire_server.preparing.files.images import Unusable
 from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, Refused, Setup
@@ -44,8 +44,9 @@ _TURNS = {2: (0, True), 3: (2, False), 4: (2, True), 5: (1, True), 6: (3, False)
 class Hardware:
     """Decodes one file after the other."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, max_pixels: int = MAX_PICTURE_PIXELS) -> None:
         self._device = torch.device(device)
+        self._max_pixels = max_pixels
         on_device = self._device.type == "cuda"
         if on_device:
             index = self._device.index or 0
@@ -72,8 +73,11 @@ class Hardware:
         again = {"image": self._image} if self._image is not None else {}
         try:
             stream = self._stream(data)
+            area = stream.height * stream.width  # it reads the header here
         except RuntimeError as error:
             raise Unusable(Fault.LOST, str(error)) from error
+        if area > self._max_pixels:
+            raise Unusable(Fault.LOST, "nvImageCodec finds a larger picture in it than Pillow")
         image = self._decoder.decode(stream, params=self._parameters, **again)
         if image is None:
             self._image = None  # it may be half written
@@ -154,7 +158,7 @@ class _Worker:
     def __init__(self, setup: Setup, memory: mmap.mmap) -> None:
         self._setup = setup
         self._memory = memory
-        self._hardware = Hardware(setup.device)
+        self._hardware = Hardware(setup.device, setup.max_pixels)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def answer(self, job: Measure | Decode) -> FromDecoder:

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from struct import unpack_from
 
 _START, _END, _FILL = b"\xff\xd8", b"\xff\xd9", 0xFF
-_BASELINE, _EXTENDED, _ADOBE, _SCAN = 0xC0, 0xC1, 0xEE, 0xDA
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of frames: these have tables of codes and conditions between them."""
+_FRAMES, _ADOBE, _SCAN = (0xC0, 0xC1), 0xEE, 0xDA
+"""Markers; frames are baseline, or extended with 8 bits."""
+_SKIPPED = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
+"""Markers of tables, comments and metadata. After others libraries read on at different places: each would find a frame
+of its own."""
 _YCC = ((1, 2, 3), (0, 1, 2))
 """Numbers of components that are read as luminance and colour differences."""
 _SAMPLED = ((0x11, 0x11, 0x11), (0x21, 0x11, 0x11), (0x12, 0x11, 0x11), (0x22, 0x11, 0x11))
@@ -20,18 +22,20 @@ def is_plain(data: bytes) -> bool:
     """Whether a file is a baseline JPEG of one scan, grey or YCbCr, that ends.
 
     All others are left to Pillow: progressive, lossless, arithmetic and CMYK files, RGB, unusual sampling, small
-    pictures, and files that are damaged where this looks.
+    pictures, and files that are damaged or ambiguous where this looks.
     """
     components = 0
     for marker, at, length in _segments(data):
         if marker in _FRAMES:
-            if marker not in (_BASELINE, _EXTENDED) or not (components := _components(data, at, length)):
+            if components or not (components := _components(data, at, length)):
                 return False
         elif marker == _ADOBE and data[at : at + 5] == b"Adobe":
             if length < _ADOBE_BYTES or data[at + _ADOBE_BYTES - 1] != _YCC_TRANSFORM:
                 return False
         elif marker == _SCAN:
             return components > 0 and data[at] == components and data.find(_END, at + length) >= 0
+        elif marker not in _SKIPPED:
+            return False
     return False
 
 
