@@ -1,13 +1,16 @@
 """JPEG files decoded beside the engine by nvImageCodec: here on the CPU, by its libjpeg-turbo."""
 
 import asyncio
+import gc
 import os
 import random
 import signal
 import struct
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import hardware
 from vitwire_server.preparing.device.hardware import Hardware, fault_of
 from vitwire_server.preparing.files import device
+from vitwire_server.preparing.files.child import Child
 from vitwire_server.preparing.files.images import Unusable
 from vitwire_server.preparing.files.jpegs import is_plain
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Prepared, Sizes
@@ -228,6 +232,13 @@ async def ready(pool: DecodePool) -> None:
         await asyncio.sleep(0.05)
 
 
+def child_of(pool: DecodePool) -> Child:
+    """The decoder on the device, which is ready."""
+    assert pool._device
+    assert pool._device._child
+    return pool._device._child
+
+
 async def test_plain_files_go_to_the_device() -> None:
     async with pool_of() as pool:
         first = await decoded(pool, PLAIN["4:2:0"])
@@ -306,3 +317,60 @@ async def test_a_cancelled_file_does_not_reach_the_next() -> None:
             done = await decoded(pool, PLAIN["odd sides"])
             assert done.on_device
             assert_pixels(done, PLAIN["odd sides"])
+
+
+async def test_a_start_that_fails_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(device, "_LONGEST_PAUSE", 0.1)
+    async with pool_of() as pool:
+        await decoded(pool, OTHERS["progressive"])  # starts a decoder for the rest
+        await ready(pool)
+        with monkeypatch.context() as missing:
+            missing.setattr(sys, "executable", "/no/python")
+            os.kill(child_of(pool).process.pid, signal.SIGKILL)
+            assert not (await decoded(pool, PLAIN["grey"])).on_device
+            while "did not start" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await ready(pool)
+        assert (await decoded(pool, PLAIN["grey"])).on_device
+
+
+async def test_a_decoder_that_died_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a collection, which comes late in a large process."""
+    monkeypatch.setattr(device, "_FIRST_PAUSE", 0.0)
+    async with pool_of() as pool:
+        await decoded(pool, PLAIN["grey"])
+        await ready(pool)
+        before = shared_memories()
+        gc.disable()
+        try:
+            os.kill(child_of(pool).process.pid, signal.SIGKILL)
+            assert not (await decoded(pool, PLAIN["grey"])).on_device
+            await ready(pool)
+            assert shared_memories() == before
+        finally:
+            gc.enable()
+
+
+def shared_memories() -> int:
+    """Descriptors of memory that is shared with decoders."""
+    links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return sum("vitwire-decoder" in str(each.resolve()) for each in links)
+
+
+async def test_a_closed_pool_starts_no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of one that worked when it was closed."""
+    monkeypatch.setattr(device, "_FIRST_PAUSE", 0.0)
+    async with pool_of() as pool:
+        await ready(pool)
+        os.kill(child_of(pool).process.pid, signal.SIGSTOP)
+        jobs = [asyncio.create_task(decoded(pool, PLAIN["grey"])) for _ in range(3)]
+        while not child_of(pool).is_busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    ends = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(isinstance(end, NotDecoded) and end.fault is Fault.LOST for end in ends)
+    assert pool._device
+    await asyncio.gather(*pool._device._tasks)
+    assert pool._device._child is None

@@ -91,20 +91,25 @@ class Child:
         return child
 
     async def write(self, data: Buffer) -> None:
-        """Bring the bytes of a file into the shared memory."""
+        """Bring the bytes of a file into the shared memory. Raises DecoderGone."""
         source = np.frombuffer(data, np.uint8)
-        target = np.frombuffer(self._memory, np.uint8, len(source))
+        target = self._shared(len(source), 0)
         for start in range(0, len(source), _COPIED_BYTES):
             target[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
             await asyncio.sleep(0)
 
     async def read(self, target: memoryview) -> None:
-        """Copy the pixels of the last job."""
+        """Copy the pixels of the last job. Raises DecoderGone."""
         array = np.frombuffer(target, np.uint8)
-        source = np.frombuffer(self._memory, np.uint8, len(array), self._setup.input_bytes)
+        source = self._shared(len(array), self._setup.input_bytes)
         for start in range(0, len(array), _COPIED_BYTES):
             array[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
             await asyncio.sleep(0)
+
+    def _shared(self, count: int, offset: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        if self._memory.closed:
+            raise DecoderGone(Fault.LOST, "a decoder was closed")
+        return np.frombuffer(self._memory, np.uint8, count, offset)
 
     async def ask(self, message: ToDecoder, seconds: float) -> FromDecoder:
         """The answer to a message. Raises DecoderGone if there is none within `seconds` of wall-clock time.
@@ -167,7 +172,7 @@ class Child:
             return False
 
     async def close(self) -> None:
-        """Kill the process. Its end of the socket is then closed, which ends a wait for its answer.
+        """Kill the process and free the memory. Its end of the socket is then closed, which ends a wait for its answer.
 
         Not by `process.kill`, which reaps a process that has just ended, so that asyncio loses its exit status.
         """
@@ -176,6 +181,8 @@ class Child:
                 os.kill(self.process.pid, signal.SIGKILL)
         await self.process.wait()
         self._link.close()
+        with suppress(BufferError):  # a copy is under way, whose end frees it; errors in cycles would hold it else
+            self._memory.close()
 
     async def _gone(self) -> DecoderGone:
         await self.close()

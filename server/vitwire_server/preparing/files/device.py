@@ -69,11 +69,12 @@ class DeviceDecoder:
 
     async def close(self) -> None:
         """End the process."""
+        child, self._child = self._child, None  # so that none is started in its place
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._child:
-            await self._child.close()
+        if child:
+            await child.close()
 
     async def _take_back(self, child: Child, turn: Turn) -> None:
         """End a turn, once a job whose RPC was cancelled is over too."""
@@ -91,13 +92,15 @@ class DeviceDecoder:
             self._turns.release(turn)
 
     async def _start(self, pause: float) -> None:
-        await asyncio.sleep(pause)
-        try:
-            self._child = await Child.start(self._setup, self._output_bytes)
-        except DecoderGone as error:
-            _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)
-        else:
-            _log.debug("the decoder on the device started: %d", self._child.process.pid)
+        while self._child is None:
+            await asyncio.sleep(pause)
+            try:
+                self._child = await Child.start(self._setup, self._output_bytes)
+            except DecoderGone as error:
+                pause = _LONGEST_PAUSE
+                _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)
+            else:
+                _log.debug("the decoder on the device started: %d", self._child.process.pid)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
