@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import BytesIO
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,7 @@ OTHERS = {
     "progressive": jpeg(drawn(), progressive=True),
     "CMYK": jpeg(drawn().convert("CMYK")),
     "RGB": jpeg(drawn(), keep_rgb=True),
+    "grey with factors": jpeg(drawn().convert("L")).replace(b"\x01\x01\x11\x00", b"\x01\x01\x22\x00", 1),
     "two frames": framed(jpeg(drawn()), 200, before=jpeg(drawn())[158:177]),
     "a frame that only Pillow reads": with_two_frames(0xC8),
     "a frame behind a restart marker": with_two_frames(0xD0),
@@ -253,6 +255,22 @@ async def test_plain_files_go_to_the_device() -> None:
         assert_pixels(done, OTHERS["progressive"])
         with pytest.raises(NotDecoded):
             await decoded(pool, OTHERS["cut"])
+
+
+async def test_the_decoder_sees_the_devices_that_the_server_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same order: else its index is that of another device."""
+    own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TMPDIR": gettempdir(), "VITWIRE_TOKEN": "a secret"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    async with pool_of() as pool:
+        await ready(pool)
+        seen = variables(child_of(pool).process.pid)
+    assert [f"{name}={value}" in seen for name, value in own.items()] == [True, True, False]
+
+
+def variables(pid: int) -> list[str]:
+    """Of a process, each `NAME=VALUE`."""
+    return Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
 
 
 async def test_small_files_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,10 @@ from vitwire_server.preparing.files.messages import (
 )
 
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-_DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "CC")
+_DEVICE_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_HOME", "TRITON_CACHE_DIR", "CC",
+    "TMPDIR",
+)  # fmt: skip
 _WORKER = "vitwire_server.preparing.files.worker"
 HARDWARE = "vitwire_server.preparing.device.hardware"
 """The module of decoders on a device."""

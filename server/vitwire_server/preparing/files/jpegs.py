@@ -13,6 +13,8 @@ _YCC = ((1, 2, 3), (0, 1, 2))
 """Numbers of components that are read as luminance and colour differences."""
 _SAMPLED = ((0x11, 0x11, 0x11), (0x21, 0x11, 0x11), (0x12, 0x11, 0x11), (0x22, 0x11, 0x11))
 """4:4:4, 4:2:2, 4:4:0 and 4:2:0: those that were compared with Pillow."""
+_GREY = (0x11,)
+"""Factors of a single component change nothing, but were not compared: decoders may take them for its blocks' order."""
 _LEAST_SIDE = 16
 """Smaller pictures differed from Pillow's by up to 13."""
 _ADOBE_BYTES, _YCC_TRANSFORM = 12, 1
@@ -62,6 +64,5 @@ def _components(data: bytes, at: int, length: int) -> int:
     if precision != 8 or min(height, width) < _LEAST_SIDE or length != 6 + 3 * count:
         return 0
     names, sampling = tuple(data[at + 6 : at + length : 3]), tuple(data[at + 7 : at + length : 3])
-    if count == 1:
-        return 1
-    return count if names in _YCC and sampling in _SAMPLED else 0
+    is_read = sampling == _GREY if count == 1 else names in _YCC and sampling in _SAMPLED
+    return count if is_read else 0
