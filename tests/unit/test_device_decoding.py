@@ -325,6 +325,29 @@ async def test_a_decoder_that_dies_costs_no_file() -> None:
         assert (await decoded(pool, PLAIN["4:2:2"])).on_device
 
 
+async def test_files_that_wait_hold_no_memory() -> None:
+    """As for other decoders: pixels are reserved when it is a file's turn."""
+    async with pool_of() as pool:
+        await ready(pool)
+        os.kill(child_of(pool).process.pid, signal.SIGSTOP)
+        found = await pool.measure(FLOW, PLAIN["grey"], Modality.IMAGE)
+        reserved = 0
+
+        async def reserve() -> memoryview:
+            nonlocal reserved
+            reserved += 1
+            return np.zeros(int(np.prod(found.pixels)), np.uint8).data
+
+        jobs = [asyncio.create_task(pool.decode(FLOW, PLAIN["grey"], Modality.IMAGE, found, reserve)) for _ in range(3)]
+        while not child_of(pool).is_busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert reserved == 1
+        os.kill(child_of(pool).process.pid, signal.SIGKILL)
+        for job in jobs:
+            assert_pixels(await job, PLAIN["grey"])
+        assert reserved == 3
+
+
 async def test_a_cancelled_file_does_not_reach_the_next() -> None:
     async with pool_of() as pool:
         await ready(pool)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from vitwire.wire import Buffer
@@ -44,9 +44,14 @@ class DeviceDecoder:
         return self._child is not None and found.orientation > 0 and found.area >= _LEAST_PIXELS
 
     async def decode(
-        self, flow: Flow, data: Buffer, found: Measured, modality: Modality, target: memoryview
+        self,
+        flow: Flow,
+        data: Buffer,
+        found: Measured,
+        modality: Modality,
+        reserve: Callable[[], Awaitable[memoryview]],
     ) -> Decoded | None:
-        """Decode and prepare a file into `target`, in turn; None if it could not."""
+        """Decode and prepare a file into what `reserve` gets once it is its turn; None if it could not."""
         turn = await self._turns.acquire(flow, predicted(found.cost))
         child = self._child
         if child is None:
@@ -54,6 +59,7 @@ class DeviceDecoder:
             return None
         turn.begin()
         try:
+            target = await reserve()
             await child.write(data)
             job = Decode(len(data), modality, _SECONDS, len(target), orientation=found.orientation)
             answer = await child.ask(job, _SECONDS)

@@ -148,21 +148,27 @@ class DecodePool:
         """
         start = time.perf_counter()
         target: memoryview | None = None
+
+        async def reserved() -> memoryview:
+            nonlocal target
+            target = target or await reserve()
+            return target
+
+        done: Decoded | None = None
         if self._device and not raw and self._device.takes(found):
-            target = await reserve()
-            if done := await self._device.decode(flow, data, found, modality, target):
-                spent = done.decode_seconds + done.prepare_seconds
-                waited = max(0.0, time.perf_counter() - start - spent)
-                return Prepared(target, waited, done.decode_seconds, done.prepare_seconds, on_device=True)
+            done = await self._device.decode(flow, data, found, modality, reserved)
+        if done:
+            waited = max(0.0, time.perf_counter() - start - done.decode_seconds - done.prepare_seconds)
+            return Prepared(await reserved(), waited, done.decode_seconds, done.prepare_seconds, on_device=True)
         async with self._child(self._decoding, flow, found.cost) as child:
             waited = time.perf_counter() - start
-            target = target or await reserve()
+            memory = await reserved()
             await child.write(data)
             seconds = self._seconds(found.cost)
-            answer = await self._ask(child, Decode(len(data), modality, seconds, len(target), picture, raw))
+            answer = await self._ask(child, Decode(len(data), modality, seconds, len(memory), picture, raw))
             assert isinstance(answer, Decoded)
-            await child.read(target)
-        return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds)
+            await child.read(memory)
+        return Prepared(memory, waited, answer.decode_seconds, answer.prepare_seconds)
 
     async def close(self) -> None:
         """End all decoders."""
