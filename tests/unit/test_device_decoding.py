@@ -88,6 +88,12 @@ OTHERS = {
     "two frames": framed(jpeg(drawn()), 200, before=jpeg(drawn())[158:177]),
     "a frame that only Pillow reads": with_two_frames(0xC8),
     "a frame behind a restart marker": with_two_frames(0xD0),
+    "extended": jpeg(drawn()).replace(b"\xff\xc0", b"\xff\xc1", 1),
+    "quantisation of 16 bits": jpeg(drawn())[:2] + b"\xff\xdb\x00\x83\x10" + bytes(128) + jpeg(drawn())[2:],
+    "another order of components": jpeg(drawn()).replace(
+        b"\x03\x01\x00\x02\x11\x03\x11", b"\x03\x02\x11\x01\x00\x03\x11", 1
+    ),
+    "some coefficients": jpeg(drawn()).replace(b"\x03\x11\x00\x3f\x00", b"\x03\x11\x00\x3e\x00", 1),
     "small": jpeg(drawn(15, 200)),
     "cut": jpeg(drawn())[:-400],
     "PNG": b"\x89PNG" + bytes(100),

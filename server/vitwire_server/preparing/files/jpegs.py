@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from struct import unpack_from
 
 _START, _END, _FILL = b"\xff\xd8", b"\xff\xd9", 0xFF
-_FRAMES, _ADOBE, _SCAN = (0xC0, 0xC1), 0xEE, 0xDA
-"""Markers; frames are baseline, or extended with 8 bits."""
-_SKIPPED = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
-"""Markers of tables, comments and metadata. After others libraries read on at different places: each would find a frame
-of its own."""
+_BASELINE, _QUANTISATION, _ADOBE, _SCAN = 0xC0, 0xDB, 0xEE, 0xDA
+_TABLE_BYTES, _WHOLE_SCAN = 65, b"\x00\x3f\x00"
+"""Of a table of 8 bits; all coefficients at once."""
+_SKIPPED = frozenset((0xC4, 0xDD, 0xFE, *range(0xE0, 0xF0)))
+"""Markers of other tables, comments and metadata. After any other, libraries read on at different places, where each
+could find another frame."""
 _YCC = ((1, 2, 3), (0, 1, 2))
 """Numbers of components that are read as luminance and colour differences."""
 _SAMPLED = ((0x11, 0x11, 0x11), (0x21, 0x11, 0x11), (0x12, 0x11, 0x11), (0x22, 0x11, 0x11))
@@ -26,16 +27,19 @@ def is_plain(data: bytes) -> bool:
     All others are left to Pillow: progressive, lossless, arithmetic and CMYK files, RGB, unusual sampling, small
     pictures, and files that are damaged or ambiguous where this looks.
     """
-    components = 0
+    components = b""
     for marker, at, length in _segments(data):
-        if marker in _FRAMES:
+        if marker == _BASELINE:
             if components or not (components := _components(data, at, length)):
+                return False
+        elif marker == _QUANTISATION:
+            if length % _TABLE_BYTES or max(data[at : at + length : _TABLE_BYTES]) > 0x0F:
                 return False
         elif marker == _ADOBE and data[at : at + 5] == b"Adobe":
             if length < _ADOBE_BYTES or data[at + _ADOBE_BYTES - 1] != _YCC_TRANSFORM:
                 return False
         elif marker == _SCAN:
-            return components > 0 and data[at] == components and data.find(_END, at + length) >= 0
+            return _is_whole(data[at : at + length], components) and data.find(_END, at + length) >= 0
         elif marker not in _SKIPPED:
             return False
     return False
@@ -56,13 +60,19 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
         at += 4 + length
 
 
-def _components(data: bytes, at: int, length: int) -> int:
-    """The components of a frame that a device decodes; 0 for others."""
+def _is_whole(scan: bytes, components: bytes) -> bool:
+    """Whether the header of a scan has all components in the order of the frame."""
+    count = len(components)
+    return count > 0 and scan[0] == count and scan[1:-3:2] == components and scan[1 + 2 * count :] == _WHOLE_SCAN
+
+
+def _components(data: bytes, at: int, length: int) -> bytes:
+    """The numbers of the components of a frame that a device decodes; none for others."""
     if length < 6:
-        return 0
+        return b""
     precision, height, width, count = unpack_from(">BHHB", data, at)
     if precision != 8 or min(height, width) < _LEAST_SIDE or length != 6 + 3 * count:
-        return 0
-    names, sampling = tuple(data[at + 6 : at + length : 3]), tuple(data[at + 7 : at + length : 3])
-    is_read = sampling == _GREY if count == 1 else names in _YCC and sampling in _SAMPLED
-    return count if is_read else 0
+        return b""
+    names, sampling = data[at + 6 : at + length : 3], tuple(data[at + 7 : at + length : 3])
+    is_read = sampling == _GREY if count == 1 else tuple(names) in _YCC and sampling in _SAMPLED
+    return names if is_read else b""
