@@ -1,5 +1,6 @@
 """Images whose processor repeated them, where a patch has two frames: one is sent, and the server repeats it."""
 
+import sys
 from math import prod
 from typing import Any, NamedTuple
 
@@ -36,6 +37,5 @@ def _bits(pixels: Any) -> Any:  # noqa: ANN401  # as above
     """As integers: zeros of two signs differ, and NaN equals itself."""
     if isinstance(pixels, np.ndarray):
         return pixels.view(f"i{pixels.dtype.itemsize}") if pixels.dtype.kind == "f" else pixels
-    import torch  # noqa: PLC0415 - it is a tensor
-
+    torch = sys.modules["torch"]  # it is a tensor
     return pixels.detach().view({2: torch.int16, 4: torch.int32}.get(pixels.element_size(), pixels.dtype))
