@@ -25,7 +25,7 @@ H200 = Ceilings(flops=790e12, bytes_per_second=4.3e12)
 
 def floor_seconds(tower: PackedTower, grids: Sequence[Grid], ceilings: Ceilings = H200) -> float:
     """`max(FLOP / flops, weight bytes / bandwidth)` of one forward over these grids."""
-    weights = sum(weight.nbytes for weight in tower.model.parameters())
+    weights: int = sum(weight.nbytes for weight in tower.model.parameters())
     return max(flop(tower, grids) / ceilings.flops, weights / ceilings.bytes_per_second)
 
 
@@ -45,7 +45,7 @@ def flop(tower: PackedTower, grids: Sequence[Grid]) -> float:
     joined = columns * tower.geometry.merge**2
     out = tower.geometry.width // (1 + tower.geometry.levels)
     merging = (1 + tower.geometry.levels) * (patches / tower.geometry.merge**2) * 2 * (joined**2 + joined * out)
-    return linear + merging + 4 * columns * _attended(tower, grids)
+    return float(linear + merging + 4 * columns * _attended(tower, grids))
 
 
 def _attended(tower: PackedTower, grids: Sequence[Grid]) -> int:

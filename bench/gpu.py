@@ -25,7 +25,7 @@ from bench.models import PUBLISHED, Load, build, draw, items, plain, shrunk, squ
 from bench.others import OtherBench
 from bench.stopwatch import FAILURES, Row, Stopwatch
 from rich.console import Console
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.runtime.attention.selection import Selection, select
@@ -51,7 +51,7 @@ def main() -> None:
     options = options_of()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"gpu-bench: torch {torch.__version__} sees no CUDA device; try --device cpu --tiny")
-    bench = Bench(torch.device(options.device, 0 if options.device == "cuda" else None), options)
+    bench = Bench(torch.device("cuda:0" if options.device == "cuda" else options.device), options)
     for name in dict.fromkeys(name for given in options.towers for name in _GROUPS.get(given, (given,))):
         bench.run(name)
     console = Console(width=120)

@@ -1,6 +1,6 @@
 """Random images as items of a served model, and what gRPC carries for them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +11,11 @@ from vitwire._balancing import Share
 from vitwire._channel import ENCODE, ENCODE_STREAM
 from vitwire._model import Model
 from vitwire._protocol import Options, parts_of
-from vitwire.cli._bench.pictures import random_item
+from vitwire.cli._bench.pictures import Form, random_item
 
 PIXELS = ("uint8", "float16", "float32", "picture", "jpeg")
 """Types of pixels, pictures, and files. Floats are patches of two equal frames, as of a processor; uint8 has one."""
+_FORMS: Mapping[str, Form] = {"picture": "picture", "jpeg": "jpeg"}
 SIZES = {"1080p": (1080, 1920), "12mp": (3024, 4032)}
 """Height and width of pictures of cameras."""
 
@@ -39,11 +40,11 @@ def images_of(client: Client, size: str, pixels: str, seeds: Iterable[int]) -> l
     model = client.model()
     height, width = SIZES.get(size) or (int(size), int(size))
     made = partial(random_item, height, width, 0, model=model, grid_of=lambda item: client.encode([item])[0].grid)
-    if pixels in ("picture", "jpeg"):
-        return [made(pixels, seed=seed) for seed in seeds]
+    if pixels in _FORMS:
+        return [made(form=_FORMS[pixels], seed=seed) for seed in seeds]
     if size not in SIZES:
         return [random_image(model, int(size), pixels, seed) for seed in seeds]
-    _, rows, columns = made("pixels").grid
+    _, rows, columns = made(form="pixels").grid
     return [_random(model, rows, columns, pixels, seed) for seed in seeds]
 
 

@@ -68,7 +68,8 @@ def build(model_type: str, fields: Mapping[str, Any], dtype: torch.dtype, device
         model = tower_class._from_config(config_class(**fields), dtype=dtype, attn_implementation="sdpa")
     model = model.eval().requires_grad_(requires_grad=False).to(device)
     assert all(buffer.dtype is torch.float32 for _, buffer in model.named_buffers()), "rotary frequencies"
-    tower: PackedTower = family.build({"tower": model}, SimpleNamespace(vision_config=model.config))
+    tower = family.build({"tower": model}, SimpleNamespace(vision_config=model.config))
+    assert isinstance(tower, PackedTower)
     return tower
 
 

@@ -5,8 +5,8 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +40,7 @@ def busy_cores() -> Iterator[None]:
             program.wait()
 
 
-CORES = {"idle": nullcontext, "busy": busy_cores}
+CORES: Mapping[str, Callable[[], AbstractContextManager[None]]] = {"idle": nullcontext, "busy": busy_cores}
 
 
 def waiting(model: Path, options: Namespace) -> Iterator[Row]:

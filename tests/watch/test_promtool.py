@@ -48,7 +48,9 @@ def test_names_of_a_live_page_follow_the_conventions(tmp_path: Path, processes: 
         client.encode([Item(np.zeros((rows, COLUMNS), np.float32), (1, rows // 2, 2)) for rows in (16, 1024)])
         status, page = server.page("/metrics")
     assert status == 200
-    assert durations(page) == {f"vitwire_{name}_seconds" for name in ("request", "stage", "delivery", "decode")}
+    assert durations(page) == {
+        f"vitwire_{name}_seconds" for name in ("request", "stage", "delivery", "decode", "prepare")
+    }
     assert promtool("check", "metrics", given=page) == ""
 
 
