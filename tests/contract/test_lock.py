@@ -66,4 +66,4 @@ def test_the_cpu_variant_has_nothing_of_cuda() -> None:
 def test_an_unknown_extra_is_named() -> None:
     done = locked("server,vidoes")
     assert done.returncode == 2
-    assert "requirements.lock has no extra vidoes; it has build, cli, client, flash, nixl" in done.stderr
+    assert "requirements.lock has no extra vidoes; it has build, cli, client, flash, jpeg, nixl" in done.stderr
