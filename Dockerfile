@@ -37,6 +37,7 @@ RUN python3 tools/locked.py --variant "$VARIANT" "server,cli,$EXTRAS" > requirem
         --require-hashes --no-deps --requirement requirements.txt
 COPY pyproject.toml LICENSE README.md ./
 COPY client client
+COPY gateway gateway
 COPY server server
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
     && /opt/build/bin/pip --python /opt/vitwire/bin/python install --no-deps --prefix /project /wheels/*.whl \

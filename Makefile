@@ -79,7 +79,7 @@ fault-test: $(READY) ## servers of both shapes under load, faults and bad input;
 
 # These use an interpreter with torch and transformers, and install nothing.
 GPU_PYTHON ?= python3
-GPU_PATH := client:server:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH}
+GPU_PATH := client:gateway:server:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH}
 
 gpu-test: ## tests of the engine on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: with simulated graphs)
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini $(GPU_WORKERS) tests/gpu $(FLAGS)

@@ -1,6 +1,6 @@
 """Photographs to rows of a tower's input: Pillow on one core, torch's resize, and our kernel.
 
-    PYTHONPATH=client:server:tests/support:. python bench/preparing.py [--sizes 1080x1920] [--batch 8]
+    PYTHONPATH=client:gateway:server:tests/support:. python bench/preparing.py [--sizes 1080x1920] [--batch 8]
     ... python bench/preparing.py --device cpu --tiny          # shows that it runs, not how fast
 
 Rows are those of Qwen3-VL, of at most 1024 tokens, in bfloat16. Every time is the median of several runs, for one

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
-from vitwire.router.metrics import Metrics as RouterMetrics
-from vitwire.router.settings import MIB, Flag, Settings
+from vitwire_gateway.openai.metrics import Metrics as RouterMetrics
+from vitwire_gateway.openai.settings import MIB, Flag, Settings
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.towers.family import Accepts, Family

@@ -1,6 +1,6 @@
 """How heavy the product is: lines of each room, long functions, many parameters, large classes.
 
-`python tools/weight.py` prints a table of client and server, without generated stubs.
+`python tools/weight.py` prints a table of client, gateway and server, without generated stubs.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("client/vitwire", "server/vitwire_server")
+PRODUCT = ("client/vitwire", "gateway/vitwire_gateway", "server/vitwire_server")
 STUBS = "v1"
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 60, 6, 15
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef

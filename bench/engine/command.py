@@ -311,5 +311,5 @@ def _cause(error: BaseException) -> BaseException:
 
 def _environment(options: argparse.Namespace) -> list[str]:
     """Prefix of commands that run what the server runs."""
-    path = options.server_pythonpath or f"client:server:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    path = options.server_pythonpath or f"client:gateway:server:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     return ["env", f"PYTHONPATH={path}"]

@@ -22,7 +22,7 @@ from manifests import (
     variables,
 )
 from vitwire.cli._app import app
-from vitwire.router.settings import Settings
+from vitwire_gateway.openai.settings import Settings
 
 PREFIX = "VITWIRE_ROUTER_"
 

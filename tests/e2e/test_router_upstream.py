@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
-from vitwire.router.errors import ApiError
-from vitwire.router.rewriting import Filled, filled
-from vitwire.router.settings import Settings
-from vitwire.router.upstream import Engine, trusting
+from vitwire_gateway.openai.errors import ApiError
+from vitwire_gateway.openai.rewriting import Filled, filled
+from vitwire_gateway.openai.settings import Settings
+from vitwire_gateway.openai.upstream import Engine, trusting
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ROWS = np.random.default_rng(0).integers(0, 1 << 16, (1024, 4096), dtype="<u2")

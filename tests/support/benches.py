@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 def last_line(*words: str) -> dict[str, Any]:
     """The document that ends a benchmark's output."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("client", "server", "tests/support", "."))
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("client", "gateway", "server", "tests/support", "."))
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

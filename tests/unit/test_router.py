@@ -21,14 +21,14 @@ from vitwire import EncodeFailed, InvalidItem, NotCached, Overloaded, Unauthenti
 from vitwire._errors import DeadlineExceeded
 from vitwire.cli._app import app
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
-from vitwire.router.addresses import AllowedHost, is_permitted, parse_networks
-from vitwire.router.connections import Parser
-from vitwire.router.errors import ApiError, from_encoder
-from vitwire.router.keys import ApiKeys
-from vitwire.router.rewriting import Hole, cut, filled, images_of, parse
-from vitwire.router.settings import Settings
-from vitwire.router.uploads import decode_data_uri, parse_form, upload
-from vitwire.router.upstream import forwarded
+from vitwire_gateway.openai.addresses import AllowedHost, is_permitted, parse_networks
+from vitwire_gateway.openai.connections import Parser
+from vitwire_gateway.openai.errors import ApiError, from_encoder
+from vitwire_gateway.openai.keys import ApiKeys
+from vitwire_gateway.openai.rewriting import Hole, cut, filled, images_of, parse
+from vitwire_gateway.openai.settings import Settings
+from vitwire_gateway.openai.uploads import decode_data_uri, parse_form, upload
+from vitwire_gateway.openai.upstream import forwarded
 
 
 def chat(*parts: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from PIL import Image
 
 from fake_service import Fake, Running, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model
-from vitwire.router.encoding import Encoder, ImageFile, content_id_of
-from vitwire.router.errors import ApiError
-from vitwire.router.workers import Workers, memory_for
+from vitwire_gateway.openai.encoding import Encoder, ImageFile, content_id_of
+from vitwire_gateway.openai.errors import ApiError
+from vitwire_gateway.openai.workers import Workers, memory_for
 
 MODEL = Model.from_message(model_message())
 PIXELS = 50_000_000
@@ -47,7 +47,7 @@ def running() -> Iterator[Running]:
 
 @asynccontextmanager
 async def encoding(running: Running, pixels: int = PIXELS) -> AsyncIterator[Encoder]:
-    workers = Workers("vitwire.router.reading", memory_for(pixels, 1024))
+    workers = Workers("vitwire_gateway.openai.reading", memory_for(pixels, 1024))
     async with AsyncClient(running.target) as client:
         encoder = Encoder.of(client, workers, max_pixels=pixels, max_encoding=2)
         try:

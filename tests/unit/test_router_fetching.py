@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trustme
 
-from vitwire.router.addresses import AllowedHost, parse_networks
-from vitwire.router.errors import ApiError, overloaded
-from vitwire.router.fetching import Fetcher, FetchLimits
+from vitwire_gateway.openai.addresses import AllowedHost, parse_networks
+from vitwire_gateway.openai.errors import ApiError, overloaded
+from vitwire_gateway.openai.fetching import Fetcher, FetchLimits
 
 LIMIT = 100_000
 IMAGE = bytes(range(256)) * 16

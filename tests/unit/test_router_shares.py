@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from vitwire.router.errors import ApiError
-from vitwire.router.reading import ChatLimits
-from vitwire.router.shares import Budget, Caller, Full, Holding, Turns, host_name
-from vitwire.router.workers import Workers
+from vitwire_gateway.openai.errors import ApiError
+from vitwire_gateway.openai.reading import ChatLimits
+from vitwire_gateway.openai.shares import Budget, Caller, Full, Holding, Turns, host_name
+from vitwire_gateway.openai.workers import Workers
 
 LIMITS = ChatLimits(4, 1 << 20, "part")
 
@@ -136,7 +136,7 @@ async def test_turns_of_one_caller_go_to_all_of_its_requests() -> None:
 
 @pytest.fixture
 async def workers() -> AsyncGenerator[Workers, None]:
-    found = Workers("vitwire.router.reading", 256 << 20)
+    found = Workers("vitwire_gateway.openai.reading", 256 << 20)
     yield found
     await found.close()
 
@@ -158,7 +158,7 @@ async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
 
 
 async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitwire.router.workers._WORK_SECONDS", 0.05)
+    monkeypatch.setattr("vitwire_gateway.openai.workers._WORK_SECONDS", 0.05)
     caller = Caller.of("a")
     body = b'{"messages":[' + b",".join([b"{}"] * 450_000) + b"]}"
     for _ in range(2):

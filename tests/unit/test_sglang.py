@@ -19,10 +19,13 @@ from smg_grpc_proto import sglang_encoder_pb2 as pb
 from fake_service import Fake, serving
 from vitwire import AsyncClient, Embedding, Report
 from vitwire.integrations.sglang import expanded, precomputed
-from vitwire.integrations.sglang.adapter import Adapter, Limits
-from vitwire.integrations.sglang.headers import embedding_header, error_header
-from vitwire.integrations.sglang.media import Media, MediaLimits
-from vitwire.integrations.sglang.parts import (
+from vitwire_gateway.openai.encoding import Encoder, ImageFile
+from vitwire_gateway.openai.shares import Caller
+from vitwire_gateway.openai.workers import Workers
+from vitwire_gateway.sglang.adapter import Adapter, Limits
+from vitwire_gateway.sglang.headers import embedding_header, error_header
+from vitwire_gateway.sglang.media import Media, MediaLimits
+from vitwire_gateway.sglang.parts import (
     Part,
     Refused,
     Registration,
@@ -31,11 +34,8 @@ from vitwire.integrations.sglang.parts import (
     part_of_message,
     registration_of_json,
 )
-from vitwire.integrations.sglang.pushing import Pusher
-from vitwire.integrations.sglang.receivers import Receivers
-from vitwire.router.encoding import Encoder, ImageFile
-from vitwire.router.shares import Caller
-from vitwire.router.workers import Workers
+from vitwire_gateway.sglang.pushing import Pusher
+from vitwire_gateway.sglang.receivers import Receivers
 
 PART = Part("r_local_part_1", 3, 1, ("aGk=",), ())
 JSON = {"req_id": "r", "modality": "IMAGE", "mm_items": ["aGk="], "num_parts": 2, "part_idx": 1}
@@ -172,7 +172,7 @@ async def test_schedulers_that_do_not_register_are_named_after_the_time_limit() 
 
 
 async def test_registrations_that_nobody_takes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitwire.integrations.sglang.receivers._MAX_REQUESTS", 2)
+    monkeypatch.setattr("vitwire_gateway.sglang.receivers._MAX_REQUESTS", 2)
     receivers = Receivers(0.02)
     receivers.add(Registration("a", "tcp://a:1", 1), "c")
     receivers.add(Registration("b", "tcp://a:1", 1), "c")
@@ -183,7 +183,7 @@ async def test_registrations_that_nobody_takes_are_forgotten(monkeypatch: pytest
 
 
 async def test_registrations_of_one_caller_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitwire.integrations.sglang.receivers._MAX_REQUESTS", 3)
+    monkeypatch.setattr("vitwire_gateway.sglang.receivers._MAX_REQUESTS", 3)
     receivers = Receivers(60)
     receivers.add(Registration("honest", "tcp://a:1", 1), "honest")
     for number in range(5):
@@ -211,7 +211,7 @@ async def test_embeddings_that_wait_for_receivers_are_bounded() -> None:
     source = base64.b64encode(file.getvalue()).decode()
     with serving(Fake()) as running:
         async with AsyncClient(running.target) as client:
-            workers = Workers("vitwire.router.reading", 512 << 20)
+            workers = Workers("vitwire_gateway.openai.reading", 512 << 20)
             encoder = Encoder.of(client, workers, max_pixels=10_000, max_encoding=2)
             size = (await encoder.encode(ImageFile.of(file.getvalue()))).embedding._host().nbytes
             limits = Limits(embedding_bytes=3 * size)

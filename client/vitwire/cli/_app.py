@@ -16,8 +16,8 @@ from vitwire.cli._bench.command import bench
 from vitwire.cli._connection import INTERRUPTED, warn
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info
-from vitwire.cli._router import router
-from vitwire.cli._sglang import sglang_encoder
+from vitwire_gateway.openai.command import router
+from vitwire_gateway.sglang.command import sglang_encoder
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(encode)

@@ -1,0 +1,1 @@
+"""`vitwire sglang-encoder`: SGLang's encoder protocol, in front of a Vitwire server."""

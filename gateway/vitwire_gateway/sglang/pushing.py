@@ -1,0 +1,128 @@
+"""Messages to SGLang's receivers over ZMQ."""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+from http import HTTPStatus
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+import zmq.asyncio
+
+from vitwire_gateway.openai.shares import Caller, Turns
+from vitwire_gateway.sglang.parts import Refused
+
+Frame = bytes | npt.NDArray[np.uint8]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_POLL_SECONDS = 0.005
+_CONNECT_SECONDS = 5.0
+_MAX_SENDERS = 128
+"""Messages on their way; ZMQ has 1,023 sockets."""
+_LINGER_MS = 5000
+"""Small messages may still be in ZMQ's buffers when they count as sent."""
+
+
+class Pusher:
+    """Sends each message on a connection of its own; a receiver that takes too long fails only its message.
+
+    Callers take turns at connections, by the time that theirs took.
+
+    networks: receivers must be in one of them, by address; empty for any receiver.
+    """
+
+    def __init__(self, seconds: float, networks: Sequence[Network] = ()) -> None:
+        self._seconds = seconds
+        self._networks = tuple(networks)
+        self._context = zmq.asyncio.Context()
+        self._turns = Turns(_MAX_SENDERS)
+
+    async def push_all(self, endpoints: Sequence[str], frames: Sequence[Frame], caller: Caller) -> None:
+        """Send to every receiver, as many at a time as turns allow. Raises Refused if one did not take the message."""
+        sending = (self._in_turn(each, frames, caller) for each in endpoints)
+        outcomes = await asyncio.gather(*sending, return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    def check(self, endpoint: str) -> None:
+        """Raises Refused for a receiver that is not in the networks."""
+        if not self._networks:
+            return
+        host, _ = _host_and_port(endpoint)
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            raise Refused(f"receiver {host}: expected an IP address, as receivers are limited to networks") from None
+        if not any(address.version == each.version and address in each for each in self._networks):
+            raise Refused(f"receiver {host} is not in a network that embeddings may be sent to")
+
+    def close(self) -> None:
+        """Drop the connections, at once."""
+        self._context.destroy(linger=0)
+
+    async def _in_turn(self, endpoint: str, frames: Sequence[Frame], caller: Caller) -> None:
+        async with self._turns.turn(caller):
+            await self._push(endpoint, frames)
+
+    async def _push(self, endpoint: str, frames: Sequence[Frame]) -> None:
+        self.check(endpoint)
+        try:
+            sender = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError as error:
+            raise Refused(f"too many receivers at a time: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
+        linger = 0
+        try:
+            sender.setsockopt(zmq.SNDHWM, 0)
+            sender.setsockopt(zmq.IMMEDIATE, 1)  # wait for the connection instead of queueing for it
+            async with asyncio.timeout(self._seconds):
+                await self._connect(sender, endpoint)
+                tracker = await sender.send_multipart(frames, copy=False, track=True)
+                while tracker is not None and not tracker.done:  # noqa: ASYNC110  # set by ZMQ's thread
+                    await asyncio.sleep(_POLL_SECONDS)
+            linger = _LINGER_MS
+        except TimeoutError as error:
+            message = f"receiver {endpoint} did not take the embedding within {self._seconds:g} s"
+            raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
+        except (zmq.ZMQError, OSError, UnicodeError) as error:
+            raise Refused(f"receiver {endpoint} cannot be reached: {error}", HTTPStatus.BAD_GATEWAY) from error
+        finally:
+            sender.close(linger=linger)
+
+    async def _connect(self, sender: zmq.asyncio.Socket, endpoint: str) -> None:
+        """Connect, which a receiver that waits for embeddings lets do at once. Raises Refused, or as `_resolved`."""
+        seconds = min(_CONNECT_SECONDS, self._seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                address = await _resolved(endpoint)
+                sender.setsockopt(zmq.IPV6, "[" in address)
+                sender.connect(address)
+                await sender.poll(None, zmq.POLLOUT)  # type: ignore[call-arg]  # its stub has no parameters
+        except TimeoutError as error:
+            message = f"receiver {endpoint} did not take the embedding within {seconds:g} s: no connection"
+            raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+async def _resolved(endpoint: str) -> str:
+    """The endpoint by address. ZMQ would look a name up in the thread that sends for all. Raises OSError."""
+    host, port = _host_and_port(endpoint)
+    if _is_address(host):
+        return endpoint
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda each: each[0] == socket.AF_INET6)
+    return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
