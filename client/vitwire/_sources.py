@@ -44,7 +44,7 @@ def loaded(source: ImageLike) -> Loaded:
         return bytes(source)
     if isinstance(source, str) and source[:5].lower() == "data:":
         return _of_data_uri(source)
-    if isinstance(source, str | os.PathLike) and _URL.match(str(source)):
+    if isinstance(source, str | os.PathLike) and is_url(source):
         raise ValueError(
             f"{str(source)[:_SHOWN]} is a URL. The client fetches none, else whoever names an image would decide what "
             "this host connects to. Fetch it with httpx or requests and pass the bytes, or use `vitwire router`."
@@ -52,6 +52,11 @@ def loaded(source: ImageLike) -> Loaded:
     if isinstance(source, FileObject):
         return _of_file_object(source)
     return source
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether it names something on a network; paths lose one of the slashes."""
+    return _URL.match(str(path)) is not None
 
 
 def file_bytes(source: FileLike) -> bytes:

@@ -12,6 +12,7 @@ from typing import IO, TypeAlias
 
 from vitwire import InvalidItem, Item, Model
 from vitwire._encodings import HEAD_BYTES, encoding_of
+from vitwire._sources import is_url
 
 _THREADS = 8
 _CHUNK = 1 << 20
@@ -27,11 +28,13 @@ def found(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """The files among the paths and in folders among them, and a name for each.
 
     In folders and the folders within, files with the suffix of an image or of a clip are taken. A name is the file's
-    path from the deepest folder that has them all. Raises ValueError for a folder without such files.
+    path from the deepest folder that has them all. Raises ValueError for a folder without such files, and for a URL.
     """
     files: list[Path] = []
     parents: list[str] = []
     for path in paths:
+        if is_url(path):
+            raise ValueError(f"{path} is a URL, and the client fetches none: download it first")
         whole = os.path.normpath(path.absolute())
         within = _within(path) if _is(path.is_dir) else [path]
         if not within:
