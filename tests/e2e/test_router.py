@@ -356,6 +356,9 @@ def test_reference_to_a_server_without_a_cache(checkpoints: Checkpoints, receive
             with pytest.raises(openai.InternalServerError, match="--cache-bytes") as caught:
                 llm.chat.completions.create(model="tiny", messages=user(image(data_uri(HOPPER))))
             assert (caught.value.status_code, caught.value.code) == (502, "encoder_without_cache")
+        status, text = proxy.page("/health")
+        assert (status, json.loads(text)["status"]) == (503, "not ready")
+        assert "--cache-bytes" in json.loads(text)["encoder"]
     assert received.requests() == []
 
 

@@ -145,17 +145,20 @@ def test_files_are_sent_as_they_are(kind: str, tmp_path: Path) -> None:
 
 def test_files_that_the_server_does_not_decode_are_named(vitwire: Callable[..., Result], tmp_path: Path) -> None:
     """Before they are read as a whole; a clip is named too, as this server decodes none."""
-    tiff, clip, large, out = (tmp_path / name for name in ("a.tiff", "b.mp4", "c.png", "rows.safetensors"))
+    names = ("a.tiff", "b.mp4", "c.png", "empty.jpg", "rows.safetensors")
+    tiff, clip, large, empty, out = (tmp_path / name for name in names)
+    empty.touch()
     Image.new("RGB", (40, 32)).save(tiff)
     clip.write_bytes(b"\0\0\0\x20ftypisom" + bytes(64))
     large.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1 << 20))
-    done = vitwire("encode", tiff, clip, large, photo(tmp_path / "d.png"), "--out", out)
+    done = vitwire("encode", tiff, clip, large, empty, photo(tmp_path / "d.png"), "--out", out)
     assert done.exit_code == 1
     formats = "not of a format that this server decodes: JPEG, PNG, WebP, GIF, BMP"
     assert done.stderr.splitlines() == [
         f"vitwire: {tiff}: {formats}",
         f"vitwire: {clip}: {formats}",
         f"vitwire: {large}: 1048584 bytes exceed the server's limit of 1048576",
+        f"vitwire: {empty}: is empty",
     ]
     assert list(load_file(out)) == ["d.png"]
 

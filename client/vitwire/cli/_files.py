@@ -78,8 +78,10 @@ def _item(file: Path, model: Model) -> Read:
     """The file as it is, once its first bytes and its size are known to be accepted."""
     try:
         with file.open("rb") as opened:
-            kind, size = encoding_of(opened.read(HEAD_BYTES)), os.fstat(opened.fileno()).st_size
-        if kind not in model.encodings:
+            head, size = opened.read(HEAD_BYTES), os.fstat(opened.fileno()).st_size
+        if not head:
+            return InvalidItem(f"{file}: is empty")
+        if encoding_of(head) not in model.encodings:
             accepted = ", ".join(_NAMES.get(each, each.upper()) for each in model.encodings)
             return InvalidItem(f"{file}: not of a format that this server decodes: {accepted}")
         if size > model.limits.encoded_bytes:

@@ -111,7 +111,7 @@ async def _start(app: Starlette, prepared: Prepared, stack: AsyncExitStack) -> N
     admission = Admission(settings.max_requests, settings.max_buffered_bytes, metrics)
     shared = (admission, prepared.keys, metrics, settings)
     app.state.admission = admission
-    app.state.readiness = Readiness(client, engine)
+    app.state.readiness = Readiness(client, engine, encoder.description if settings.mode == "reference" else None)
     app.state.metrics = metrics
     app.router.routes[:] = [
         Route("/health", _health),

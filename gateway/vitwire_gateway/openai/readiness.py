@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from vitwire import AsyncClient, VitwireError
+from vitwire_gateway.openai.encoding import Description
 from vitwire_gateway.openai.upstream import Engine
 
 _PROBE_SECONDS = 2.0
@@ -18,6 +19,8 @@ class Readiness:
 
     client: AsyncClient
     engine: Engine
+    storing: Description | None = None
+    """Of an encoder whose rows the engine fetches, so that it must keep them; None if requests carry the rows."""
     is_draining: bool = False
     _until: float = 0.0
     _answer: dict[str, str] = field(default_factory=dict)
@@ -35,6 +38,9 @@ class Readiness:
 
     async def _encoder(self) -> str:
         try:
-            return await self.client.health(timeout=_PROBE_SECONDS)
+            status = await self.client.health(timeout=_PROBE_SECONDS)
+            if status == "SERVING" and self.storing and not (await self.storing.current()).limits.cached_bytes:
+                return "SERVING without --cache-bytes, which --mode reference needs"
+            return status
         except VitwireError as error:
             return str(error)

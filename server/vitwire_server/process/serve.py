@@ -167,7 +167,8 @@ async def _until_stopped(
     if model.learner:
         _show_ladders(model, model.learner, front, card, metrics)
     await lifecycle.set_state(State.SERVING)
-    _print(plain_line(f"ready: {card.model_type} {card.model_id} on {card.device}", settings.log_format))
+    names = " ".join(dict.fromkeys((card.model_type, card.model_id)))  # a folder may be named after the type
+    _print(plain_line(f"ready: {names} on {card.device}", settings.log_format))
     watching = asyncio.create_task(lifecycle.watch_engine(scheduler, settings.wedge_seconds))
     await _any_of(stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
     watching.cancel()
