@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import io
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
@@ -382,3 +383,46 @@ def test_wrong_headers_and_numbers(plain_server: ServerProcess, consumer: Consum
     header.header.region_follows = False
     with pytest.raises(grpc.RpcError, match="did not announce a region"):
         answers(plain_server, [delivery(consumer), header, region(0, 0), chunk])
+
+
+def test_a_deadline_passes_while_a_region_is_awaited(server: ServerProcess, consumer: ConsumerProcess) -> None:
+    """The item holds nothing that others wait for, and leaves nothing behind."""
+    over = threading.Event()
+
+    def sent() -> Iterator[pb.EncodeStreamRequest]:
+        yield from (delivery(consumer), *opened(0, png(64, 64)))
+        over.wait(60)
+
+    before = server.metric("vitwire_tickets_opened_total") - server.metric("vitwire_tickets_closed_total")
+    with grpc.insecure_channel(server.target) as channel, Client(server.target) as other:
+        stream = EncoderServiceStub(channel).EncodeStream(sent(), timeout=5)
+        assert next(stream).WhichOneof("result") == "accepted"
+        assert len(other.encode([Item(encoded=png(64, 64, seed=1))])) == 1
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+        over.set()
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: server.metric("vitwire_admitted_items") == 0)
+    until(lambda: server.metric("vitwire_admitted_bytes") == 0)
+    until(
+        lambda: server.metric("vitwire_tickets_opened_total") - server.metric("vitwire_tickets_closed_total") == before
+    )
+
+
+def test_a_server_drains_while_a_region_is_awaited(checkpoints: Checkpoints, consumer: ConsumerProcess) -> None:
+    over = threading.Event()
+
+    def sent() -> Iterator[pb.EncodeStreamRequest]:
+        yield from (delivery(consumer), *opened(0, png(64, 64)))
+        over.wait(60)
+
+    with serving(checkpoints("qwen3_vl"), *FLAGS, "--drain-seconds", "1") as server:
+        with grpc.insecure_channel(server.target) as channel:
+            stream = EncoderServiceStub(channel).EncodeStream(sent(), timeout=60)
+            assert next(stream).WhichOneof("result") == "accepted"
+            server.process.terminate()
+            with pytest.raises(grpc.RpcError) as caught:
+                next(stream)
+            over.set()
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(60) == 0
