@@ -101,12 +101,12 @@ service-bench: ## servers under load, beside bare gRPC; FLAGS="--devices cuda:0,
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/service.py $(FLAGS)
 
 engine-bench: ## vLLM with a language model, with its tower and with a server, on GPUs; GPU_PYTHON has vLLM; FLAGS="--quick --devices 1"
-	PYTHONPATH=client:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m bench.engine $(FLAGS)
+	PYTHONPATH=client:gateway:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m bench.engine $(FLAGS)
 
 ENGINES := vllm sglang
 
 engine-test: $(READY) $(ENGINES:%=.tools/%/.ready) ## integrations driven by the code of vLLM and SGLang (installs them, 4 GB); ENGINES=vllm
-	set -e; for engine in $(ENGINES); do PYTHONPATH=client:tests/support:. VITWIRE_PYTHON=$(abspath $(BIN)/python) \
+	set -e; for engine in $(ENGINES); do PYTHONPATH=client:gateway:tests/support:. VITWIRE_PYTHON=$(abspath $(BIN)/python) \
 		.tools/$$engine/bin/python -m pytest -c tests/engines/pytest.ini --rootdir . --confcutdir tests/engines tests/engines/$$engine $(FLAGS); done
 
 # Each engine in its own environment: the CPU build of torch first, then the engine without its CUDA dependencies.
