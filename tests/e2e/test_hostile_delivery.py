@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -184,14 +185,24 @@ def test_agents_of_one_client_do_not_delay_another(server: ServerProcess) -> Non
     assert psutil.Process(server.process.pid).num_fds() < files + 40
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status."""
+    with open(f"/proc/{pid}/status") as file:  # noqa: PTH123
+        return dict(line.rstrip().split(":", 1) for line in file)
+
+
 def test_senders_have_no_privileges(server: ServerProcess) -> None:
     check_honest(server)
     (factory,) = [
         each for each in psutil.Process(server.process.pid).children() if "delivery.factory" in str(each.cmdline())
     ]
     for sender in factory.children():
-        with open(f"/proc/{sender.pid}/status") as file:  # noqa: PTH123
-            status = dict(line.rstrip().split(":", 1) for line in file)
+        status = status_of(sender.pid)
+        for _ in range(600):  # one that was just forked confines itself before it is used
+            if status["Seccomp"].strip() == "2":
+                break
+            time.sleep(0.1)
+            status = status_of(sender.pid)
         assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
         assert (status["NoNewPrivs"].strip(), status["Seccomp"].strip()) == ("1", "2")
         if os.geteuid() == 0:
