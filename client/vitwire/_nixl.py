@@ -250,25 +250,31 @@ class Leases:
         with self._changed:
             self._settle({number})
         lease = self.leases[number]
-        if lease and self._pool:
+        if lease and self.is_late(number) and not reason:
+            lease.release()  # the region came after the server had stopped waiting for it
+        elif lease and self._pool:
             lease.abandon()
             self._nixl.failed(self._pool, reason or "the server gave no reason")
 
     def release(self) -> None:
-        """The server has not begun with the items that are not answered."""
-        for lease in self._ended():
-            lease.release()
+        """The server has not begun with the items that are not answered, but for those whose rows it announced."""
+        for number, lease in enumerate(self._ended()):
+            if lease and self.is_late(number):
+                lease.abandon()
+            elif lease:
+                lease.release()
 
     def abandon(self) -> None:
         """The server may be at work on the items that are not answered."""
         for lease in self._ended():
-            lease.abandon()
+            if lease:
+                lease.abandon()
 
-    def _ended(self) -> list[Lease]:
-        """All leases, to which none is added any more."""
+    def _ended(self) -> list[Lease | None]:
+        """The lease of each item; none is added any more."""
         with self._changed:
             self._settle(set(self._undecided))
-            return [lease for lease in self.leases if lease]
+            return self.leases
 
     def _settle(self, numbers: set[int]) -> None:
         """Nothing will be leased to these items any more."""
