@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 
 import grpc.aio
 
@@ -94,9 +94,10 @@ class AsyncTransport:
         one, stream: connections of the first attempts.
         """
         if exchange.part.one_message:
-            async with aclosing(self._in_one_message(exchange, metadata, one)) as results:
-                async for result in results:
-                    yield result
+            with closing(exchange):  # also of an attempt that is never sent
+                async with aclosing(self._in_one_message(exchange, metadata, one)) as results:
+                    async for result in results:
+                        yield result
         if not exchange.part.one_message:
             async with aclosing(self._streamed(exchange, metadata, stream)) as results:
                 async for result in results:

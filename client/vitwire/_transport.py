@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from queue import SimpleQueue
 
 import grpc
@@ -106,6 +107,12 @@ class Transport:
 
         again: the connection of the first attempt.
         """
+        with closing(exchange):  # also of an attempt that is never sent
+            yield from self._attempts(exchange, metadata, calls, again)
+
+    def _attempts(
+        self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None
+    ) -> Iterator[Answer]:
         while True:
             while not exchange.begin():
                 exchange.check_deadline()

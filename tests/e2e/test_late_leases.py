@@ -18,7 +18,7 @@ from both_clients import Call, both
 from checkpoints import Checkpoints
 from nixl_consumer import ConsumerProcess, consuming
 from servers import ServerProcess, serving
-from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item
+from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, VitwireError
 from vitwire._nixl import Nixl
 from vitwire.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
@@ -258,6 +258,25 @@ async def test_cancelled_calls_leave_memory_that_is_not_used_again(server: Serve
         for _ in range(3):
             (embedding,) = await client.encode([item])
             assert_close(embedding.numpy(), rows)
+
+
+@both
+async def test_no_lease_outlives_a_call_whose_deadline_passes_before_it_starts(
+    make: Call, plain_server: ServerProcess
+) -> None:
+    """Else the pool would lose memory that does not count as abandoned, so that it is never replaced."""
+    item = mixed()[0]
+    client = make(plain_server.target, delivery="nixl", delivery_bytes=8 * ROWS)
+    async with client:
+        await client.encode([item])
+        nixl = (client.client if hasattr(client, "client") else client)._shared.nixl
+        pools = {nixl._pool}
+        for microseconds in range(0, 1000, 10):
+            with suppress(VitwireError):
+                await client.encode([item], timeout=1e-6 * (1 + microseconds))
+            pools.add(nixl._pool)
+        for pool in pools - {None}:
+            until(lambda pool=pool: pool._unanswered == 0)
 
 
 # -- raw requests ----------------------------------------------------------------------------------
