@@ -364,6 +364,14 @@ def test_without_a_region_rows_come_in_the_response(
         assert not got[-1].report.delivery_fallback
 
 
+def test_the_wait_for_a_region_is_not_time_of_a_decoder(plain_server: ServerProcess, consumer: ConsumerProcess) -> None:
+    before, start = plain_server.metric("vitwire_decode_seconds_sum"), time.monotonic()
+    got = answers(plain_server, [delivery(consumer), *opened(0, png(64, 64))], hold=True)
+    assert kinds(got) == ["accepted", "chunk"]
+    took = plain_server.metric("vitwire_decode_seconds_sum") - before
+    assert took < time.monotonic() - start - 2.9, "the server waits for 3 s"
+
+
 def test_wrong_regions_fail_their_item(plain_server: ServerProcess, consumer: ConsumerProcess) -> None:
     file = png(64, 64)
     wrong = {

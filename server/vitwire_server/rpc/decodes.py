@@ -133,7 +133,9 @@ class Decodes:
             if pool.takes_on_device(measured):
                 measured = replace(measured, picture=())  # the engine gets what was prepared
         item = self.codec.measured(f"items[{index}]", given, measured, call.consumer)
+        asked = time.monotonic()
         item = await call.placed(index, item, self.region_seconds)
+        start += time.monotonic() - asked  # the client's time
         self.prepared[index] = Prepared(measured.grid, measured.frame_seconds)
         digest = await call.digest_unprepared(given)
         if digest and await call.answer(index, item, digest):
