@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bench.calls import Done, Driver, Pace, Row, Work
 
-from vitwire import allocator
+from vitwire.shared import allocator
 
 if TYPE_CHECKING:
     from bench.stages import Stages

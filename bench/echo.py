@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from vitwire import allocator
+from vitwire.shared import allocator
 
 ANSWER = "x-answer"
 """Metadata with the sizes of the answer's messages, as `write_sizes` writes them."""

@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 
 from vitwire import Client, Item
-from vitwire._balancing import Share
-from vitwire._channel import ENCODE, ENCODE_STREAM
-from vitwire._model import Model
-from vitwire._protocol import Options, parts_of
+from vitwire._transport.balancing import Share
+from vitwire._transport.channel import ENCODE, ENCODE_STREAM
+from vitwire._transport.protocol import Options, parts_of
 from vitwire.cli._bench.pictures import Form, random_item
+from vitwire.model import Model
 
 PIXELS = ("uint8", "float16", "float32", "picture", "jpeg")
 """Types of pixels, pictures, and files. Floats are patches of two equal frames, as of a processor; uint8 has one."""

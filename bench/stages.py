@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vitwire import _assembler, _channel, _expected
+from vitwire._delivery import assembler, expected
+from vitwire._transport import channel as grpc_channel
 
 Row = dict[str, Any]
 
@@ -17,11 +18,11 @@ class Stages:
         self._seconds = dict.fromkeys(_STEPS, 0.0)
         self._calls = 0
         self._pages = _pages()
-        method = _channel.ENCODE
+        method = grpc_channel.ENCODE
         write = self._timed("serialise", method.serializer)
-        _channel.ENCODE = _channel.Method(method.path, write, self._timed("parse", method.deserializer))
-        setattr(_assembler._Rows, "add", self._timed("copy", _assembler._Rows.add))  # noqa: B010 - a method
-        setattr(_assembler, "is_finite", self._timed("check", _expected.is_finite))  # noqa: B010 - a name it imports
+        grpc_channel.ENCODE = grpc_channel.Method(method.path, write, self._timed("parse", method.deserializer))
+        setattr(assembler._Rows, "add", self._timed("copy", assembler._Rows.add))  # noqa: B010 - a method
+        setattr(assembler, "is_finite", self._timed("check", expected.is_finite))  # noqa: B010 - a name it imports
 
     def taken(self) -> Row:
         """Milliseconds of each step, and fresh pages, of one call: the mean since the last time. Forgets them."""

@@ -10,10 +10,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from vitwire._aio import AsyncClient
-from vitwire._client import Client
-from vitwire._embedding import DType, Embedding, Report
-from vitwire._errors import (
+from vitwire._delivery.storing import Accepted, Stored
+from vitwire._transport.protocol import Priority, Result
+from vitwire.aio import AsyncClient
+from vitwire.client import Client
+from vitwire.embeddings import DType, Embedding, Report
+from vitwire.errors import (
     DeadlineExceeded,
     EncodeFailed,
     InvalidItem,
@@ -24,10 +26,8 @@ from vitwire._errors import (
     Violation,
     VitwireError,
 )
-from vitwire._items import Item, Modality
-from vitwire._model import Budget, Limits, Model, Precision, TileShapes
-from vitwire._protocol import Priority, Result
-from vitwire._storing import Accepted, Stored
+from vitwire.items import Item, Modality
+from vitwire.model import Budget, Limits, Model, Precision, TileShapes
 
 __all__ = [
     "Accepted",

@@ -11,20 +11,20 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
 
-from vitwire._balancing import Balancing, Replicas, Share, Spread
-from vitwire._channel import Channels, Tls
-from vitwire._connections import CONNECTIONS
-from vitwire._context import Context, Metadata, Token, checked_metadata, checked_token, log
-from vitwire._deadline import MODEL_SECONDS, Deadline
-from vitwire._embedding import DType
-from vitwire._errors import VitwireError
-from vitwire._exchange import may_mean_other_model
-from vitwire._items import Item
-from vitwire._model import Model
-from vitwire._nixl import POOL_BYTES, Delivery, Nixl
-from vitwire._protocol import Answer, Options, Part, Priority, parts_of
-from vitwire._retry import MAX_RETRIES, Policy
-from vitwire._target import checked_target
+from vitwire._delivery.nixl import POOL_BYTES, Delivery, Nixl
+from vitwire._transport.balancing import Balancing, Replicas, Share, Spread
+from vitwire._transport.channel import Channels, Tls
+from vitwire._transport.connections import CONNECTIONS
+from vitwire._transport.context import Context, Metadata, Token, checked_metadata, checked_token, log
+from vitwire._transport.deadline import MODEL_SECONDS, Deadline
+from vitwire._transport.exchange import may_mean_other_model
+from vitwire._transport.protocol import Answer, Options, Part, Priority, parts_of
+from vitwire._transport.retry import MAX_RETRIES, Policy
+from vitwire._transport.target import checked_target
+from vitwire.embeddings import DType
+from vitwire.errors import VitwireError
+from vitwire.items import Item
+from vitwire.model import Model
 
 
 class _Transport(Protocol):

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vitwire"):
             raise
-        from vitwire.extras import remedy  # noqa: PLC0415 - as above
+        from vitwire.shared.extras import remedy  # noqa: PLC0415 - as above
 
         extra = "plots" if (error.name or "").startswith("matplotlib") else "server"
         sys.stderr.write(f"vitwire-server: {error.name} is not installed; {remedy(extra)}\n")
@@ -122,7 +122,7 @@ def _serve_edge() -> NoReturn:
     heartbeat = inherited()  # before slow imports: from now on the process dies with the engine's
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
-    from vitwire.allocator import tune  # noqa: PLC0415 - as above
+    from vitwire.shared.allocator import tune  # noqa: PLC0415 - as above
     from vitwire_server.process.edge import serve_edge  # noqa: PLC0415 - as above
     from vitwire_server.process.inheritance import Inherited  # noqa: PLC0415 - as above
 
@@ -145,7 +145,7 @@ def _check_ports(settings: "ServeSettings") -> None:
 def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
-    from vitwire.allocator import tune  # noqa: PLC0415 - as above
+    from vitwire.shared.allocator import tune  # noqa: PLC0415 - as above
     from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
     from vitwire_server.process.heartbeat import with_heartbeat  # noqa: PLC0415 - as above
 

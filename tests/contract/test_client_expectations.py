@@ -6,8 +6,8 @@ import torch
 from checkpoints import ROWS, Checkpoints
 from client_models import client_model
 from vitwire import Item
-from vitwire._expected import Expected
-from vitwire._items import Modality
+from vitwire._delivery.expected import Expected
+from vitwire.items import Modality
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 

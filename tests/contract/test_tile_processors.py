@@ -163,7 +163,7 @@ STOCK: dict[str, Stock] = {
 }
 """Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
 
-Those of llama4, cohere2_vision and step3p7 need torchvision too: see tests/unit/test_tiles.py.
+Those of llama4, cohere2_vision and step3p7 need torchvision too: see tests/unit/server/preparing/test_tiles.py.
 """
 
 

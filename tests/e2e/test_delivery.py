@@ -18,7 +18,7 @@ from checkpoints import Checkpoints
 from load import image, request
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, Item
-from vitwire.agents import is_installed
+from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 

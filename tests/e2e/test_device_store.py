@@ -14,7 +14,7 @@ from checkpoints import Checkpoints
 from reference import Array, Reference
 from servers import ServerProcess, serving
 from vitwire import Accepted, Client, DeadlineExceeded, Item, NotCached, Stored
-from vitwire.agents import is_installed
+from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.core.grids import Grid

@@ -17,7 +17,7 @@ from checkpoints import Checkpoints
 from load import image, request
 from nixl_consumer import ConsumerProcess, consuming
 from servers import ServerProcess, serving
-from vitwire.agents import is_installed
+from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 

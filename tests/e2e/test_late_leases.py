@@ -19,8 +19,8 @@ from checkpoints import Checkpoints
 from nixl_consumer import ConsumerProcess, consuming
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, VitwireError
-from vitwire._nixl import Nixl
-from vitwire.agents import is_installed
+from vitwire._delivery.nixl import Nixl
+from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 
@@ -222,7 +222,7 @@ async def test_without_room_an_item_waits(make: Call, server: ServerProcess) -> 
 
 
 def test_what_finds_no_room_comes_in_the_response(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitwire._nixl._ROOM_SECONDS", 0.2)
+    monkeypatch.setattr("vitwire._delivery.nixl._ROOM_SECONDS", 0.2)
     item = Item(encoded=png(64, 64))
     (rows,) = plain(server, [item])
     for required in (True, False):

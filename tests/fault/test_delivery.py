@@ -15,7 +15,7 @@ from checkpoints import Checkpoints
 from faults import FAULTY, Note, rss_mib, scaled, settle
 from servers import ServerProcess, serving
 from vitwire import Client, Item
-from vitwire.agents import is_installed
+from vitwire.shared.agents import is_installed
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 COLUMNS = 3 * 2 * 14 * 14

@@ -15,9 +15,9 @@ from checkpoints import Checkpoints
 from nixl_consumer import ConsumerProcess, consuming
 from servers import serving
 from vitwire import Client, Item
-from vitwire._leases import DeviceMemory
-from vitwire.agents import is_installed
-from vitwire.regions import Region as Part
+from vitwire._delivery.leases import DeviceMemory
+from vitwire.shared.agents import is_installed
+from vitwire.shared.regions import Region as Part
 from vitwire_server.core.delivery import Delivered, MemoryKind, NotDelivered, Placing, Region
 from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.transfers import Bounds

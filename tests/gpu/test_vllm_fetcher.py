@@ -9,10 +9,10 @@ import torch
 
 from servers import ServerProcess, serving
 from vitwire import Client, Item
-from vitwire.agents import is_installed
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.table import Content, Order, Outcome, Step
 from vitwire.integrations.vllm.worker import Expected, Fetcher
+from vitwire.shared.agents import is_installed
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from vitwire._model import Model
+from vitwire.model import Model
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.items import DType

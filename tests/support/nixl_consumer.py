@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from vitwire.agents import Agent, Memory
+from vitwire.shared.agents import Agent, Memory
 from vitwire_server.core.delivery import Consumer, MemoryKind
 
 _MAP_FIXED_NOREPLACE = 0x100000

@@ -14,7 +14,7 @@ from client_models import client_model
 from prompts import TOKENS, Inputs, clip, images, prompt
 from rigs import Rig
 from vitwire import Embedding, Item, Model
-from vitwire._embedding import Report
+from vitwire.embeddings import Report
 from vitwire.integrations.transformers import Encoder, attach, detach
 from vitwire_server.core.grids import Grid
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from vitwire.extras import remedy
+from vitwire.shared.extras import remedy
 
 _EXTRAS = frozenset({"click", "rich", "safetensors", "typer"})
 

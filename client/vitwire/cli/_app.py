@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 import vitwire
-from vitwire import allocator
 from vitwire.cli._bench.command import bench
 from vitwire.cli._connection import INTERRUPTED, warn
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info
+from vitwire.shared import allocator
 from vitwire_gateway.openai.command import router
 from vitwire_gateway.sglang.command import sglang_encoder
 

@@ -8,8 +8,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vitwire._embedding import Embedding
-from vitwire._items import Modality
+from vitwire.embeddings import Embedding
+from vitwire.items import Modality
 
 _GRIDS: dict[Modality, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from vitwire.cli._connection import fail, reported, warn
-from vitwire.extras import remedy
+from vitwire.shared.extras import remedy
 from vitwire_gateway.openai.settings import Flag, Settings
 
 PREFIX = "VITWIRE_ROUTER_"

@@ -22,7 +22,7 @@ from vitwire.cli._connection import (
     reported,
     warn,
 )
-from vitwire.extras import remedy
+from vitwire.shared.extras import remedy
 
 if TYPE_CHECKING:
     from vitwire_gateway.sglang.serving import Settings

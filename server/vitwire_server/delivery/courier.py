@@ -8,7 +8,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
-from vitwire.agents import AgentError, Memory
+from vitwire.shared.agents import AgentError, Memory
 from vitwire_server.core.delivery import Delivered, DeviceRows, Fallback, NotDelivered, Placing, Rows
 from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox

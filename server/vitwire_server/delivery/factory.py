@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from vitwire.agents import load
+from vitwire.shared.agents import load
 from vitwire_server.delivery.messages import MAX_MESSAGE, TO_FACTORY, End
 from vitwire_server.delivery.sandbox import dies_with
 from vitwire_server.delivery.sender import serve

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from vitwire.agents import problem_of
+from vitwire.shared.agents import problem_of
 from vitwire_server.core.delivery import Consumer, Fallback
 from vitwire_server.delivery.senders import Sender
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 from msgspec import msgpack
 
-from vitwire.agents import Agent, AgentError, Memory, Transfer
+from vitwire.shared.agents import Agent, AgentError, Memory, Transfer
 from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import (
     MAX_MESSAGE,

@@ -14,7 +14,7 @@ from weakref import finalize
 
 from msgspec import DecodeError, msgpack
 
-from vitwire.agents import AgentError
+from vitwire.shared.agents import AgentError
 from vitwire_server.delivery.messages import (
     FROM_SENDER,
     MAX_MESSAGE,

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from vitwire.regions import Region, Regions
+from vitwire.shared.regions import Region, Regions
 from vitwire_server.core.delivery import Rows
 
 

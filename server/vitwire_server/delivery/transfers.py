@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from vitwire.agents import AgentError, Memory
-from vitwire.regions import Region
+from vitwire.shared.agents import AgentError, Memory
+from vitwire.shared.regions import Region
 from vitwire_server.core.delivery import Fallback, MemoryKind, Placing, Rows
 from vitwire_server.delivery.assignments import Assignments
 from vitwire_server.delivery.messages import Add, Ended, FromSender, Outbox, Remove, Write

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from vitwire.agents import MISSING, AgentError, is_installed
+from vitwire.shared.agents import MISSING, AgentError, is_installed
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.cuda import CudaError

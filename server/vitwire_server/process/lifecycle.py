@@ -5,7 +5,7 @@ import logging
 from contextlib import suppress
 from threading import Thread
 
-from vitwire.allocator import trim
+from vitwire.shared.allocator import trim
 from vitwire_server.core.health import Health, State
 from vitwire_server.process.fronts import Front
 from vitwire_server.scheduling.scheduler import Scheduler

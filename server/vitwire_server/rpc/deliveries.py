@@ -2,7 +2,7 @@
 
 from bisect import bisect
 
-from vitwire.agents import problem_of
+from vitwire.shared.agents import problem_of
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Consumer, MemoryKind, Region
 from vitwire_server.core.errors import InvalidRequest, Violation

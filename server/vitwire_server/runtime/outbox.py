@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitwire.agents import Memory
-from vitwire.regions import Region, Regions
+from vitwire.shared.agents import Memory
+from vitwire.shared.regions import Region, Regions
 from vitwire_server.core.items import Item
 from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox as Exported

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vitwire._connections import CONNECTIONS
+from vitwire._transport.connections import CONNECTIONS
 from vitwire.cli._bench import scrape, traces
 from vitwire.cli._bench.capacity import Verdict
 from vitwire.cli._bench.finding import Finding, Goal, find_capacity

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vitwire import Client, Embedding, Item, Model, VitwireError
-from vitwire._items import pixel_bytes
 from vitwire.cli._bench.samples import NOT_SENT, Sample
 from vitwire.cli._bench.workload import Shape, Workload
+from vitwire.items import pixel_bytes
 
 _STAMP_BYTES = 8
 _GRACE_SECONDS = 1.0

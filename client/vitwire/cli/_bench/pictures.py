@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitwire import Item, Model
-from vitwire._items import Modality
+from vitwire.items import Modality
 
 Grid = tuple[int, int, int]
 GridOf = Callable[[Item], Grid]

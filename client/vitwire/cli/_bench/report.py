@@ -12,7 +12,7 @@ from rich.table import Table
 from vitwire.cli._bench.capacity import Verdict
 from vitwire.cli._bench.samples import Summary
 from vitwire.cli._bench.workload import Shape
-from vitwire.extras import remedy
+from vitwire.shared.extras import remedy
 
 _BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitwire._items import Modality
+from vitwire.items import Modality
 
 _LINE = '{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}'
 

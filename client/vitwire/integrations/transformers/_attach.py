@@ -12,14 +12,14 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from vitwire._aio import AsyncClient
-from vitwire._client import Client
-from vitwire._items import Modality
-from vitwire._model import Model
+from vitwire.aio import AsyncClient
+from vitwire.client import Client
 from vitwire.integrations.transformers._features import Encoder, RemoteFeatures
 from vitwire.integrations.transformers._layout import Layout
 from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
 from vitwire.integrations.transformers._weights import Original, has_tower
+from vitwire.items import Modality
+from vitwire.model import Model
 
 _ATTACHED = "_vitwire"
 """Attribute of an attached module that holds its `_Attached`."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from vitwire._embedding import Embedding
-from vitwire._items import Item, Modality
-from vitwire._model import Model
+from vitwire.embeddings import Embedding
 from vitwire.integrations.transformers._layout import Call, Features, Layout
+from vitwire.items import Item, Modality
+from vitwire.model import Model
 
 Output = BaseModelOutputWithPooling
 

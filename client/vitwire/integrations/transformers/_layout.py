@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
-from vitwire._items import Item, Modality
-from vitwire._model import Model
+from vitwire.items import Item, Modality
+from vitwire.model import Model
 
 Features = Tensor | Sequence[Tensor]
 

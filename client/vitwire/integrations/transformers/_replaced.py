@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from vitwire._canvases import images_of_layouts
-from vitwire._items import Item
+from vitwire._inputs.canvases import images_of_layouts
 from vitwire.integrations.transformers._layout import Call
+from vitwire.items import Item
 
 
 def indicators(call: Call) -> Mapping[str, Tensor]:

@@ -22,11 +22,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.platforms import current_platform
 
-from vitwire._items import Modality
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.stats import VitwireECPromMetrics, VitwireECStats
 from vitwire.integrations.vllm.table import Content, Outcome, Step, Table
 from vitwire.integrations.vllm.worker import Expected, Fetcher
+from vitwire.items import Modality
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec

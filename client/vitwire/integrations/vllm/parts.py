@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._embedding import Embedding
-from vitwire._items import Modality
-from vitwire._memory import empty
-from vitwire._model import Model
+from vitwire._delivery.memory import empty
+from vitwire.embeddings import Embedding
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
+from vitwire.items import Modality
+from vitwire.model import Model
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import grpc
 
-from vitwire._client import Client
-from vitwire._embedding import OUTPUT_TYPES, DType
-from vitwire._nixl import DELIVERIES, POOL_BYTES, Delivery
-from vitwire._target import checked_target
+from vitwire._delivery.nixl import DELIVERIES, POOL_BYTES, Delivery
+from vitwire._transport.target import checked_target
+from vitwire.client import Client
+from vitwire.embeddings import OUTPUT_TYPES, DType
 
 _WHERE = "ec_connector_extra_config"
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from vitwire._items import Modality
+from vitwire.items import Modality
 
 _log = logging.getLogger("vitwire.vllm")
 

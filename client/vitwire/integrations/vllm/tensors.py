@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._memory import empty
+from vitwire._delivery.memory import empty
 from vitwire.wire import Buffer
 
 _STORAGES = {

@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from vitwire._embedding import Embedding
-from vitwire._errors import NotCached
-from vitwire._items import Item
+from vitwire.embeddings import Embedding
+from vitwire.errors import NotCached
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.table import Content, Order, Outcome, Step
+from vitwire.items import Item
 
 _log = logging.getLogger("vitwire.vllm")
 _PAUSE_SECONDS = 0.05

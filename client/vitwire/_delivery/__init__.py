@@ -1,0 +1,1 @@
+"""How embeddings arrive: assembled from messages, or written into leased memory by NIXL."""

@@ -1,0 +1,1 @@
+"""What users pass, as items: outputs of processors, pictures, files."""

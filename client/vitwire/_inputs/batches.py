@@ -1,0 +1,289 @@
+"""A processor's tensors of a whole batch, cut into the tensors of each item."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vitwire._inputs.tensors import Batch, Tensor, integers, invalid, rank, rows
+from vitwire.model import TileShapes
+
+_FORMS = {1: "numbers of tiles", 2: "pairs (height, width)", 3: "grids (t, h, w)"}
+Layout = tuple[int, int]
+"""Rows and columns, or height and width."""
+_HINT = "pass one (t, h, w) per item, as in [(1, 8, 8)]"
+
+
+class Cut(NamedTuple):
+    """The tensors and the grid of one item."""
+
+    pixels: Tensor
+    grid: tuple[int, int, int]
+    crops: Tensor | None = None
+
+
+class Grids(NamedTuple):
+    """What a processor says about the size of each item, and the field it comes from."""
+
+    field: str
+    entries: list[tuple[int, ...]]
+    """All numbers of tiles, or all (height, width), or all (t, h, w)."""
+
+    @property
+    def sides(self) -> int:
+        return len(self.entries[0]) if self.entries else 0
+
+    def patches(self) -> list[int]:
+        """Patches, or tiles, of each item."""
+        return [math.prod(entry) for entry in self.entries]
+
+    def triples(self) -> list[tuple[int, int, int]]:
+        """The grid of each item: a number of tiles is `(tiles, 1, 1)`, and a size in patches `(1, h, w)`."""
+        before, after = {1: ((), (1, 1)), 2: ((1,), ()), 3: ((), ())}[self.sides]
+        return [(*before, *entry, *after) for entry in self.entries]  # type: ignore[misc]  # three sides
+
+    @classmethod
+    def of(cls, field: str, value: object, least: int = 1) -> "Grids":
+        """From a tensor, an array or a list of numbers from `least`. Raises InvalidItem, which names the entry."""
+        found = _plain(value)
+        if not isinstance(found, list):
+            raise invalid(field, f"expected one entry per item, got {found!r}")
+        entries = [_entry(field, at, each, least) for at, each in enumerate(found)]
+        for at, entry in enumerate(entries):
+            if len(entry) != len(entries[0]):
+                raise invalid(f"{field}[{at}]", f"expected {_FORMS[len(entries[0])]} as before, got {entry}", at)
+        return cls(field, entries)
+
+
+def cut(  # noqa: PLR0911  # one for each layout
+    batch: Batch, field: str, grids: Grids, patch_size: int | None = None
+) -> list[Cut]:
+    """The items of a batch. Raises InvalidItem where the batch and the grids disagree.
+
+    patch_size: to cut whole images, whose sizes are given in pixels, into patches.
+    """
+    if not grids.entries:
+        _check_empty(batch, field, grids.field)
+        return []
+    counts, total = grids.patches(), len(batch)
+    tiles = [triple[0] for triple in grids.triples()]
+    match grids.sides, rank(batch):
+        case (1, 4) | (2, 2) | (3, 2):
+            return _consecutive(batch, field, grids, counts)
+        case (3, 4) if sum(tiles) == total:
+            return _consecutive(batch, field, grids, tiles)
+        case (2, 4) if sum(counts) != total:
+            return _images(batch, field, grids, patch_size)
+        case (2, 4) | (3, 4):
+            return [each._replace(pixels=_flattened(each.pixels)) for each in _consecutive(batch, field, grids, counts)]
+        case (2, 3) | (3, 3):
+            return _padded(batch, field, grids, counts)
+        case (1, 5) | (3, 5):
+            return _padded(batch, field, grids, tiles)
+        case (1, 2 | 3):
+            raise invalid(grids.field, f"has {_FORMS[1]}, but {field} has patches: {_HINT}")
+    raise invalid(field, f"expected patches or tiles for {_FORMS[grids.sides]}, got {_shape(batch)}")
+
+
+def cut_with_crops(batch: Batch, field: str, grids: Grids, crops: Batch, crops_field: str) -> list[Cut]:
+    """The items of towers with two views: one picture of each image, and crops of some, or of all.
+
+    The grids are numbers of crops, or (1 + crops, rows, columns). If all are 1 or (1, 1, 1) and there are as many
+    crops as pictures, each picture comes in two sizes.
+    """
+    for name, each in ((field, batch), (crops_field, crops)):
+        if len(each) and rank(each) != 4:
+            raise invalid(name, f"expected pictures (count, 3, H, W), got {_shape(each)}")
+    if len(batch) != len(grids.entries):
+        raise invalid(field, f"has {len(batch)} pictures, {grids.field} has {len(grids.entries)} entries")
+    if grids.sides == 2:
+        raise invalid(grids.field, "expected numbers of crops or grids (1 + crops, rows, columns), got pairs")
+    triples = grids.triples()
+    pairs = len(crops) == len(batch) and all(t == 1 for t, _, _ in triples)
+    counts = [t - (grids.sides == 3 and not pairs) for t, _, _ in triples]
+    if grids.sides == 1 and not pairs:
+        triples = [(1 + count, 1, 1) for count in counts]
+    parts = _ranges(counts, len(crops), crops_field, grids.field)
+    return [
+        Cut(rows(batch, at, at + 1), grid, rows(crops, *part) if counts[at] else None)
+        for at, (grid, part) in enumerate(zip(triples, parts, strict=True))
+    ]
+
+
+def cut_slices(batch: Batch, field: str, sizes: object, sizes_field: str) -> list[Cut]:
+    """Each slice `(C, p, patches * p)`, whose patches lie side by side, as an item of rows of patches.
+
+    `sizes` are pairs (height, width) in patches, in lists of one prompt each.
+    """
+    pairs = _plain(sizes)
+    if not isinstance(pairs, list) or not all(isinstance(own, list) for own in pairs):
+        raise invalid(sizes_field, "expected a list of pairs (height, width) for each prompt")
+    grids = Grids.of(sizes_field, [pair for own in pairs for pair in own])
+    if len(batch) and (rank(batch) != 4 or grids.sides != 2):
+        raise invalid(field, f"expected slices (C, p, patches * p) and their sizes in patches, got {_shape(batch)}")
+    if len(batch) != len(grids.entries):
+        raise invalid(field, f"has {len(batch)} slices, {sizes_field} has {len(grids.entries)} entries")
+    found = []
+    for at, (own, count, grid) in enumerate(zip(batch, grids.patches(), grids.triples(), strict=True)):
+        _, side, length = own.shape
+        if length != count * side:
+            reason = f"has {length} columns, {sizes_field} needs {count} patches of {side}"
+            raise invalid(f"{field}[{at}]", reason, at)
+        found.append(Cut(_side_by_side(own), grid))
+    return found
+
+
+def patches_of_strip(batch: Batch, field: str) -> Batch:
+    """Rows of patches of the slices of a batch, all in one strip `(1, C, p, patches * p)`."""
+    if isinstance(batch, list) or rank(batch) != 4 or len(batch) != 1:
+        raise invalid(field, f"expected one strip of patches (1, C, p, patches * p), got {len(batch)} entries")
+    return _side_by_side(batch[0])
+
+
+def with_overviews(layouts: Grids) -> Grids:
+    """Grids of images that were cut in rows and columns, with a tile of the whole image if there are several."""
+    tiles = layouts.patches()
+    return Grids(
+        layouts.field,
+        [(count + (count > 1), *layout) for count, layout in zip(tiles, layouts.entries, strict=True)],
+    )
+
+
+def beside_overviews(key: str, value: object) -> Grids:
+    """Grids of images that were cut in (columns, rows), beside a tile of the whole image; zeros are padding."""
+    pairs = integers(value, key)
+    if pairs.ndim < 2 or pairs.shape[-1] != 2:
+        raise invalid(key, f"expected pairs (columns, rows), got the shape {pairs.shape}")
+    cuts = [(int(columns), int(rows)) for columns, rows in pairs.reshape(-1, 2) if columns and rows]
+    return Grids(key, [(1 + columns * rows, rows, columns) for columns, rows in cuts])
+
+
+def fitted(key: str, value: object, tiles: TileShapes) -> Grids:
+    """Grids of images of these sizes, cut in the layout that keeps most of each, after a tile of the whole image."""
+    sizes = integers(value, key)
+    if sizes.ndim != 2 or sizes.shape[1] != 2:
+        raise invalid(key, f"expected pairs (height, width), got the shape {sizes.shape}")
+    cuts = [_layout_of_most((int(height), int(width)), tiles.tile, tiles.layouts) for height, width in sizes]
+    return Grids(key, [(1 + rows * columns, rows, columns) for rows, columns in cuts])
+
+
+def _layout_of_most(picture: Layout, tile: Layout, layouts: Sequence[Layout]) -> Layout:
+    """The layout that keeps most pixels of the image; in a tie, the smallest."""
+    height, width = picture
+
+    def kept(layout: Layout) -> Layout:
+        down, across = layout[0] * tile[0], layout[1] * tile[1]
+        scale = min(across / width, down / height)
+        effective = min(int(width * scale) * int(height * scale), width * height)
+        return effective, effective - down * across
+
+    return max(layouts, key=kept)
+
+
+def without_padding(batch: Batch) -> list[int]:
+    """The number of tiles of each image, where those of zeros at its end are padding.
+
+    Pixels of an image are not exactly zero after normalisation, as the mean is not a whole number.
+    """
+    found = []
+    for tiles in batch:
+        count = len(tiles)
+        while count > 1 and not bool(tiles[count - 1].any()):
+            count -= 1
+        found.append(count)
+    return found
+
+
+def _consecutive(batch: Batch, field: str, grids: Grids, counts: Sequence[int]) -> list[Cut]:
+    """Items that lie one after the other along the first axis."""
+    parts = _ranges(counts, len(batch), field, grids.field)
+    return [Cut(rows(batch, *part), grid) for part, grid in zip(parts, grids.triples(), strict=True)]
+
+
+def _ranges(counts: Sequence[int], total: int, field: str, grid_field: str) -> list[tuple[int, int]]:
+    """Start and end of each item. Raises InvalidItem unless they add up to all rows."""
+    end, found = 0, []
+    for at, count in enumerate(counts):
+        found.append((end, end + count))
+        end += count
+        if end > total:
+            raise invalid(f"{grid_field}[{at}]", f"needs rows {end - count} to {end} of {field}, which has {total}", at)
+    if end < total:
+        raise invalid(field, f"has {total} rows, {grid_field} adds up to {end}")
+    return found
+
+
+def _padded(batch: Batch, field: str, grids: Grids, counts: Sequence[int]) -> list[Cut]:
+    """Items of an axis of their own, padded with zeros to one length."""
+    if len(batch) != len(counts):
+        raise invalid(field, f"has {len(batch)} items, {grids.field} has {len(counts)} entries")
+    found = []
+    for at, (count, grid) in enumerate(zip(counts, grids.triples(), strict=True)):
+        own = batch[at]
+        if len(own) < count:
+            raise invalid(f"{grids.field}[{at}]", f"needs {count} rows, {field}[{at}] has {len(own)}", at)
+        if bool(own[count:].any()):
+            reason = f"has {len(own)} rows, {grids.field}[{at}] needs {count}, and the others are not padding"
+            raise invalid(f"{field}[{at}]", reason, at)
+        found.append(Cut(own[:count], grid))
+    return found
+
+
+def _images(batch: Batch, field: str, grids: Grids, patch_size: int | None) -> list[Cut]:
+    """Whole images `(3, H, W)`, padded to one size, as patches line by line."""
+    if not patch_size:
+        raise invalid(field, "has whole images: pass the model, whose patch size they are cut by")
+    if len(batch) != len(grids.entries):
+        raise invalid(field, f"has {len(batch)} images, {grids.field} has {len(grids.entries)} entries")
+    found = []
+    for at, (height, width) in enumerate(grids.entries):
+        image = batch[at]
+        if height > image.shape[1] or width > image.shape[2] or height % patch_size or width % patch_size:
+            size = f"{height}x{width} is not a size in patches of {patch_size} within {_shape(image)}"
+            raise invalid(f"{grids.field}[{at}]", size, at)
+        down, across = height // patch_size, width // patch_size
+        blocks = image[:, :height, :width].reshape(image.shape[0], down, patch_size, across, patch_size)
+        order = (1, 3, 0, 2, 4)
+        lines = blocks.permute(*order) if hasattr(blocks, "permute") else blocks.transpose(order)
+        found.append(Cut(lines.reshape(down * across, -1), (1, down, across)))
+    return found
+
+
+def _side_by_side(strip: Tensor) -> Tensor:
+    """Rows of patches of a strip `(C, p, patches * p)`."""
+    channels, side, _ = strip.shape
+    order, apart = (2, 0, 1, 3), strip.reshape(channels, side, -1, side)
+    patches = apart.permute(*order) if hasattr(apart, "permute") else apart.transpose(order)
+    return patches.reshape(-1, channels * side * side)
+
+
+def _flattened(patches: Tensor) -> Tensor:
+    """Rows of patches `(patches, C, p, p)`."""
+    return patches.reshape(len(patches), -1)
+
+
+def _shape(batch: Batch) -> str:
+    if isinstance(batch, list):
+        return f"a list of {len(batch)} tensors such as {tuple(batch[0].shape)}"
+    return f"the shape {tuple(batch.shape)}"
+
+
+def _check_empty(batch: Batch, field: str, grid_field: str) -> None:
+    if len(batch):
+        raise invalid(field, f"has {len(batch)} rows, {grid_field} is empty")
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  # callers may pass anything
+    """Tensors, arrays and nested lists of them as nested lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _entry(field: str, at: int, value: Any, least: int) -> tuple[int, ...]:  # noqa: ANN401  # as above
+    sides = value if isinstance(value, list) else [value]
+    whole = all(isinstance(side, int | float) and not isinstance(side, bool) and side == side // 1 for side in sides)
+    if not whole or not 1 <= len(sides) <= 3:
+        raise invalid(f"{field}[{at}]", f"expected (t, h, w), or a number of tiles, got {value!r}", at)
+    if min(sides) < least:
+        raise invalid(f"{field}[{at}]", f"expected whole numbers of at least {least}, got {value!r}", at)
+    return tuple(int(side) for side in sides)

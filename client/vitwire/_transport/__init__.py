@@ -1,0 +1,1 @@
+"""Calls to servers: connections, retries, deadlines, balancing."""

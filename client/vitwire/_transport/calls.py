@@ -1,0 +1,246 @@
+"""Channels and RPCs of the synchronous client. `_aio_transport.py` is the same for asyncio."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from queue import SimpleQueue
+
+import grpc
+
+from vitwire._delivery.nixl import ROOM_SECONDS
+from vitwire._transport import channel as grpc_channel
+from vitwire._transport.balancing import Replicas
+from vitwire._transport.channel import StreamCall
+from vitwire._transport.connections import Connection, Connections
+from vitwire._transport.context import Context, Metadata
+from vitwire._transport.deadline import Deadline
+from vitwire._transport.diagnosis import diagnosed
+from vitwire._transport.exchange import Exchange, model_of
+from vitwire._transport.protocol import Answer, Part
+from vitwire._transport.retry import Attempts
+from vitwire._transport.slots import Slots
+from vitwire._transport.timers import Timers
+from vitwire.errors import Unavailable, VitwireError, from_rpc, is_from_server
+from vitwire.model import Model
+from vitwire.v1 import encoder_pb2 as pb
+
+_CLOSE_SECONDS = 5.0
+"""gRPC 1.85 cancels all calls and then waits for them, without end for one that Ctrl-C interrupted in its start."""
+
+
+class Transport:
+    """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
+
+    def __init__(self, channels: grpc_channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
+        self.slots = Slots(max_in_flight)
+        """Of requests; the caller of `encode` holds one."""
+        self._security = channels.security
+        self._timers = Timers()
+        self._connections: Connections[grpc.Channel] = Connections(channels.open, connections)
+        self.replicas = Replicas()
+
+    def encode(
+        self,
+        parts: Sequence[Part],
+        levels: int,
+        deadline: Deadline,
+        context: Context,
+        calls: "Calls | None" = None,
+    ) -> Iterator[Answer]:
+        """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
+        calls = calls or Calls()
+        exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
+        common = {stream: self.common(parts, stream=stream) for stream in (True, False)}
+        streams = [self.results(each, context.metadata, calls, common[not each.part.one_message]) for each in exchanges]
+        try:
+            yield from streams[0] if len(streams) == 1 else _merged(streams)
+        finally:
+            calls.cancel()
+
+    def model(self, deadline: Deadline, context: Context) -> Model:
+        get_model = self._connections.control(grpc_channel.OPTIONS).unary_unary(*grpc_channel.GET_MODEL)
+        attempts = Attempts(context.policy, deadline)
+        while True:
+            accept_timeout = attempts.accept_timeout()
+            try:
+                timeout = attempts.left() if accept_timeout is None else accept_timeout
+                return model_of(get_model(pb.GetModelRequest(), timeout=timeout, metadata=context.metadata))
+            except grpc.RpcError as error:
+                if accept_timeout is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    attempts.unanswered()
+                    continue
+                delay = attempts.delay(self._with_reason(error, attempts, context.metadata))
+            time.sleep(delay)
+
+    def health(self, service: str, deadline: Deadline, context: Context) -> str:
+        check = self._connections.control(grpc_channel.HEALTH_OPTIONS).unary_unary(*grpc_channel.HEALTH)
+        try:
+            status = check(service, timeout=deadline.left(), metadata=context.metadata)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return "SERVICE_UNKNOWN"
+            raise diagnosed(from_rpc(error), self._security) from None
+        return grpc_channel.health_name(status)
+
+    def close(self) -> None:
+        channels = self._connections.close()
+        if self._connections.is_forked:
+            return
+        self._timers.close()
+        closing = threading.Thread(target=_close_all, args=(channels,), daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # the interpreter is exiting
+            _close_all(channels)
+        else:
+            closing.join(_CLOSE_SECONDS)
+
+    def common(self, parts: Sequence[Part], *, stream: bool) -> Connection[grpc.Channel] | None:
+        """See Connections."""
+        return self._connections.common(parts, stream=stream)
+
+    def results(
+        self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None = None
+    ) -> Iterator[Answer]:
+        """Results of one part; what a server refused or never answered is sent again.
+
+        again: the connection of the first attempt.
+        """
+        with closing(exchange):  # also of an attempt that is never sent
+            yield from self._attempts(exchange, metadata, calls, again)
+
+    def _attempts(
+        self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None
+    ) -> Iterator[Answer]:
+        while True:
+            while not exchange.begin():
+                exchange.check_deadline()
+                if not calls.wait(ROOM_SECONDS):
+                    return
+            accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
+            with self._connections.bulk(
+                part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
+            ) as connection:
+                call = calls.add(self._start(connection.channel, exchange, metadata))
+                try:
+                    if not self._accepted(call, accept_timeout):
+                        again = exchange.unanswered(connection)
+                        continue
+                    for response in call:
+                        if (result := exchange.feed(response)) is not None:
+                            yield result
+                    self.replicas.saw(call.trailing_metadata())
+                    delay = exchange.finish()
+                except grpc.RpcError as error:
+                    if exchange.is_complete:
+                        return
+                    delay = exchange.failed(self._with_reason(error, exchange.attempts, metadata, part), connection)
+                finally:
+                    calls.drop(call)
+                    exchange.close()
+            again = None
+            if delay is None:
+                yield from exchange.refused()
+                return
+            calls.wait(delay)
+
+    def _with_reason(
+        self, error: grpc.RpcError, attempts: Attempts, metadata: Metadata, part: Part | None = None
+    ) -> VitwireError:
+        """The error; if gRPC only reports that no server is ready, what that means, or the reason of a server."""
+        failure = from_rpc(error, part.indices if part else ())
+        if not isinstance(failure, Unavailable) or is_from_server(error):
+            return failure
+        if (meaning := diagnosed(failure, self._security)) is not failure:
+            return meaning
+        if attempts.needs_reason():
+            attempts.reason = self._reason(attempts.reason, metadata)
+        return attempts.reason or failure
+
+    def _reason(self, known: VitwireError | None, metadata: Metadata) -> VitwireError | None:
+        """Why no server is ready: None if one is ready, `known` if none answers."""
+        get_model = self._connections.control(grpc_channel.HEALTH_OPTIONS).unary_unary(*grpc_channel.GET_MODEL)
+        try:
+            get_model(pb.GetModelRequest(), timeout=grpc_channel.REASON_SECONDS, metadata=metadata)
+        except grpc.RpcError as error:
+            return from_rpc(error) if error.code() is grpc.StatusCode.UNAVAILABLE else known
+        return None
+
+    def _start(self, channel: grpc.Channel, exchange: Exchange, metadata: Metadata) -> StreamCall:
+        part, timeout, metadata = exchange.part, exchange.attempts.left(), exchange.metadata(metadata)
+        if part.one_message:
+            encode = channel.unary_stream(*grpc_channel.ENCODE)
+            return encode(part.request(), timeout=timeout, metadata=metadata)
+        stream = channel.stream_stream(*grpc_channel.ENCODE_STREAM)
+        return stream(part.uploads(), timeout=timeout, metadata=metadata)
+
+    def _accepted(self, call: StreamCall, timeout: float | None) -> bool:
+        """Whether the server accepted or ended the call within `timeout`; otherwise the call is cancelled."""
+        if timeout is None:
+            return True
+        accepted = False
+        timer = self._timers.start(timeout, call.cancel)
+        try:
+            call.initial_metadata()  # returns, perhaps empty, once the call has ended
+        finally:
+            accepted = self._timers.cancel(timer)
+        return accepted
+
+
+class Calls:
+    """The calls of one request, which are cancelled together, including one that is being started."""
+
+    def __init__(self) -> None:
+        self._calls: list[StreamCall] = []
+        self._cancelled = threading.Event()
+
+    def add(self, call: StreamCall) -> StreamCall:
+        self._calls.append(call)
+        if self._cancelled.is_set():
+            call.cancel()
+        return call
+
+    def drop(self, call: StreamCall) -> None:
+        """Cancel and forget a call; a call that has ended is only forgotten."""
+        call.cancel()
+        self._calls.remove(call)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        for call in list(self._calls):
+            call.cancel()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most until the calls are cancelled; returns whether they are not."""
+        return not self._cancelled.wait(seconds)
+
+
+def _close_all(channels: Sequence[grpc.Channel]) -> None:
+    for channel in channels:
+        channel.close()
+
+
+def _merged(streams: Sequence[Iterator[Answer]]) -> Iterator[Answer]:
+    """Results of all streams as they arrive; the threads end with their calls, which the caller cancels."""
+    arrived: SimpleQueue[Answer | Exception | None] = SimpleQueue()
+
+    def drain(stream: Iterator[Answer]) -> None:
+        try:
+            for result in stream:
+                arrived.put(result)
+            arrived.put(None)
+        except Exception as error:  # noqa: BLE001  # raised again by the caller
+            arrived.put(error)
+
+    for stream in streams:
+        threading.Thread(target=drain, args=(stream,), daemon=True).start()
+    running = len(streams)
+    while running:
+        result = arrived.get()
+        if isinstance(result, Exception):
+            raise result
+        if result is None:
+            running -= 1
+        else:
+            yield result

@@ -1,0 +1,113 @@
+"""Why no connection can be made, as a sentence: gRPC describes the symptoms of a wrong port or of wrong TLS."""
+
+import re
+import socket
+import ssl
+from dataclasses import dataclass
+
+from vitwire.errors import Unavailable, VitwireError
+
+_SECONDS = 1.0
+"""For each step of a probe, which is made once gRPC could not connect to any address."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What a gRPC client sends first: the preface of HTTP/2 and empty SETTINGS."""
+_CERTIFICATE_REQUEST = 13
+"""Type of the TLS message in which a server asks for a client certificate (RFC 8446, RFC 5246)."""
+_ADDRESS = re.compile(r"(?:ipv4|ipv6):(\[.*?\]|[^\s:]+):(\d+)")
+_NO_CONNECTION = ("failed to connect to all addresses", "connections to all backends failing")
+_CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
+
+_WRONG_NAME = "the server's certificate is for other names than the target's"
+_NO_CERTIFICATE = (
+    "the server accepts only clients with a certificate of an authority that it trusts: "
+    "set tls=grpc.ssl_channel_credentials(root, key, certificate) (--cert and --key)"
+)
+_SYMPTOMS = {
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS: leave out tls= (--tls, --ca), or check the port",
+    "Expected SETTINGS frame": "the server does not speak gRPC: check the port, which may be that of metrics",
+    "http1.x server": "the server does not speak gRPC: check the port, which may be that of metrics",
+    "missing selected ALPN": "the server speaks TLS but not gRPC: check the port",
+    "CERTIFICATE_VERIFY_FAILED": (
+        "the server's certificate is not trusted ({reason}): set tls= (--ca) to the file of its authority's certificate"
+    ),
+    "Hostname Verification Check failed": _WRONG_NAME,
+    "is not in peer certificate": _WRONG_NAME,
+}
+"""Parts of the descriptions by gRPC 1.71 to 1.85, and what they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """How a client connects."""
+
+    uses_tls: bool
+    may_have_certificate: bool
+
+
+def diagnosed(failure: VitwireError, security: Security) -> VitwireError:
+    """The failure, or what it means if it is gRPC's that no address can be connected to. Blocks for a probe."""
+    text = str(failure)
+    if not isinstance(failure, Unavailable) or not any(start in text for start in _NO_CONNECTION):
+        return failure
+    found = _ADDRESS.search(text)
+    where = f"{found[1]}:{found[2]}: " if found else ""
+    for symptom, meaning in _SYMPTOMS.items():
+        if symptom in text:
+            return _meaning(failure, where + meaning.format(reason=_reason(text)))
+    if found is None or not any(closed in text for closed in _CLOSED):
+        return failure
+    probe = _Probe.of(found[1].strip("[]"), int(found[2]))
+    if probe.speaks_tls and not security.uses_tls:
+        return _meaning(
+            failure, f"{where}the server speaks TLS: set tls=True or a file of root certificates (--tls or --ca)"
+        )
+    if probe.wants_certificate and security.uses_tls:
+        return _meaning(failure, where + _NO_CERTIFICATE, is_permanent=not security.may_have_certificate)
+    return failure
+
+
+@dataclass(slots=True)
+class _Probe:
+    """What a server does on a connection without a client certificate."""
+
+    speaks_tls: bool = False
+    wants_certificate: bool = False
+    """It asked for a certificate, and closed the connection without one."""
+
+    @classmethod
+    def of(cls, host: str, port: int) -> "_Probe":
+        probe, asked = cls(), False
+
+        def saw(*message: object) -> None:
+            nonlocal asked
+            asked |= message[4] == _CERTIFICATE_REQUEST
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+        context.set_alpn_protocols(["h2"])
+        # For debugging, in CPython 3.8 and later; where it is not called, nothing is concluded.
+        context._msg_callback = saw  # type: ignore[attr-defined]  # noqa: SLF001
+        try:
+            with socket.create_connection((host, port), _SECONDS) as plain, context.wrap_socket(plain) as connection:
+                probe.speaks_tls = True
+                connection.sendall(_PREFACE)
+                probe.wants_certificate = asked and not connection.recv(1)
+        except TimeoutError:
+            pass
+        except OSError:  # of TLS too
+            probe.speaks_tls |= asked
+            probe.wants_certificate = asked
+        return probe
+
+
+def _meaning(failure: Unavailable, text: str, *, is_permanent: bool = True) -> Unavailable:
+    meaning = Unavailable(text, code=failure.code, request_id=failure.request_id)
+    meaning.is_permanent = is_permanent
+    meaning.add_note(f"gRPC: {failure}")
+    return meaning
+
+
+def _reason(text: str) -> str:
+    """Why a certificate was not verified, in OpenSSL's words."""
+    found = re.search(r"CERTIFICATE_VERIFY_FAILED: (.+?)(?:: OK|$)", text)
+    return found[1] if found else "its authority is unknown"

@@ -1,0 +1,271 @@
+"""The asyncio client. `_client.py` is the same for threads."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Self, overload
+
+from vitwire._base import BaseClient, Call
+from vitwire._delivery.storing import Accepted, Stored, storable
+from vitwire._inputs.pictures import Clip, clip_items, image_items
+from vitwire._inputs.processors import batch_items, identified
+from vitwire._inputs.sources import ImageLike
+from vitwire._transport.aio_ahead import AsyncAhead, Items
+from vitwire._transport.aio_calls import AsyncTransport
+from vitwire._transport.channel import Channels
+from vitwire._transport.deadline import HEALTH_SECONDS
+from vitwire._transport.protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
+from vitwire.embeddings import DType, Embedding
+from vitwire.errors import VitwireError
+from vitwire.items import Item, Modality, numbered, pixel_bytes, without_pixels
+from vitwire.model import Model
+
+_LARGE_BYTES = 1 << 20
+"""Of pixels that may be rounded on the event loop."""
+
+
+class AsyncClient(BaseClient[AsyncTransport]):
+    """A connection to an encoder service, bound to the event loop that first uses it. Share one, close it when done.
+
+    The arguments are those of `Client`. Cancelling a call cancels its RPCs on the server.
+    """
+
+    @staticmethod
+    def _connected(channels: Channels, connections: int, max_in_flight: int | None) -> AsyncTransport:
+        return AsyncTransport(channels, connections, max_in_flight)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    async def encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """Encode items; returns their embeddings in the same order. As `Client.encode`."""
+        return await self._encode(items, self._call(timeout, output_type, priority))
+
+    @overload
+    def iter_encode(
+        self,
+        items: Items,
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        return_exceptions: Literal[False] = False,
+    ) -> AsyncGenerator[tuple[int, Embedding], None]: ...
+
+    @overload
+    def iter_encode(
+        self,
+        items: Items,
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        return_exceptions: Literal[True],
+    ) -> AsyncGenerator[Result, None]: ...
+
+    async def iter_encode(
+        self,
+        items: Items,
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        return_exceptions: bool = False,
+    ) -> AsyncGenerator[Result, None]:
+        """Yield `(position, embedding)` of each item as soon as it is ready. As `Client.iter_encode`.
+
+        items: also an asynchronous iterable; an iterable that is neither that nor a sequence is read in threads.
+
+        Leaving the loop cancels the rest: at once within `contextlib.aclosing`, else when the generator is collected.
+        """
+        errors: list[VitwireError] = []
+        call = self._call(timeout, output_type, priority, stream=return_exceptions)
+        async with aclosing(self._results_of(items, call)) as results:
+            async for index, result in results:
+                if isinstance(result, VitwireError) and not return_exceptions:
+                    errors.append(result)
+                else:
+                    yield index, result
+        if errors:
+            raise min(errors, key=lambda error: error.item or 0)
+
+    async def encode_cached(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """Sends the content of items with a `content_id` only if needed. As `Client.encode_cached`."""
+        return await self._encode_cached(items, self._call(timeout, output_type, priority))
+
+    async def store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Stored]:
+        """Encode items into the server's cache, without returning rows. As `Client.store`."""
+        async with aclosing(self.iter_store(items, timeout, output_type, priority)) as answers:
+            return stored({index: answer async for index, answer in answers})
+
+    async def iter_store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> AsyncGenerator[Storing, None]:
+        """Yield `(position, Accepted)` and then `(position, Stored)` of each item. As `Client.iter_store`."""
+        call = self._call(timeout, output_type, priority, store_only=True)
+        async with aclosing(self._answers(storable(items), call)) as answers:
+            async for index, answer in answers:
+                assert not isinstance(answer, Embedding), "no rows are returned"
+                yield index, answer
+
+    async def encode_batch(
+        self,
+        pixel_values: object,
+        grid_thw: object = None,
+        *,
+        modality: Modality = "image",
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+        crops: object = None,
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """Encode what a Hugging Face processor returned, split in a thread. As `Client.encode_batch`."""
+        call = self._call(timeout, output_type, priority)
+        items = await asyncio.to_thread(
+            batch_items,
+            pixel_values,
+            grid_thw,
+            modality=modality,
+            content_ids=content_ids,
+            keep_ratio=keep_ratio,
+            crops=crops,
+            model=await self._get_model(call),
+        )
+        return await self._encode_known(items, call, content_ids)
+
+    async def encode_images(
+        self,
+        images: Sequence[ImageLike],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
+    ) -> list[Embedding]:
+        """Encode images, prepared in threads for the server's model. As `Client.encode_images`."""
+        call = self._call(timeout, output_type, priority)
+        items = await asyncio.to_thread(image_items, images, await self._get_model(call))
+        return await self._encode_known(identified(items, content_ids), call, content_ids)
+
+    async def encode_clips(
+        self,
+        clips: Sequence[Clip],
+        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+    ) -> list[Embedding]:
+        """Encode clips, prepared in threads for the server's model. As `Client.encode_clips`."""
+        call = self._call(timeout, output_type, priority)
+        items = await asyncio.to_thread(clip_items, clips, await self._get_model(call))
+        return await self._encode_known(identified(items, content_ids, keep_ratio), call, content_ids)
+
+    async def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:  # noqa: ASYNC109  # as above
+        """The server's model and limits, cached. As `Client.model`."""
+        return await self._get_model(self._call(timeout), refresh=refresh)
+
+    async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # as above
+        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN. As `Client.health`."""
+        context = self._context()
+        with context.naming_errors():
+            return await self._shared.transport.health(service, self._deadline(timeout, HEALTH_SECONDS), context)
+
+    async def close(self) -> None:
+        """Close the connections and cancel requests in flight. Of no effect on a client made by `with_options`."""
+        if self._end():
+            await self._shared.transport.close()
+            await asyncio.to_thread(self._shared.nixl.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        return embeddings(await self._collected(numbered(items), call))
+
+    async def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        known = numbered(items)
+        if not known:
+            return []
+        model = await self._get_model(call)
+        call = replace(call, shares=self._shares(known, model))  # pixels go where rows were looked up
+        results = await self._collected({index: without_pixels(item) for index, item in known.items()}, call)
+        uploads = {index: item for index, item in known.items() if needs_upload(results[index], item)}
+        return embeddings(results | await self._collected(uploads, call))
+
+    async def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
+        """Items that the cache may have, if there are content ids."""
+        return await (self._encode(items, call) if content_ids is None else self._encode_cached(items, call))
+
+    async def _collected(self, items: Mapping[int, Item], call: Call) -> dict[int, Embedding | VitwireError]:
+        async with aclosing(self._results(items, call)) as results:
+            return {index: result async for index, result in results}
+
+    def _results_of(self, items: Items, call: Call) -> AsyncGenerator[Result, None]:
+        """As `_results`; an iterable that is not a sequence is read ahead."""
+        if isinstance(items, Sequence):
+            return self._results(numbered(items), call)
+        return AsyncAhead(items, lambda group: self._results(group, call.for_request())).results()
+
+    async def _results(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Result, None]:
+        """Embedding or error of each item, by position. Raises errors of the whole request."""
+        async with aclosing(self._answers(items, call)) as answers:
+            async for index, answer in answers:
+                assert not isinstance(answer, Accepted | Stored), "rows are returned"
+                yield index, answer
+
+    async def _answers(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Answer, None]:
+        """All that the server answers, by position."""
+        if not items:
+            return
+        model, transport, context = await self._get_model(call), self._shared.transport, self._context()
+        with self._observed(context, len(items)):
+            # Rounding float32 takes milliseconds, in which other requests of the loop would wait.
+            rounds = model.dtype != "float32" and sum(map(pixel_bytes, items.values())) > _LARGE_BYTES
+            parts = (
+                await asyncio.to_thread(self._parts, items, call, model) if rounds else self._parts(items, call, model)
+            )
+            async with transport.slots.hold(call.deadline.left_to_wait()):
+                deadline = self._covering(items, call)
+                async with aclosing(transport.encode(parts, model.deepstack_levels, deadline, context)) as stream:
+                    async for result in stream:
+                        yield self._noted(result, context)
+
+    async def _get_model(self, call: Call, *, refresh: bool = False) -> Model:
+        model = None if refresh else self._shared.model
+        if model is None:
+            context = self._context()
+            with context.naming_errors():
+                self._shared.model = model = await self._shared.transport.model(call.deadline, context)
+        return model

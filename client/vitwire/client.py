@@ -1,0 +1,339 @@
+"""The synchronous client. `_aio.py` is the same for asyncio."""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Self, overload
+
+from vitwire._base import BaseClient, Call
+from vitwire._delivery.storing import Accepted, Stored, storable
+from vitwire._inputs.pictures import Clip, clip_items, image_items
+from vitwire._inputs.processors import batch_items, identified
+from vitwire._inputs.sources import ImageLike
+from vitwire._transport.ahead import Ahead
+from vitwire._transport.calls import Calls, Transport
+from vitwire._transport.channel import Channels
+from vitwire._transport.deadline import HEALTH_SECONDS
+from vitwire._transport.protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
+from vitwire.embeddings import DType, Embedding
+from vitwire.errors import VitwireError
+from vitwire.items import Item, Modality, numbered, without_pixels
+from vitwire.model import Model
+
+
+class Client(BaseClient[Transport]):
+    """A connection to an encoder service. Thread-safe: share one, and close it when done.
+
+    target: `host:port`, `dns:///name:port` (balanced over all addresses of the name) or `unix:path`; by default, the
+        environment variable VITWIRE_TARGET.
+    tls: True for TLS with the system's root certificates, a PEM file of root certificates, or gRPC channel credentials
+        (from `grpc.ssl_channel_credentials`, for a client certificate); no TLS by default.
+    token: bearer token, sent with every request, or a function that returns it, called for each request.
+    timeout: default seconds per call. None depends on the work: 60 s plus 25 ms per patch, with 10 minutes instead of
+        60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
+    output_type: default type of the rows: float32, float16 or bfloat16. None is the server's dtype.
+    priority: default priority of requests: "interactive", or "batch" for those that may wait behind others.
+    spread: maximum RPCs that a request is split into, by tokens, to share it between replicas. "auto": one for each
+        budget's worth of tokens, at most one per replica that answered within the last minute.
+    affinity: send items with equal content ids to the same replica, whose cache may have them: each content id of a
+        request is an RPC of its own, sent to one of the target's addresses by the hash of the content id.
+    connections: maximum connections for requests of one message, and for streams; opened when requests overlap.
+    max_in_flight: maximum requests in flight; further ones wait in the client, within an explicit timeout.
+    max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
+        answer, or a full server says when to retry; the count restarts whenever an item is answered.
+    wait_for_ready: wait, within the timeout, for a server that is starting or loading its model.
+    metadata: sent with every request, in addition to the client's own; keys are not case-sensitive.
+    channel_options: gRPC channel arguments in addition to the client's own, or in place of them.
+    delivery: "stream": embeddings come in responses. "nixl": the server writes them into memory of this process
+        through NIXL; a call fails where that is not possible. "auto": as "nixl" where possible, else as "stream".
+    device: CUDA device, such as "cuda:0", that NIXL delivers to; None for host memory.
+    delivery_bytes: memory for embeddings that NIXL delivers. Embeddings hold it until they are garbage-collected.
+
+    Raises ValueError for an invalid argument. docs/client.md has the details. Pickling keeps the arguments.
+    """
+
+    @staticmethod
+    def _connected(channels: Channels, connections: int, max_in_flight: int | None) -> Transport:
+        return Transport(channels, connections, max_in_flight)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """Encode items; returns their embeddings in the same order.
+
+        timeout: seconds for the whole call, including preparation; default: the client's.
+        output_type: type of the rows; default: the client's, else the server's dtype.
+        priority: "interactive" or "batch"; default: the client's.
+        Raises the error of the first item that failed, with its position as `.item`, or the error of the request.
+        """
+        return self._encode(items, self._call(timeout, output_type, priority))
+
+    @overload
+    def iter_encode(
+        self,
+        items: Iterable[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        return_exceptions: Literal[False] = False,
+    ) -> Generator[tuple[int, Embedding], None, None]: ...
+
+    @overload
+    def iter_encode(
+        self,
+        items: Iterable[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        return_exceptions: Literal[True],
+    ) -> Generator[Result, None, None]: ...
+
+    def iter_encode(
+        self,
+        items: Iterable[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        return_exceptions: bool = False,
+    ) -> Generator[Result, None, None]:
+        """Yield `(position, embedding)` of each item once it is ready; leaving the loop cancels the rest.
+
+        A thread reads the items of a generator or another iterable that is not a sequence, at most 64 items or 128 MiB
+        ahead of the results, and sends them as it reads. An explicit timeout covers them all; the default one applies
+        to each RPC.
+
+        An item that fails does not stop the others: after all have been yielded, the error of the first failed item is
+        raised. Errors of the whole request are raised at once. Without `return_exceptions`, a request of up to 4 MiB is
+        a single message, which the server rejects as a whole if one item is invalid (InvalidItem names it). The other
+        arguments are those of `encode`.
+
+        return_exceptions: yield the error of an item instead of its embedding. The request is then always a stream, so
+            an invalid item does not fail the others.
+        """
+        errors: list[VitwireError] = []
+        call = self._call(timeout, output_type, priority, stream=return_exceptions)
+        for index, result in self._results_of(items, call):
+            if isinstance(result, VitwireError) and not return_exceptions:
+                errors.append(result)
+            else:
+                yield index, result
+        if errors:
+            raise min(errors, key=lambda error: error.item or 0)
+
+    def encode_cached(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """As `encode`, but sends the content of items with a `content_id` only if the server has not cached them."""
+        return self._encode_cached(items, self._call(timeout, output_type, priority))
+
+    def store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Stored]:
+        """Encode items into the server's cache, without returning rows; arguments as for `encode`.
+
+        Each item needs a `content_id`: who sends an item with this `content_id` and without pixels, with the same
+        token and `output_type`, gets the rows. An item without pixels asks whether it is cached already. Raises the
+        error of the first item that failed: NotCached for one without pixels, InvalidItem if the server has no cache.
+        """
+        return stored(dict(self.iter_store(items, timeout, output_type, priority)))
+
+    def iter_store(
+        self,
+        items: Sequence[Item],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> Generator[Storing, None, None]:
+        """As `store`, step by step: yields `(position, Accepted)`, then `(position, Stored)` or an error, of each item.
+
+        An item is accepted before it is encoded, and even before its bytes have arrived. From then on requests for its
+        `content_id` wait for it. A retry may yield `Accepted` again.
+        """
+        for index, answer in self._answers(
+            storable(items), self._call(timeout, output_type, priority, store_only=True)
+        ):
+            assert not isinstance(answer, Embedding), "no rows are returned"
+            yield index, answer
+
+    def encode_batch(
+        self,
+        pixel_values: object,
+        grid_thw: object = None,
+        *,
+        modality: Modality = "image",
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+        crops: object = None,
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+    ) -> list[Embedding]:
+        """Encode what a Hugging Face processor returned; returns the embeddings of its images or clips, in order.
+
+        pixel_values: `pixel_values`, or `pixel_values_videos` with modality="video": a numpy array, a torch tensor of
+            any floating type on any device, or a list of them. Or all outputs of the processor, as a BatchFeature or
+            dict: see `Item.from_processor`.
+        grid_thw: the processor's `image_grid_thw` or `video_grid_thw`, `(items, 3)`; for tile towers the number of
+            tiles of each image. Not needed if pixel_values are all outputs, or if each image is one tile.
+        content_ids: keys of the contents in the server's cache; pixels are then sent only if they are not cached.
+        keep_ratio: share of the tokens of clips to keep; see `Item`.
+        crops: all crops, of towers that take them; grid_thw is then the number of crops of each image.
+
+        Raises InvalidItem, naming the field (`grid_thw[3]`), where the tensors disagree. The other arguments and errors
+        are those of `encode`.
+        """
+        call = self._call(timeout, output_type, priority)
+        items = batch_items(
+            pixel_values,
+            grid_thw,
+            modality=modality,
+            content_ids=content_ids,
+            keep_ratio=keep_ratio,
+            crops=crops,
+            model=self._get_model(call),
+        )
+        return self._encode_known(items, call, content_ids)
+
+    def encode_images(
+        self,
+        images: Sequence[ImageLike],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
+    ) -> list[Embedding]:
+        """Encode images, which the server prepares for its model; arguments and errors as for `encode`.
+
+        images: paths, bytes of files, file objects in binary mode and `data:` URIs, sent as they are; Pillow images or
+            uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`, sent as pictures. The client fetches no URLs.
+        content_ids: as for `encode_batch`.
+        Raises InvalidItem for an invalid image, OSError for a file that cannot be opened, and EncodeFailed for a server
+        that prepares no images.
+        """
+        call = self._call(timeout, output_type, priority)
+        items = identified(image_items(images, self._get_model(call)), content_ids)
+        return self._encode_known(items, call, content_ids)
+
+    def encode_clips(
+        self,
+        clips: Sequence[Clip],
+        timeout: float | None = None,
+        output_type: DType | None = None,
+        priority: Priority | None = None,
+        *,
+        content_ids: Sequence[str | None] | None = None,
+        keep_ratio: float = 0.0,
+    ) -> list[Embedding]:
+        """Encode clips, which the server prepares for its model; arguments and errors as for `encode`.
+
+        clips: the chosen frames of each clip: a uint8 array `(F, H, W, 3)` or a sequence of Pillow images or arrays of
+            one size. For the file of a clip, of which the server chooses the frames, use `Item.from_file`.
+        content_ids, keep_ratio: as for `encode_batch`.
+        """
+        call = self._call(timeout, output_type, priority)
+        items = identified(clip_items(clips, self._get_model(call)), content_ids, keep_ratio)
+        return self._encode_known(items, call, content_ids)
+
+    def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:
+        """The server's model and limits; cached until an error suggests that the server has another model.
+
+        timeout: seconds; default: the client's, else 60 s.
+        refresh: request it again, as a server may have restarted with another model.
+        """
+        return self._get_model(self._call(timeout), refresh=refresh)
+
+    def health(self, service: str = "", timeout: float | None = None) -> str:
+        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN, from one of the target's addresses.
+
+        service: "" or "vitwire.v1.EncoderService" for readiness, "liveness" for the health of the engine.
+        timeout: seconds; default: the client's, else 10 s.
+        Raises Unavailable when no server answers; there are no retries.
+        """
+        context = self._context()
+        with context.naming_errors():
+            return self._shared.transport.health(service, self._deadline(timeout, HEALTH_SECONDS), context)
+
+    def close(self) -> None:
+        """Close the connections and cancel requests in flight. Of no effect on a client made by `with_options`."""
+        if self._end():
+            self._shared.transport.close()
+            self._shared.nixl.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        return embeddings(dict(self._results(numbered(items), call)))
+
+    def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
+        known = numbered(items)
+        if not known:
+            return []
+        call = replace(call, shares=self._shares(known, self._get_model(call)))  # pixels go where rows were
+        lookups = {index: without_pixels(item) for index, item in known.items()}
+        results = dict(self._results(lookups, call))
+        uploads = {index: item for index, item in known.items() if needs_upload(results[index], item)}
+        return embeddings(results | dict(self._results(uploads, call)))
+
+    def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
+        """Items that the cache may have, if there are content ids."""
+        return self._encode(items, call) if content_ids is None else self._encode_cached(items, call)
+
+    def _results_of(self, items: Iterable[Item], call: Call) -> Generator[Result, None, None]:
+        """As `_results`; an iterable that is not a sequence is read ahead."""
+        if isinstance(items, Sequence):
+            return self._results(numbered(items), call)
+        return Ahead(items, lambda group, calls: self._results(group, call.for_request(), calls)).results()
+
+    def _results(
+        self, items: Mapping[int, Item], call: Call, calls: Calls | None = None
+    ) -> Generator[Result, None, None]:
+        """Embedding or error of each item, by position. Raises errors of the whole request."""
+        for index, answer in self._answers(items, call, calls):
+            assert not isinstance(answer, Accepted | Stored), "rows are returned"
+            yield index, answer
+
+    def _answers(
+        self, items: Mapping[int, Item], call: Call, calls: Calls | None = None
+    ) -> Generator[Answer, None, None]:
+        """All that the server answers, by position."""
+        if not items:
+            return
+        model, transport, context = self._get_model(call), self._shared.transport, self._context()
+        with self._observed(context, len(items)):
+            parts = self._parts(items, call, model)
+            with transport.slots.hold(call.deadline.left_to_wait()):
+                deadline = self._covering(items, call)
+                for result in transport.encode(parts, model.deepstack_levels, deadline, context, calls):
+                    yield self._noted(result, context)
+
+    def _get_model(self, call: Call, *, refresh: bool = False) -> Model:
+        model = None if refresh else self._shared.model
+        if model is None:
+            context = self._context()
+            with context.naming_errors():
+                self._shared.model = model = self._shared.transport.model(call.deadline, context)
+        return model

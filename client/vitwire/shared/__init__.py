@@ -1,0 +1,1 @@
+"""What client and server both use: NIXL agents, regions of memory, the allocator's setting."""

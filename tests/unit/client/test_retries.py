@@ -1,0 +1,179 @@
+"""What both clients send again, how long they wait, and what they refuse to connect to."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from both_clients import Call, both, large
+from fake_service import Fake, abort, expected, item, retry_info, serving
+from vitwire import AsyncClient, Client, InvalidItem, Item, Overloaded, Unavailable
+from vitwire._transport.deadline import Deadline
+
+
+@both
+async def test_a_full_server_is_asked_again_when_it_said(make: Call) -> None:
+    refusals = 2
+
+    def refuse(context: grpc.ServicerContext) -> None:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(0, 200_000_000))
+
+    fake = Fake()
+    with serving(fake) as running:
+        async with make(running.target, timeout=20) as client:
+            await client.model()
+            fake.before = refuse
+            await client.encode([item()])
+            assert fake.methods.count("Encode") == 3
+            refusals = 10**9
+            with pytest.raises(Overloaded):
+                await client.encode([item()], timeout=1)
+        refusals = 3
+        async with make(running.target, timeout=20, max_retries=2) as client:
+            with pytest.raises(Overloaded):
+                await client.model()
+
+
+@both
+async def test_a_large_message_is_sent_to_a_full_server_as_a_stream(make: Call) -> None:
+    """The server takes a receive slot back from a message that is slow to arrive; a stream needs none."""
+
+    def refuse(context: grpc.ServicerContext) -> None:
+        if fake.methods.count("EncodeStream") == 0:
+            abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(0, 100_000_000))
+
+    fake = Fake()
+    medium = Item(np.full((16, 1 << 14), 3.0, np.float32), (1, 8, 2))  # 1 MiB
+    with serving(fake) as running:
+        async with make(running.target, timeout=20, max_retries=1) as client:
+            await client.model()
+            fake.before = refuse
+            (embedding,) = await client.encode([medium])
+    assert fake.methods == ["GetModel", "Encode", "EncodeStream"]
+    np.testing.assert_array_equal(embedding.numpy(), expected(4, 3.0))
+
+
+@both
+async def test_only_what_was_not_answered_is_sent_again(make: Call) -> None:
+    sizes: list[int] = []
+
+    def break_off(responses: Iterator[Any]) -> Iterator[Any]:
+        answers = list(responses)
+        sizes.append(sum(answer.chunk.last for answer in answers))
+        yield from answers[:2] if len(sizes) == 1 else answers
+        if len(sizes) == 1:
+            raise ConnectionAbortedError
+
+    with serving(Fake(bend=break_off)) as running:
+        async with make(running.target, timeout=20) as client:
+            embeddings = await client.encode([item(2), item(3), item(4, 9.0)])
+    assert sizes == [3, 2]
+    assert [each.shape[0] for each in embeddings] == [2, 3, 4]
+    np.testing.assert_array_equal(embeddings[2].numpy(), expected(4, 9.0))
+
+
+@both
+async def test_a_server_that_dies_after_its_last_answer_has_answered(make: Call) -> None:
+    def break_off(responses: Iterator[Any]) -> Iterator[Any]:
+        yield from responses
+        raise ConnectionAbortedError
+
+    fake = Fake(bend=break_off)
+    with serving(fake) as running:
+        async with make(running.target, timeout=20) as client:
+            (embedding,) = await client.encode([item(2, 9.0)])
+            (streamed,) = await client.encode([large()])
+    np.testing.assert_array_equal(embedding.numpy(), expected(2, 9.0))
+    assert streamed.shape[0] == 4
+    assert fake.methods == ["GetModel", "Encode", "EncodeStream"], "no request without items"
+
+
+@both
+async def test_the_model_is_kept_unless_the_error_may_speak_of_another(make: Call) -> None:
+    fake = Fake()
+    with serving(fake) as running:
+        async with make(running.target, timeout=20, max_retries=0) as client:
+            for code, asked in ((grpc.StatusCode.UNAVAILABLE, 1), (grpc.StatusCode.INVALID_ARGUMENT, 2)):
+                fake.before = lambda context: None
+                await client.encode([item()])
+                fake.before = lambda context, code=code: abort(context, code)
+                with pytest.raises((Unavailable, InvalidItem)):
+                    await client.encode([item()])
+                fake.before = lambda context: None
+                await client.encode([item()])
+                assert fake.methods.count("GetModel") == asked
+
+
+@both
+async def test_a_dead_port_is_named_within_a_short_timeout(make: Call) -> None:
+    async with make("127.0.0.1:1", timeout=1) as client:
+        for call in (client.model, client.health):
+            with pytest.raises(Unavailable, match=r"[Cc]onnection refused"):
+                await call()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("ipv4:localhost:5", "dns:///name:port"),
+        ("ipv4:127.0.0.1", "no port"),
+        ("http://localhost:5", "is a URL"),
+        ("127.0.0.1:99999", "'99999' is not a port"),
+        ("localhost:http2", "'http2' is not a port"),
+        ("dns:///", "no host"),
+        ("", "no host"),
+    ],
+)
+def test_a_wrong_target_is_a_clear_error(kind: Any, target: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        kind(target)
+
+
+@pytest.mark.parametrize(
+    "target", ["localhost", "dns:///a.b:1", "dns://8.8.8.8/a:1", "[::1]:5", "ipv6:[::1]:1", "unix:x", "unix:///x"]
+)
+def test_other_targets_are_left_to_grpc(target: str) -> None:
+    Client(target).close()
+
+
+def test_max_retries_is_not_negative() -> None:
+    for make in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="max_retries"):
+            make("x:1", max_retries=-1)
+
+
+def test_a_timeout_that_nobody_gave_fits_the_work() -> None:
+    small, huge = (
+        Deadline(None, 60).covering([item()], patient=False),
+        Deadline(None, 60).covering([large()] * 9, patient=True),
+    )
+    assert 60 < (small.left() or 0) < 61
+    assert (huge.left() or 0) > 600 + 9 * 16 * 0.02
+    assert Deadline(5, 60).covering([large()] * 9, patient=True).left() == pytest.approx(5, abs=1)
+    assert Deadline(float("inf"), 60).left() is None
+
+
+def test_a_client_closes_after_an_interrupt_in_the_start_of_an_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc would wait without end for a call whose events nobody fetches."""
+    with serving(Fake()) as running:
+        client = Client(running.target, timeout=20)
+        client.model()
+
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("grpc._channel._run_channel_spin_thread", interrupted)
+        monkeypatch.setattr("vitwire._transport.calls._CLOSE_SECONDS", 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            client.encode([item()])
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()

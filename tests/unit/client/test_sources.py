@@ -1,0 +1,204 @@
+"""What callers may pass as an image, an item and a target, and what they are told about anything else."""
+
+import base64
+import gzip
+import io
+import os
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from both_clients import Call, both
+from fake_service import Running, item, running
+from vitwire import AsyncClient, Client, InvalidItem, Item
+from vitwire._inputs import sources
+from vitwire._inputs.pictures import image_items
+from vitwire._inputs.sources import file_bytes, loaded
+
+__all__ = ["running"]  # the fixture
+
+URLS = ["https://example.com/cat.png", "HTTP://example.com", Path("https://example.com/cat.png"), "s3://bucket/cat.png"]
+
+
+@pytest.fixture(scope="module")
+def png() -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 255, (32, 40, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+class Trickle(io.RawIOBase):
+    """A file that cannot seek, and returns less than it is asked for, as sockets do."""
+
+    def __init__(self, content: bytes) -> None:
+        self._rest = content
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part, self._rest = self._rest[:7], self._rest[7:]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def at_its_end(content: bytes) -> io.BytesIO:
+    """As a file that was just written."""
+    file = io.BytesIO()
+    file.write(content)
+    return file
+
+
+FORMS = {
+    "bytes": lambda png: png,
+    "bytearray": bytearray,
+    "memoryview": memoryview,
+    "buffer": at_its_end,
+    "trickle": Trickle,
+    "gzip": lambda png: gzip.GzipFile(fileobj=io.BytesIO(gzip.compress(png))),
+    "base64": lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}",
+    "without padding": lambda png: f"DATA:image/png;BASE64,{base64.b64encode(png).decode().rstrip('=')}",
+    "escaped base64": lambda png: f"data:;base64,{quote(base64.encodebytes(png), safe='')}",
+    "percent-encoded": lambda png: f"data:image/png,{quote(png)}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_a_file(form: str, png: bytes) -> None:
+    assert loaded(FORMS[form](png)) == png
+    assert Item.from_file(FORMS[form](png)).encoded == png
+
+
+def test_paths_and_pictures_stay_as_they_are(tmp_path: Path) -> None:
+    picture = np.zeros((4, 4, 3), np.uint8)
+    for source in (tmp_path, str(tmp_path), picture, Image.new("RGB", (4, 4))):
+        assert loaded(source) is source
+    with pytest.raises(TypeError, match="ndarray"):
+        file_bytes(picture)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_urls_are_not_fetched(url: Any) -> None:
+    for read in (loaded, Item.from_file):
+        with pytest.raises(ValueError, match=r"is a URL\. The client fetches none.*httpx or requests"):
+            read(url)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64,????", "invalid base64"),
+        ("data:image/png;base64,AAAAA", "invalid base64"),
+        (io.StringIO("text"), "text mode.*'rb'"),
+        (type("Reader", (), {"read": lambda *_: "text"})(), "returned str"),
+        (type("Reader", (), {"read": lambda *_: None})(), "non-blocking"),
+    ],
+)
+def test_what_cannot_be_read(source: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        loaded(source)
+
+
+def test_what_is_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_BYTES", 100)
+    assert loaded(io.BytesIO(bytes(100))) == bytes(100)
+    endless = type("Endless", (), {"read": lambda _, size: bytes(size)})()
+    for source in (endless, io.BytesIO(bytes(101)), f"data:,{'x' * 101}", f"data:,{'x' * 1000}"):
+        with pytest.raises(ValueError, match=r"more than \d+ (bytes|characters)") as raised:
+            loaded(source)
+        assert "xx" not in str(raised.value)
+
+
+def test_errors_do_not_repeat_the_whole_source() -> None:
+    with pytest.raises(ValueError, match="invalid base64") as raised:
+        loaded(f"data:{'x' * 1000};base64,?")
+    assert len(str(raised.value)) < 200
+
+
+@both
+async def test_images_in_every_form(make: Call, running: Running, png: bytes, tmp_path: Path) -> None:
+    (tmp_path / "photo.png").write_bytes(png)
+    with (tmp_path / "photo.png").open("rb") as file:
+        sources: list[Any] = [file, file, tmp_path / "photo.png", *(form(png) for form in FORMS.values())]
+        async with make(running.target, timeout=20) as client:
+            embeddings = await client.encode_images(sources)
+            with pytest.raises(InvalidItem, match="frame 0 is a file: open it with Pillow"):
+                await client.encode_clips([[io.BytesIO(png), png]])
+    assert [each.shape for each in embeddings] == [(20, 12)] * len(sources)
+    assert len({each.numpy().tobytes() for each in embeddings}) == 1
+
+
+@both
+async def test_images_that_cannot_be_used_are_named_by_position(make: Call, running: Running, png: bytes) -> None:
+    async with make(running.target, timeout=20) as client:
+        for wrong in (*URLS, io.StringIO("text"), "data:image/png;base64,????"):
+            with pytest.raises(InvalidItem) as raised:
+                await client.encode_images([png, wrong])
+            assert raised.value.item == 1
+        with pytest.raises(TypeError, match="a list of images, got a single BytesIO"):
+            await client.encode_images(io.BytesIO(png))
+
+
+async def test_a_pipe_is_read_to_its_end(running: Running, png: bytes) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as file, os.fdopen(writer, "wb") as end:
+
+        def write() -> None:
+            with end:
+                end.write(png)
+
+        threading.Thread(target=write).start()
+        with Client(running.target, timeout=20) as client:
+            assert client.encode_images([file])[0].shape == (20, 12)
+
+
+def test_a_file_is_sent_as_it_is(running: Running, png: bytes) -> None:
+    with Client(running.target, timeout=20) as client:
+        (sent,) = image_items([Trickle(png)], client.model())  # type: ignore[list-item]
+    assert (sent.encoded, sent.pixels) == (png, None)
+
+
+@both
+async def test_items_are_not_images(make: Call, running: Running) -> None:
+    expected = "expected an Item, got str: use encode_images"
+    async with make(running.target, timeout=20) as client:
+        for items in ([item(), "photo.jpg"], iter([item(), "photo.jpg"])):
+            with pytest.raises(InvalidItem, match=expected) as raised:
+                [each async for each in client.iter_encode(items)]
+            assert raised.value.item == 1
+        for encode in (client.encode, client.encode_cached):
+            with pytest.raises(InvalidItem, match=expected) as raised:
+                await encode([item(), "photo.jpg"])
+            assert raised.value.item == 1
+            for single in (item(), "photo.jpg"):
+                with pytest.raises(TypeError, match="a list of Items, got a single"):
+                    await encode(single)
+
+
+@both
+async def test_the_target_is_by_default_that_of_the_environment(
+    make: Call, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITWIRE_TARGET", running.target)
+    async with make(timeout=20) as client:
+        assert (await client.model()).model_id == "tiny"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_missing_target_is_a_clear_error(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, ""):
+        monkeypatch.delenv("VITWIRE_TARGET", raising=False)
+        if value is not None:
+            monkeypatch.setenv("VITWIRE_TARGET", value)
+        with pytest.raises(ValueError, match="no target: pass one, such as 'localhost:50051', or set VITWIRE_TARGET"):
+            kind()
+    monkeypatch.setenv("VITWIRE_TARGET", "http://host:5")
+    with pytest.raises(ValueError, match="is a URL"):
+        kind()
