@@ -121,9 +121,18 @@ class Pooler:
     """Whether a checkpoint of this configuration has it."""
 
 
-def projector(source: str, served: tuple[Served, ...] = ()) -> dict[str, Module]:
-    """`beside` of a tower whose projector has transformers' usual names."""
-    return {"projector": Module(source=source, prefixes=in_model("multi_modal_projector."), config="", served=served)}
+ReadConfig = Callable[[Path, Mapping[str, Any]], Config]
+"""From a checkpoint's directory and its config.json to its configuration, of a class of transformers.
+
+Raises KeyError, TypeError or ValueError over a model that is not supported, CheckpointError over another file.
+"""
+
+
+def of_transformers(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """The configuration that transformers reads. Raises what it raises over one that is broken."""
+    del settings
+    config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return config
 
 
 class Accepts(StrEnum):
@@ -162,12 +171,8 @@ class Family(ABC):
     videos: Accepts = Accepts.PICTURES
     converts: bool = True
     """The class of the model's own processor converts images to RGB where the checkpoint's files do not say."""
-    architecture: str = ""
-    """Sizes of the published towers, for the table of models."""
-    attention: str = "full"
-    """What attends to what, in a few words, for the table of models."""
-    special: str = ""
-    """What else a reader of the table should know."""
+    configuration: ReadConfig = of_transformers
+    """What reads a checkpoint's configuration."""
     layout: ClassVar[str]
     """Shape of the family's pixels, for the table of models."""
 
@@ -209,13 +214,8 @@ class Family(ABC):
         return replace(self, tower=inside(self.tower), beside=beside, **fields)
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """The checkpoint's configuration; `settings` is its config.json.
-
-        Raises what transformers raises over one that is broken, and CheckpointError over another file of it.
-        """
-        del settings
-        config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return config
+        """The checkpoint's configuration; `settings` is its config.json. Raises what `configuration` raises."""
+        return self.configuration(folder, settings)
 
     @abstractmethod
     def build(self, parts: Parts, config: Config) -> "Tower":

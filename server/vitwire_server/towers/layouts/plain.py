@@ -54,16 +54,11 @@ class PlainFamily(Family):
     """Class of the model's processor, by the beginning of its name, where the checkpoint names none."""
     resizes: bool = False
     """The tower takes tiles of the size that the processor makes, rather than of image_size only."""
-    attention: str = "within each tile"
     layout = "tiles"
-
-    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """The checkpoint's configuration of transformers' class."""
-        return super().read_config(folder, settings)
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError or CheckpointError."""
-        config = self.stock_config(folder, settings)
+        config = super().read_config(folder, settings)
         vision = self.tower.configuration(config)
         files = ProcessorFiles.read(folder)
         with usable(files.image_path):

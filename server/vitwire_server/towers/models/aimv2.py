@@ -1,35 +1,32 @@
 """AIMv2 (Apple)."""
 
-from dataclasses import replace
-
-from vitwire_server.towers.family import Family, Module, stripped
+from vitwire_server.towers.family import stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
+from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, attention
 
-_TOWER = "aimv2.modeling_aimv2:Aimv2VisionModel"
-_HEAD = "aimv2.modeling_aimv2:Aimv2AttentionPoolingHead"
+_TOWER = "aimv2.Aimv2VisionModel"
+_HEAD = "aimv2.Aimv2AttentionPoolingHead"
 _NOT_TOWER = ("head.", "embeddings.position_ids")
 
 _AIMV2_VISION = PlainFamily(
     model_type="aimv2_vision_model",
     title="AIMv2 (vision alone)",
-    architecture="24 x 1024 to 24 x 3072, patch 14",
-    tower=Module(source=_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
+    tower=part(_TOWER, stripped("vision_model.", ""), ignored=_NOT_TOWER),
     encoder=PlainEncoder,
     leading=no_leading_tokens,
     head="use_head",
-    poolers=(attention(Module(source=_HEAD, prefixes=stripped("vision_model.head.", "head."), config="")), MEAN),
+    poolers=(attention(part(_HEAD, stripped("vision_model.head.", "head."))), MEAN),
     processor="CLIP",
-    special="rows of the patches, after the last norm",
 )
 
-_AIMV2 = replace(
+ROWS = (
     _AIMV2_VISION,
-    model_type="aimv2",
-    title="AIMv2",
-    tower=Module(source=_TOWER, prefixes=stripped("vision_model."), ignored=_NOT_TOWER),
-    poolers=(attention(Module(source=_HEAD, prefixes=stripped("vision_model.head.")), projected=True), MEAN),
-    special="rows of the patches, after the last norm; attention: with the projection",
+    variant(
+        _AIMV2_VISION,
+        "aimv2",
+        "AIMv2",
+        tower=stock(_TOWER, stripped("vision_model."), ignored=_NOT_TOWER),
+        poolers=(attention(stock(_HEAD, stripped("vision_model.head.")), projected=True), MEAN),
+    ),
 )
-
-ROWS: tuple[Family, ...] = (_AIMV2_VISION, _AIMV2)

@@ -7,17 +7,16 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, Parts, in_model
+from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.models.qwen import QWEN3_VL
 from vitwire_server.towers.processors.areas import AreaRule
+from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.tower import Metadata
 
 _UNIFIED = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
 """Beginnings of the tower's weights where a checkpoint holds them beside a generator's, without a prefix."""
-
-
 _RENAMED = (
     (r"\.mlp\.up_proj\.", ".mlp.fc1."),
     (r"\.mlp\.down_proj\.", ".mlp.fc2."),
@@ -62,10 +61,10 @@ class EdgeFamily(PackedFamily):
         return EdgeTower(self, parts, config)
 
 
-_COSMOS3 = replace(
+_COSMOS3 = variant(
     QWEN3_VL,
-    model_type="cosmos3_omni",
-    title="Cosmos 3 (reasoner)",
+    "cosmos3_omni",
+    "Cosmos 3 (reasoner)",
     tower=replace(QWEN3_VL.tower, prefixes={**QWEN3_VL.tower.prefixes, **{name: name for name in _UNIFIED}}),
     transformers="5.23.0",
 )
@@ -73,26 +72,13 @@ _COSMOS3 = replace(
 _EDGE = EdgeFamily(
     model_type="cosmos3_edge",
     title="Cosmos 3 Edge",
-    tower=Module(
-        source="cosmos3_edge.modeling_cosmos3_edge:Cosmos3EdgeVisionModel",
-        prefixes=in_model("visual."),
-        renames=_RENAMED,
-    ),
-    beside={
-        "projector": Module(
-            source="cosmos3_edge.modeling_cosmos3_edge:Cosmos3EdgePatchMerger",
-            prefixes=in_model("projector."),
-            config="",
-        )
-    },
+    tower=stock("cosmos3_edge.Cosmos3EdgeVisionModel", in_model("visual."), renames=_RENAMED),
+    beside=projector("cosmos3_edge.Cosmos3EdgePatchMerger", in_model("projector.")),
     width="text_config.hidden_size",
     layers="encoder.layers",
     image_areas=AreaRule(spans_frames=True),
     video_areas=AreaRule(pixels=(64 * 64, 24 * 1024 * 1024), spans_frames=True),
-    architecture="27 x 1152, patch 16",
-    attention="per frame",
-    special="SigLIP 2's layers; projector",
     transformers="5.23.0",
 )
 
-ROWS: tuple[Family, ...] = (_COSMOS3, _EDGE)
+ROWS = (_COSMOS3, _EDGE)

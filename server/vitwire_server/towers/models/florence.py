@@ -1,7 +1,6 @@
 """Florence-2 (Microsoft)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,15 @@ from typing import Any
 from torch import Tensor
 from transformers.models.florence2.configuration_florence2 import Florence2Config
 
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model
+from vitwire_server.towers.family import Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
-from vitwire_server.towers.processors.settings import IMAGENET, ProcessorFiles
+from vitwire_server.towers.processors.settings import IMAGENET, ProcessorFiles, images
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.parts import projector, stock
 
 _SIZE = 768
 _MOST_PATCHES = 1024
@@ -36,11 +35,11 @@ _SAME = (
 _FEATURES = ["spatial_avg_pool", "temporal_avg_pool"]
 
 
-def _florence_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    if files.image.get("do_center_crop"):
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    if image.get("do_center_crop"):
         raise ValueError("do_center_crop is not served")
     tile = (config.vision_config.image_size,) * 2
-    return {Modality.IMAGE: tiled(files.image, Tiling(TilingRule.STRETCH, tile), IMAGENET)}
+    return tiled(image, Tiling(TilingRule.STRETCH, tile), IMAGENET)
 
 
 class Florence2(Encoder):
@@ -73,18 +72,17 @@ def _in_dtype_of_input(_: object, inputs: tuple[Tensor], positions: Tensor) -> T
     return positions.to(inputs[0].dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlorenceFamily(TileFamily):
-    """Florence-2 in both layouts, whose size of images is in the processor's file alone."""
+def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Of both layouts, and the size of images, which is in the processor's file alone.
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises KeyError or ValueError if config.json is not of a model that is served."""
-        own = settings.get("vision_config") or {}
-        if own.get("model_type") == "davit":
-            config: Config = Florence2Config(vision_config=_renamed(own), dtype=dtype_of(settings))
-        else:
-            config = super().read_config(folder, settings)
-        return changed(config, {"vision_config.image_size": ProcessorFiles.read(folder).square(default=_SIZE)})
+    Raises KeyError or ValueError if config.json is not of a model that is supported.
+    """
+    own = settings.get("vision_config") or {}
+    if own.get("model_type") == "davit":
+        config: Config = Florence2Config(vision_config=_renamed(own), dtype=dtype_of(settings))
+    else:
+        config = of_transformers(folder, settings)
+    return changed(config, {"vision_config.image_size": ProcessorFiles.read(folder).square(default=_SIZE)})
 
 
 def _renamed(vision: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,23 +98,21 @@ def _renamed(vision: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _turned(weights: Weights, config: Config) -> Weights:
+def _turned(weights: Weights, _: Config) -> Weights:
     """Microsoft's projection is a matrix from the left."""
-    del config
     return {
         name.replace(".turned", ".weight"): tensor.T.contiguous() if name.endswith(".turned") else tensor
         for name, tensor in weights.items()
     }
 
 
-_FLORENCE2 = FlorenceFamily(
+_FLORENCE2 = TileFamily(
     model_type="florence2",
     title="Florence-2",
-    architecture="4 stages, 12 blocks up to 1024 or 2048 columns",
-    attention="within windows, and over channels",
-    tower=Module(
-        source="florence2.modeling_florence2:Florence2VisionBackbone",
-        prefixes=in_model("vision_tower."),
+    configuration=_config,
+    tower=stock(
+        "florence2.Florence2VisionBackbone",
+        in_model("vision_tower."),
         renames=(
             (r"^(convs\.\d+)\.proj\.", r"\1.conv."),
             (r"\.(conv[12])\.fn\.dw\.", r".\1."),
@@ -127,23 +123,18 @@ _FLORENCE2 = FlorenceFamily(
         ),
         served=(Served("window_size", lambda size, _: 0 < size < _MOST_PATCHES, f"from 1 to {_MOST_PATCHES - 1}"),),
     ),
-    beside={
-        "projector": Module(
-            source="florence2.modeling_florence2:Florence2MultiModalProjector",
-            prefixes={
-                **in_model("multi_modal_projector."),
-                **{name: name for name in ("image_projection", "image_proj_norm.", "visual_temporal_embed.")},
-                "image_pos_embed.": "image_position_embed.",
-            },
-            renames=((r"^image_projection$", "image_projection.turned"),),
-            convert=_turned,
-            config="",
-        )
-    },
+    beside=projector(
+        "florence2.Florence2MultiModalProjector",
+        {
+            **in_model("multi_modal_projector."),
+            **{name: name for name in ("image_projection", "image_proj_norm.", "visual_temporal_embed.")},
+            "image_pos_embed.": "image_position_embed.",
+        },
+        renames=((r"^image_projection$", "image_projection.turned"),),
+        convert=_turned,
+    ),
     encoder=Florence2,
-    processor=_florence_settings,
-    videos=Accepts.NOTHING,
-    special="in transformers' layout and in Microsoft's own; the first row is the mean of the others, projected",
+    processor=images(_settings),
 )
 
-ROWS: tuple[Family, ...] = (_FLORENCE2,)
+ROWS = (_FLORENCE2,)

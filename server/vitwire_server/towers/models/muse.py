@@ -13,13 +13,14 @@ from transformers import vision_utils
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Geometry, Preprocessing, Resizing
+from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.patches import TAPS, most_windows, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded, per_channel, read_settings
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel, read_settings, unsized
+from vitwire_server.towers.shared.parts import part, stock, variant
 
 
 class Projection(nn.Linear):
@@ -126,7 +127,7 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
             for key, default in zip(("image_mean", "image_std"), HALF, strict=True)
         )
         rest = {**own, "image_mean": mean, "image_std": std}
-        return replace(bounded(rest, (1, 1), (mean, std)), resizing=Resizing.OTHER)
+        return unsized(rest, (mean, std))
 
     return {Modality.IMAGE: of(files.image), Modality.VIDEO: of(files.video)}
 
@@ -144,18 +145,10 @@ class MuseFamily(RasterFamily):
 _GLIMMER = MuseFamily(
     model_type="muse_glimmer",
     title="Muse Glimmer",
-    architecture="50 x 1536, patch 14",
-    attention="within windows, full in some layers",
-    tower=Module(
-        source="muse_glimmer.modeling_muse_glimmer:MuseGlimmerVisionModel", prefixes=in_model("vision_tower.")
-    ),
+    tower=stock("muse_glimmer.MuseGlimmerVisionModel", in_model("vision_tower.")),
     beside={
-        "adapter": Module(
-            source="muse_glimmer.modeling_muse_glimmer:MuseGlimmerVisionAdapter",
-            prefixes=in_model("vision_adapter."),
-            config="",
-        ),
-        "projector": Module(source=f"{__name__}:Projection", prefixes=in_model("vision_projection."), config=""),
+        "adapter": part("muse_glimmer.MuseGlimmerVisionAdapter", in_model("vision_adapter.")),
+        "projector": part(Projection, in_model("vision_projection.")),
     },
     width="text_config.hidden_size",
     forward=MuseTower,
@@ -164,17 +157,10 @@ _GLIMMER = MuseFamily(
     processor=_settings,
     images=Accepts.PIXELS,
     videos=Accepts.PIXELS,
-    special="columns of a patch are (T, C, p, p); projector",
     transformers="5.23.0",
 )
 
-_SPARK = replace(
+ROWS = (
     _GLIMMER,
-    model_type="muse_spark",
-    title="Muse Spark",
-    tower=Module(source="muse_spark.modeling_muse_spark:MuseSparkVisionModel", prefixes=in_model("vision_tower.")),
-    forward=MuseSparkTower,
-    special="columns of a patch are (T, C, p, p); projector; audio stays with the LLM",
+    variant(_GLIMMER, "muse_spark", "Muse Spark", "muse_spark.MuseSparkVisionModel", forward=MuseSparkTower),
 )
-
-ROWS: tuple[Family, ...] = (_GLIMMER, _SPARK)

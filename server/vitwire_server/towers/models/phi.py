@@ -1,7 +1,7 @@
 """Phi-4 multimodal (Microsoft)."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from transformers.models.phi4_multimodal.configuration_phi4_multimodal import Ph
 from vitwire_server.core.footprints import CanvasFootprints
 from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, dtype_of
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded_above, whole
+from vitwire_server.towers.processors.settings import HALF, bounded_above, images, whole
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.siglip import masked_states
 
 _MERGE = 2
@@ -36,11 +36,11 @@ _TRANSFORM = {
 """What the authors' config.json says of the steps that follow the tower."""
 
 
-def _phi4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """Clients cannot make the overview: its filter is one that only torchvision has, on normalised pixels."""
     vision = config.vision_config
-    most = vision.crop_size**2 * (1 + whole(files.image, "dynamic_hd", 36))
-    return {Modality.IMAGE: bounded_above(files.image, most, vision.patch_size, Resizing.OTHER, HALF)}
+    most = vision.crop_size**2 * (1 + whole(image, "dynamic_hd", 36))
+    return bounded_above(image, most, vision.patch_size, Resizing.OTHER, HALF)
 
 
 class Separators(nn.Module):
@@ -128,76 +128,50 @@ def _whole_squares(size: int, vision: Config) -> bool:
     return not size % (vision.patch_size * _MERGE) and bool(size == vision.crop_size)
 
 
-_IMAGE_EMBED = in_model("embed_tokens_extend.image_embed.")
 _PHI4 = AssembledFamily(
     model_type="phi4_multimodal",
     title="Phi-4 multimodal",
-    architecture="27 x 1152, patch 14",
-    attention="within each tile, to patches that are not background",
-    tower=Module(
-        source="phi4_multimodal.modeling_phi4_multimodal:Phi4MultimodalVisionModel",
-        prefixes=in_model("embed_tokens_extend.image_embed.img_processor."),
+    tower=stock(
+        "phi4_multimodal.Phi4MultimodalVisionModel",
+        in_model("embed_tokens_extend.image_embed.img_processor."),
         served=(
             Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),
             Served("feature_layer", _is_state, "from -num_hidden_layers - 1 to num_hidden_layers"),
         ),
     ),
-    beside={
-        "projector": Module(
-            source="vitwire_server.towers.models.phi:Separators",
-            prefixes=_IMAGE_EMBED,
-            renames=(
-                (r"^img_projection\.0\.", "img_projection_up."),
-                (r"^img_projection\.2\.", "img_projection_down."),
-                (r"^glb_GN$", "global_img_feature_extensor"),
-                (r"^sub_GN$", "sub_img_feature_extensor"),
-            ),
-            ignored=("img_processor.",),
-            config="",
-        )
-    },
+    beside=projector(
+        Separators,
+        in_model("embed_tokens_extend.image_embed."),
+        renames=(
+            (r"^img_projection\.0\.", "img_projection_up."),
+            (r"^img_projection\.2\.", "img_projection_down."),
+            (r"^glb_GN$", "global_img_feature_extensor"),
+            (r"^sub_GN$", "sub_img_feature_extensor"),
+        ),
+        ignored=("img_processor.",),
+    ),
     transformers="5.23.0",
     encoder=Phi4,
-    processor=_phi4_settings,
+    processor=images(_settings),
     images=Accepts.PIXELS,
-    videos=Accepts.NOTHING,
-    special="grids count an image's patches without background; rows have line ends and a separator, as the LLM takes "
-    "them; audio stays with the LLM",
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OriginalPhi4(AssembledFamily):
-    """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code."""
+def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code.
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over another transform of the rows."""
-        del folder
-        embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
-        for name, value in _TRANSFORM.items():
-            if embedding.get(name, value) != value:
-                raise ValueError(f"embd_layer.image_embd_layer.{name} is {embedding[name]!r}, but must be {value!r}")
-        config: Config = Phi4MultimodalConfig(
-            hidden_size=settings["hidden_size"],
-            vision_config=settings.get("vision_config") or {},
-            dtype=dtype_of(settings),
-        )
-        return config
+    Raises ValueError over another transform of the rows.
+    """
+    embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
+    for name, value in _TRANSFORM.items():
+        if embedding.get(name, value) != value:
+            raise ValueError(f"embd_layer.image_embd_layer.{name} is {embedding[name]!r}, but must be {value!r}")
+    config: Config = Phi4MultimodalConfig(
+        hidden_size=settings["hidden_size"],
+        vision_config=settings.get("vision_config") or {},
+        dtype=dtype_of(settings),
+    )
+    return config
 
 
-_PHI4MM = OriginalPhi4(
-    model_type="phi4mm",
-    title="Phi-4 multimodal",
-    architecture="27 x 1152, patch 14",
-    attention=_PHI4.attention,
-    tower=_PHI4.tower,
-    beside=_PHI4.beside,
-    transformers="5.23.0",
-    encoder=Phi4,
-    processor=_phi4_settings,
-    images=Accepts.PIXELS,
-    videos=Accepts.NOTHING,
-    special="Microsoft's layout",
-)
-
-ROWS: tuple[Family, ...] = (_PHI4, _PHI4MM)
+ROWS = (_PHI4, replace(_PHI4, model_type="phi4mm", configuration=_original_config))

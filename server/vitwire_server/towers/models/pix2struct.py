@@ -1,7 +1,7 @@
 """Pix2Struct, MatCha and DePlot (Google)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Family, Module, stripped
+from vitwire_server.towers.family import Accepts, of_transformers, stripped
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows
-from vitwire_server.towers.processors.settings import IDENTITY, ProcessorFiles, bounded_above, whole
+from vitwire_server.towers.processors.settings import IDENTITY, bounded_above, images, whole
+from vitwire_server.towers.shared.parts import stock
 
 
-def _pix2struct_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """Clients send pixels, as the processor normalises each image by its own mean and deviation."""
     patch = config.vision_config.patch_size
-    most = whole(files.image, "max_patches", 2048) * patch**2
-    return {Modality.IMAGE: bounded_above(files.image, most, patch, Resizing.OTHER, IDENTITY)}
+    most = whole(image, "max_patches", 2048) * patch**2
+    return bounded_above(image, most, patch, Resizing.OTHER, IDENTITY)
 
 
 class Pix2StructTower(RasterTower):
@@ -53,33 +53,27 @@ class Pix2StructTower(RasterTower):
         return self.model.layernorm(states[0])  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pix2StructFamily(RasterFamily):
-    """Checkpoints that say how many columns a patch has, and not its side."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over patches that are not square."""
-        config = super().read_config(folder, settings)
-        columns = config.vision_config.patch_embed_hidden_size
-        side = isqrt(columns // 3)
-        if 3 * side**2 != columns:
-            raise ValueError(f"vision_config.patch_embed_hidden_size is {columns}, but must be 3 times a square")
-        return changed(config, {"vision_config.patch_size": side})
+def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Checkpoints say how many columns a patch has, and not its side. Raises ValueError unless patches are square."""
+    config = of_transformers(folder, settings)
+    columns = config.vision_config.patch_embed_hidden_size
+    side = isqrt(columns // 3)
+    if 3 * side**2 != columns:
+        raise ValueError(f"vision_config.patch_embed_hidden_size is {columns}, but must be 3 times a square")
+    return changed(config, {"vision_config.patch_size": side})
 
 
-_PIX2STRUCT = Pix2StructFamily(
-    model_type="pix2struct",
-    title="Pix2Struct, MatCha, DePlot",
-    architecture="12 x 768 or 18 x 1536, patch 16",
-    tower=Module(source="pix2struct.modeling_pix2struct:Pix2StructVisionModel", prefixes=stripped("encoder.")),
-    width="vision_config.hidden_size",
-    forward=Pix2StructTower,
-    channels_last=True,
-    layers="encoder.layer",
-    processor=_pix2struct_settings,
-    images=Accepts.PIXELS,
-    videos=Accepts.NOTHING,
-    special="rows are what the decoder attends to; `generate` takes them as `encoder_outputs`",
+ROWS = (
+    RasterFamily(
+        model_type="pix2struct",
+        title="Pix2Struct, MatCha, DePlot",
+        configuration=_config,
+        tower=stock("pix2struct.Pix2StructVisionModel", stripped("encoder.")),
+        width="vision_config.hidden_size",
+        forward=Pix2StructTower,
+        channels_last=True,
+        layers="encoder.layer",
+        processor=images(_settings),
+        images=Accepts.PIXELS,
+    ),
 )
-
-ROWS: tuple[Family, ...] = (_PIX2STRUCT,)

@@ -1,7 +1,7 @@
 """SigLIP and SigLIP 2 (Google)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -10,36 +10,40 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, Pooler, stripped
+from vitwire_server.towers.family import Parts, Pooler, of_transformers, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above, whole
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, bounded_above, images, whole
+from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _SIGLIP2_PATCHES = 256
-_SIGLIP_TOWER = "siglip.modeling_siglip:SiglipVisionModel"
+_TOWER, _HEAD = "siglip.SiglipVisionModel", "siglip.SiglipMultiheadAttentionPoolingHead"
 _NOT_TOWER = ("head.", "embeddings.position_ids")
 
 
-def _head(stem: str, prefixes: Mapping[str, str], config: str = "vision_config") -> Module:
-    """The pooling head of a tower whose weights have these prefixes."""
-    return Module(
-        source=f"{stem}MultiheadAttentionPoolingHead",
-        prefixes={f"{prefix}head.": "" for prefix in prefixes},
-        config=config,
-    )
+def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Without the pooling head, which is not a part of the tower.
+
+    Raises ValueError over a table of positions that is not square.
+    """
+    config = of_transformers(folder, settings)
+    vision = config.vision_config
+    if isqrt(vision.num_patches) ** 2 != vision.num_patches:
+        raise ValueError(f"{vision.num_patches} positions are not a square")
+    used = bool(getattr(vision, "vision_use_head", True))
+    return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
 
 
-def _siglip2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     patch = config.vision_config.patch_size
-    most = whole(files.image, "max_num_patches", _SIGLIP2_PATCHES)
-    return {Modality.IMAGE: bounded_above(files.image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)}
+    most = whole(image, "max_num_patches", _SIGLIP2_PATCHES)
+    return bounded_above(image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)
 
 
 class Siglip2Tower(RasterTower):
@@ -69,62 +73,45 @@ class Siglip2Tower(RasterTower):
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Siglip2Family(RasterFamily):
-    """SigLIP 2, whose pooling head is not a part of the tower."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over a table of positions that is not square."""
-        config = super().read_config(folder, settings)
-        vision = config.vision_config
-        if isqrt(vision.num_patches) ** 2 != vision.num_patches:
-            raise ValueError(f"{vision.num_patches} positions are not a square")
-        used = bool(getattr(vision, "vision_use_head", True))
-        return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
-
-
-_SIGLIP2 = Siglip2Family(
+_SIGLIP2 = RasterFamily(
     model_type="siglip2",
     title="SigLIP 2 NaFlex",
-    architecture="12 x 768 or 27 x 1152, patch 16",
-    tower=Module(
-        source="siglip2.modeling_siglip2:Siglip2VisionModel",
-        prefixes=stripped("vision_model."),
-        ignored=("head.",),
-    ),
+    configuration=siglip2_config,
+    tower=stock("siglip2.Siglip2VisionModel", stripped("vision_model."), ignored=("head.",)),
     width="vision_config.hidden_size",
     forward=Siglip2Tower,
     converts=False,
     channels_last=True,
     layers="encoder.layers",
-    processor=_siglip2_settings,
-    videos=Accepts.NOTHING,
+    processor=images(_settings),
     poolers=(
-        replace(attention(_head("siglip2.modeling_siglip2:Siglip2", stripped("vision_model."))), make=SegmentAttention),
+        replace(
+            attention(stock("siglip2.Siglip2MultiheadAttentionPoolingHead", stripped("vision_model.head."))),
+            make=SegmentAttention,
+        ),
         Pooler(pooling=Pooling.MEAN, make=SegmentMean),
     ),
-    special="rows of the patches, after the last norm",
 )
 
 _SIGLIP = PlainFamily(
     model_type="siglip",
     title="SigLIP, SigLIP 2 of fixed resolution",
-    architecture="12 x 768, 24 x 1024, 27 x 1152 or 40 x 1536, patch 14, 16 or 32",
-    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model."), ignored=_NOT_TOWER),
+    tower=stock(_TOWER, stripped("vision_model."), ignored=_NOT_TOWER),
     encoder=PlainEncoder,
     leading=no_leading_tokens,
     head="vision_use_head",
-    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model."))), MEAN),
+    poolers=(attention(stock(_HEAD, stripped("vision_model.head."))), MEAN),
     processor="Siglip",
-    special="rows of the patches, after the last norm",
 )
 
-_SIGLIP_VISION = replace(
+ROWS = (
+    _SIGLIP2,
     _SIGLIP,
-    model_type="siglip_vision_model",
-    title="SigLIP (vision alone)",
-    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
-    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model.", ""), config="")), MEAN),
+    variant(
+        _SIGLIP,
+        "siglip_vision_model",
+        "SigLIP (vision alone)",
+        tower=part(_TOWER, stripped("vision_model.", ""), ignored=_NOT_TOWER),
+        poolers=(attention(part(_HEAD, stripped("vision_model.head.", "head."))), MEAN),
+    ),
 )
-
-ROWS: tuple[Family, ...] = (_SIGLIP2, _SIGLIP, _SIGLIP_VISION)
