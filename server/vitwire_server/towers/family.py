@@ -47,8 +47,8 @@ def unchanged(weights: Weights, config: Config) -> Weights:
 class Module:
     """A module to load: its class, its configuration, and what its weights are called in checkpoints."""
 
-    source: str
-    """Module and class; `transformers.models.` is left out, modules of this package are named in full."""
+    source: "str | type[nn.Module]"
+    """Its class, or `module:Class`; `transformers.models.` is left out, modules of this package are named in full."""
     prefixes: Mapping[str, str]
     """Beginnings of its weights' names in checkpoints of any layout, and what replaces them in the module."""
     renames: tuple[tuple[str, str], ...] = ()
@@ -67,6 +67,8 @@ class Module:
 
     def resolve(self) -> "type[nn.Module]":
         """The class. Raises ImportError or AttributeError where transformers has none."""
+        if not isinstance(self.source, str):
+            return self.source
         path, name = self.source.split(":")
         package = path if path.startswith("vitwire_server.") else f"transformers.models.{path}"
         found: type[nn.Module] = getattr(importlib.import_module(package), name)

@@ -12,14 +12,14 @@ from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import masked_states
 
 
@@ -35,21 +35,14 @@ def _aria_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, tiling, HALF)
 
 
-class Aria(AssembledEncoder):
+class Aria(AssembledEncoder, ProjectedTiles):
     """SigLIP, and queries that attend to its patches; those of the margin are attended to by neither."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
-        last_layer(config)
-        vision = config.vision_config
-        self.patch, self.merge, self.channels = vision.patch_size, 1, vision.num_channels
-        self._side = vision.image_size // self.patch
+        super().__init__(parts, config)
+        self._side = self.tile.width // self.patch
         queries = config.projector_patch_to_query_dict[self._side**2]
-        self.tile = TileShape(vision.image_size, vision.image_size, queries)
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
-        self.blocks = list(self._tower.encoder.layers)
+        self.tile = self.tile._replace(tokens=queries)
         self.footprints = TileFootprints(queries, self._side**2)
         self.unit = Unit(1, queries, queries, self._side**2)
         self.inputs = {"attended": UnitInput((self._side, self._side), torch.bool, padding=1)}

@@ -15,7 +15,7 @@ from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Parts, Weights, in_model, stripped
 from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.crops import PairEncoder, PairFamily
-from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
+from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, images, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
@@ -70,25 +70,20 @@ class Merger(DeepseekVLSamVisionProj):
         super().__init__(config.high_res_vision_config, output_size=vision.image_size // vision.patch_size)
 
 
-class DeepseekHybrid(PairEncoder):
+class DeepseekHybrid(PairEncoder, ProjectedTiles):
     """SigLIP on the small tile, SAM on the large one, projected together."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
-        vision, sam = config.vision_config, config.high_res_vision_config
-        self.patch, self.merge = vision.patch_size, 1
-        self.tile = TileShape(vision.image_size, vision.image_size, (vision.image_size // vision.patch_size) ** 2)
+        super().__init__(parts, config)
+        sam = config.high_res_vision_config
         self.crop = (sam.image_size, sam.image_size)
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
         self._sam: Any = parts["sam"]
         self._neck, self._merger, self._alpha = (parts[name] for name in ("neck", "merger", "alpha"))
-        self._projector = parts["projector"]
         self._inner = sam.global_attn_indexes[0]
         encoder = self._sam.vision_encoder
         if sam.use_rel_pos:
             gather_relative_positions(encoder, (sam.image_size // sam.patch_size,))
-        self.blocks = [*self._tower.encoder.layers, *encoder.layers]
+        self.blocks = [*self.blocks, *encoder.layers]
 
     def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
         low = self._tower(pixel_values=tiles).last_hidden_state

@@ -1,15 +1,13 @@
 """DINOv2 and DINOv3 (Meta), and TIPSv2 (Google), whose tower is DINOv2's with registers."""
 
-from types import MethodType
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts, Weights, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.fused import split_qkv
+from vitwire_server.towers.shared.learned import fix_positions
 from vitwire_server.towers.shared.modules import Constants
 from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
@@ -37,14 +35,7 @@ class Dinov2(PlainEncoder):
         embeddings = self._tower.embeddings
         stand_in = embeddings.position_embeddings.new_zeros(1, 1 + self.tile.tokens, self.width)
         resampled = embeddings.interpolate_pos_encoding(stand_in, self.tile.height, self.tile.width)
-        embeddings.position_embeddings = nn.Parameter(resampled.clone(), requires_grad=False)
-        embeddings.interpolate_pos_encoding = MethodType(_resampled_before, embeddings)
-
-
-def _resampled_before(embeddings: Any, *_: object) -> Tensor:  # noqa: ANN401 - a stock module
-    """In place of the stock function, which would resample those of a tile that is not square again."""
-    positions: Tensor = embeddings.position_embeddings
-    return positions
+        fix_positions(embeddings, resampled, "position_embeddings", "interpolate_pos_encoding")
 
 
 class Dinov3(PlainEncoder):

@@ -6,22 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import in_model
 from vitwire_server.towers.layouts.heads import ProjectedTokens
 from vitwire_server.towers.models.qwen import QWEN2_5_VL
-from vitwire_server.towers.shared.parts import projector, variant
+from vitwire_server.towers.shared.parts import linear, projector, variant
 
 _TOWERS = ("qwen2_5_vl", "qwen2_5_vl_vision")
-
-
-class Projector(nn.Linear):
-    """The projector, which transformers keeps as a bare layer of the whole model."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.out_hidden_size, config.text_config.hidden_size)
 
 
 def _config(_: Path, settings: Mapping[str, Any]) -> Config:
@@ -46,7 +37,10 @@ _HYPERCLOVA = variant(
     "HyperCLOVA X SEED Think",
     configuration=_config,
     tower=replace(QWEN2_5_VL.tower, prefixes=in_model("vision_model.")),
-    beside=projector(Projector, in_model("projector.", "vision_projector.")),
+    beside=projector(
+        linear(lambda config: (config.vision_config.out_hidden_size, config.text_config.hidden_size)),
+        in_model("projector.", "vision_projector."),
+    ),
     head=ProjectedTokens,
     width="text_config.hidden_size",
     transformers="5.23.0",

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitwire_server.core.footprints import LayoutFootprints
 from vitwire_server.core.geometries import LayoutGeometry
@@ -16,11 +16,11 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of, side
+from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.parts import linear, projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 
@@ -51,34 +51,22 @@ def _fill_output(layers: Sequence[int], vision: Config) -> bool:
     )
 
 
-class CrossAttentionProjector(nn.Linear):
-    """From the tower's layers to the states that the language model's layers attend to."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.vision_output_dim, config.text_config.hidden_size)
-
-
-class Mllama(AssembledEncoder):
+class Mllama(AssembledEncoder, ProjectedTiles):
     """Tiles of an image attend to each other, and to those that it could have beyond: blank ones with positions.
 
     So an image costs as much as one with all tiles. Rows are those of the tiles that it comes with.
     """
 
     def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config, layers="transformer.layers")
         vision = config.vision_config
-        size, self.patch = side(vision.image_size), side(vision.patch_size)
-        self.merge, self.channels = 1, vision.num_channels
-        positions = (size // self.patch) ** 2 + 1
-        self.tile = TileShape(size, size, positions)
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
+        positions = self.tile.tokens + 1
+        self.tile = self.tile._replace(tokens=positions)
         self._layouts = tuple((rows, columns) for rows, columns in vision.supported_aspect_ratios)
         self._most = vision.max_num_tiles
         if max(rows * columns for rows, columns in self._layouts) > self._most:
             raise ValueError(f"supported_aspect_ratios has layouts of more than {self._most} tiles")
-        self.blocks = [*self._tower.transformer.layers, *self._tower.global_transformer.layers]
+        self.blocks = [*self.blocks, *self._tower.global_transformer.layers]
         longest = self._most * (positions - 1)
         self.footprints = LayoutFootprints(positions, self._most, longest)
         self.unit = Unit(self._most, self._most * positions, self._most * positions, longest)
@@ -146,7 +134,9 @@ ROWS = (
                 ),
             ),
         ),
-        beside=projector(CrossAttentionProjector),
+        beside=projector(
+            linear(lambda config: (config.vision_config.vision_output_dim, config.text_config.hidden_size))
+        ),
         encoder=Mllama,
         processor=images(_mllama_settings),
     ),

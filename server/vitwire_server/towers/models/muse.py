@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import vision_utils
 
@@ -20,14 +20,7 @@ from vitwire_server.towers.layouts.patches import TAPS, most_windows, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel, read_settings, unsized
-from vitwire_server.towers.shared.parts import part, stock, variant
-
-
-class Projection(nn.Linear):
-    """The last projection, which transformers keeps as a bare layer of the whole model."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.projector_hidden_size, config.text_config.hidden_size, bias=False)
+from vitwire_server.towers.shared.parts import linear, part, stock, variant
 
 
 class MuseTower(RasterTower):
@@ -148,7 +141,10 @@ _GLIMMER = MuseFamily(
     tower=stock("muse_glimmer.MuseGlimmerVisionModel", in_model("vision_tower.")),
     beside={
         "adapter": part("muse_glimmer.MuseGlimmerVisionAdapter", in_model("vision_adapter.")),
-        "projector": part(Projection, in_model("vision_projection.")),
+        "projector": part(
+            linear(lambda config: (config.projector_hidden_size, config.text_config.hidden_size, False)),
+            in_model("vision_projection."),
+        ),
     },
     width="text_config.hidden_size",
     forward=MuseTower,

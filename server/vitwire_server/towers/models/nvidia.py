@@ -3,11 +3,10 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import vision_utils
 
@@ -23,6 +22,7 @@ from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import CLIP, images, unsized
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
+from vitwire_server.towers.shared.learned import fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
 from vitwire_server.towers.shared.pooling import MEAN
@@ -65,14 +65,7 @@ class Radio(PlainEncoder):
         grid = (self.tile.height // self.patch, self.tile.width // self.patch)
         table = embeddings.position_embedding
         resampled = embeddings._interpolate_position_embedding(grid, table.dtype)  # noqa: SLF001 - the stock function
-        embeddings.position_embedding = nn.Parameter(resampled.clone(), requires_grad=False)
-        embeddings._interpolate_position_embedding = MethodType(_resampled_before, embeddings)  # noqa: SLF001 - as above
-
-
-def _resampled_before(embeddings: Any, *_: object) -> Tensor:  # noqa: ANN401 - a stock module
-    """In place of the stock function, which would resample in every forward."""
-    positions: Tensor = embeddings.position_embedding
-    return positions
+        fix_positions(embeddings, resampled, "position_embedding", "_interpolate_position_embedding")
 
 
 class Summary:

@@ -18,10 +18,10 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, dtype_of
 from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, bounded_above, images, whole
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import masked_states
 
 _MERGE = 2
@@ -62,7 +62,7 @@ class Separators(nn.Module):
         return projected
 
 
-class Phi4(AssembledEncoder):
+class Phi4(AssembledEncoder, ProjectedTiles):
     """SigLIP on the overview and on crops of a canvas; patches of background are not attended to.
 
     transformers computes crops without background as if attention were causal where it attends through SDPA; this is
@@ -70,17 +70,14 @@ class Phi4(AssembledEncoder):
     """
 
     def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config, width="hidden_size")
         vision = config.vision_config
-        self.patch, self.merge, self.channels = vision.patch_size, _MERGE, vision.num_channels
-        self._side = vision.image_size // self.patch
+        self.merge = _MERGE
+        self._side = self.tile.width // self.patch
         self._lines = self._side // _MERGE
-        self.tile = TileShape(vision.image_size, vision.image_size, self._lines**2)
-        self.width = config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
+        self.tile = self.tile._replace(tokens=self._lines**2)
         layer = vision.feature_layer
-        self.blocks = list(self._tower.encoder.layers)[: vision.num_hidden_layers + 1 + layer if layer < 0 else layer]
+        self.blocks = self.blocks[: vision.num_hidden_layers + 1 + layer if layer < 0 else layer]
         self.footprints = CanvasFootprints(self._side, _MERGE)
         self.unit = Unit(1, self.footprints.tokens, self._lines**2 + 2, self._side**2)
         self.inputs = {"attended": UnitInput((self._side, self._side), torch.bool, padding=1)}

@@ -18,7 +18,7 @@ from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, imag
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.modules import Constants, SingleParameter
-from vitwire_server.towers.shared.parts import part, stock
+from vitwire_server.towers.shared.parts import linear, part, stock
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
 _SAM_NAMES = (
@@ -66,20 +66,10 @@ class Separator(SingleParameter):
         super().__init__(config.text_config.hidden_size)
 
 
-class QueryProjection(nn.Linear):
-    """DeepSeek-OCR-2's projector, which transformers keeps as a bare layer of the whole model."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.encoder_config.hidden_size, config.text_config.hidden_size)
-
-
-class Projection(nn.Linear):
-    """Unlimited-OCR's, kept in the same way."""
-
-    def __init__(self, config: Config) -> None:
-        vision = config.vision_config
-        columns = vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size
-        super().__init__(columns, config.text_config.hidden_size)
+def _columns(config: Config) -> tuple[int, int]:
+    """Of Unlimited-OCR's projector."""
+    vision = config.vision_config
+    return vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size, config.text_config.hidden_size
 
 
 class SamEncoder(CropEncoder):
@@ -182,7 +172,13 @@ _DEEPSEEK_OCR2 = CropFamily(
         renames=(*_SAM_NAMES, (r"^query_(768|1024)\.", r"query_\1_resolution.")),
         ignored=("vision_encoder.embed_tokens.",),
     ),
-    beside={"projector": part(QueryProjection, _PROJECTOR), "separator": _SEPARATOR},
+    beside={
+        "projector": part(
+            linear(lambda config: (config.vision_config.encoder_config.hidden_size, config.text_config.hidden_size)),
+            _PROJECTOR,
+        ),
+        "separator": _SEPARATOR,
+    },
     encoder=DeepseekOcr2,
     processor=images(partial(_settings, most=6)),
 )
@@ -205,7 +201,7 @@ _UNLIMITED_OCR = CropFamily(
         ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
         convert=unfused(".qkv_proj.", ".{}_proj."),
     ),
-    beside={"projector": part(Projection, _PROJECTOR), "separator": _SEPARATOR},
+    beside={"projector": part(linear(_columns), _PROJECTOR), "separator": _SEPARATOR},
     encoder=UnlimitedOcr,
     processor=images(partial(_settings, most=32)),
     transformers="5.23.0",

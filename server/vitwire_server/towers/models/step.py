@@ -19,7 +19,7 @@ from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of,
 from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
 from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.parts import linear, projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
@@ -54,13 +54,6 @@ def _step3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 def _got_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, nearest_ratio(image, side(config.vision_config.image_size), cuts=False), CLIP)
-
-
-class Projection(nn.Linear):
-    """Step3-VL's projector, which transformers keeps as a bare layer of the whole model."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.hidden_size * 4, config.text_config.hidden_size, config.projector_bias)
 
 
 def _resampled(table: Tensor, side: int) -> Tensor:
@@ -135,7 +128,10 @@ _STEP3P7 = CropFamily(
     configuration=_step3_config,
     tower=stock("step3p7.Step3p7VisionModel", in_model("vision_model.")),
     beside=projector(
-        Projection, stripped("model.multi_modal_projector.", "vit_large_projector.", "model.vit_large_projector.")
+        linear(
+            lambda config: (config.vision_config.hidden_size * 4, config.text_config.hidden_size, config.projector_bias)
+        ),
+        stripped("model.multi_modal_projector.", "vit_large_projector.", "model.vit_large_projector."),
     ),
     encoder=Step3,
     processor=images(_step3_settings),

@@ -1,11 +1,12 @@
 """Modules of rows in a line each, by their class and the names of their weights, and rows that differ in the class."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family, Module, in_model
 
 Source: TypeAlias = str | type[nn.Module]
@@ -38,10 +39,21 @@ def variant(row: Row, model_type: str, title: str, source: Source = "", **fields
     return replace(row, **{"model_type": model_type, "title": title, "tower": tower, **fields})
 
 
-def _path(source: Source) -> str:
-    if not isinstance(source, str):
-        return f"{source.__module__}:{source.__qualname__}"
-    if ":" in source:
+def linear(sizes: Callable[[Config], tuple[int, int] | tuple[int, int, bool]]) -> type[nn.Linear]:
+    """The class of a projector that transformers keeps as a bare layer of the whole model.
+
+    `sizes` are its columns in and out, and whether it has a bias, by the checkpoint's configuration.
+    """
+
+    class Projection(nn.Linear):
+        def __init__(self, config: Config) -> None:
+            super().__init__(*sizes(config))
+
+    return Projection
+
+
+def _path(source: Source) -> Source:
+    if not isinstance(source, str) or ":" in source:
         return source
     package, name = source.split(".")
     return f"{package}.modeling_{package}:{name}"
