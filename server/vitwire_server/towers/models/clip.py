@@ -1,10 +1,10 @@
-"""CLIP (OpenAI) and towers of its form: MetaCLIP 2 (Meta), Chinese CLIP (OFA), AltCLIP (BAAI), MLCD (DeepGlint)."""
+"""CLIP (OpenAI), its kin MetaCLIP 2 (Meta), Chinese CLIP (OFA), AltCLIP (BAAI) and MLCD (DeepGlint); AIMv2 (Apple)."""
 
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
 from vitwire_server.towers.shared.parts import part, stock, variant
-from vitwire_server.towers.shared.pooling import MEAN, class_token
+from vitwire_server.towers.shared.pooling import MEAN, attention, class_token
 
 _NORM = "post_layernorm"
 """Applied to the class token alone: rows of patches come before it, as transformers returns them."""
@@ -43,6 +43,21 @@ _MLCD = variant(
     poolers=(class_token(norm=_NORM), MEAN),
 )
 
+_AIMV2_TOWER = "aimv2.Aimv2VisionModel"
+_AIMV2_HEAD = "aimv2.Aimv2AttentionPoolingHead"
+_NOT_AIMV2 = ("head.", "embeddings.position_ids")
+
+_AIMV2_VISION = PlainFamily(
+    model_type="aimv2_vision_model",
+    title="AIMv2 (vision alone)",
+    tower=part(_AIMV2_TOWER, stripped("vision_model.", ""), ignored=_NOT_AIMV2),
+    encoder=PlainEncoder,
+    leading=no_leading_tokens,
+    head="use_head",
+    poolers=(attention(part(_AIMV2_HEAD, stripped("vision_model.head.", "head."))), MEAN),
+    processor="CLIP",
+)
+
 ROWS = (
     _CLIP,
     _CLIP_VISION,
@@ -61,4 +76,12 @@ ROWS = (
     ),
     _MLCD,
     variant(_MLCD, "mlcd", "MLCD"),
+    _AIMV2_VISION,
+    variant(
+        _AIMV2_VISION,
+        "aimv2",
+        "AIMv2",
+        tower=stock(_AIMV2_TOWER, stripped("vision_model."), ignored=_NOT_AIMV2),
+        poolers=(attention(stock(_AIMV2_HEAD, stripped("vision_model.head.")), projected=True), MEAN),
+    ),
 )

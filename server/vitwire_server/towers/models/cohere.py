@@ -1,4 +1,4 @@
-"""Aya Vision, Command A Vision, and Compass, whose tower is Qwen3-VL's (Cohere)."""
+"""Aya Vision and Command A Vision (Cohere)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,11 +8,10 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.layouts.tiles import TileFamily
-from vitwire_server.towers.models.qwen import QWEN3_VL
 from vitwire_server.towers.processors.settings import CLIP, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.parts import projector, variant
+from vitwire_server.towers.shared.parts import projector
 from vitwire_server.towers.shared.projected import ProjectedLayers
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import siglip
@@ -53,12 +52,5 @@ ROWS = (
         beside=projector("cohere2_vision.Cohere2VisionMultiModalProjector", served=_FACTOR),
         encoder=partial(ProjectedTiles, merged_by="downsample_factor"),
         processor=images(_command_settings),
-    ),
-    variant(
-        QWEN3_VL,
-        "cohere_compass",
-        "Cohere Compass",
-        "cohere_compass.CohereCompassVisionModel",
-        transformers="5.23.0",
     ),
 )

@@ -20,7 +20,8 @@ from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, plac
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above, images
-from vitwire_server.towers.processors.tiles import one_tile, tiled
+from vitwire_server.towers.processors.single import tile_of
+from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
@@ -156,7 +157,7 @@ _PALIGEMMA = TileFamily(
     tower=siglip("vision_tower."),
     beside=projector("paligemma.PaliGemmaMultiModalProjector"),
     encoder=ProjectedTiles,
-    processor=images(lambda image, config: one_tile(image, config.vision_config.image_size, HALF, crops=False)),
+    processor=images(lambda image, config: tile_of(image, config.vision_config.image_size, HALF, crops=False)),
 )
 
 ROWS = (

@@ -20,7 +20,8 @@ from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
-from vitwire_server.towers.processors.tiles import fits_tower, one_tile, stretched, tiled
+from vitwire_server.towers.processors.single import tile_of
+from vitwire_server.towers.processors.tiles import fits_tower, stretched, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.clip import clip
 from vitwire_server.towers.shared.parts import projector
@@ -35,7 +36,7 @@ def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """CLIP's processor cuts out the middle unless its file says otherwise, SigLIP's has no such setting."""
     stretches = "Siglip" in (image.get("image_processor_type") or "")
     side, normalisation = config.vision_config.image_size, HALF if stretches else CLIP
-    settings = one_tile(image, side, normalisation, crops=not stretches)
+    settings = tile_of(image, side, normalisation, crops=not stretches)
     # Pads images to squares before it resizes them, which no rule does.
     return replace(settings, resizing=Resizing.OTHER) if image.get("do_pad") else settings
 
@@ -75,7 +76,7 @@ def _video_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
     pictures = _next_settings(files.image, config)
     if pictures.tiling and (1, 1) in pictures.tiling.layouts:
         raise ValueError("image_grid_pinpoints with a single tile are not served, as the grid (2, 1, 1) is a clip")
-    frames = one_tile(files.video, config.vision_config.image_size, CLIP)
+    frames = tile_of(files.video, config.vision_config.image_size, CLIP)
     return {Modality.IMAGE: pictures, Modality.VIDEO: frames}
 
 

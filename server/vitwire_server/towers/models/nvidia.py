@@ -1,7 +1,8 @@
-"""C-RADIO (NVIDIA), alone and as the tower of Nemotron Omni, which takes images of any size."""
+"""C-RADIO (NVIDIA), alone and as the tower of Nemotron Omni, which takes images of any size; Cosmos 3 Edge."""
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed, dtype_of
-from vitwire_server.towers.family import Accepts, Parts, Pooler, of_transformers, stripped
+from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
+from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.layouts.patches import TAPS, neighbours
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.processors.settings import CLIP, images, unsized
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
@@ -26,6 +29,7 @@ from vitwire_server.towers.shared.learned import fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
 from vitwire_server.towers.shared.pooling import MEAN
+from vitwire_server.towers.tower import Metadata
 
 _NAMES = (
     (r"^model\.patch_generator\.video_embedder\.", "embeddings.video_patch_projection."),
@@ -50,6 +54,12 @@ _SIZES = {
 """Width, layers, heads and width of the MLP, by names in NVIDIA's code."""
 _USUAL = {"weight_init": "skip"}
 """Options of a model that do not change its rows."""
+_EDGE_NAMES = (
+    (r"\.mlp\.up_proj\.", ".mlp.fc1."),
+    (r"\.mlp\.down_proj\.", ".mlp.fc2."),
+    (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
+)
+"""Names that transformers writes for Edge's tower, as the published ones of its language model, and those it reads."""
 
 
 class Radio(PlainEncoder):
@@ -191,6 +201,42 @@ _MERGE = "vision_config.merged_by"
 """Field of the changed configuration: root of a token's patches."""
 
 
+class EdgeTower(PackedTower):
+    """Learned positions, resampled to each grid on the host, as antialiasing has no taps; patches are `(p, p, C)`."""
+
+    def __init__(self, family: PackedFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        self.geometry = replace(self.geometry, channels_last=True)
+        self._table = self.model.embeddings.position_embedding.weight.detach().cpu()
+
+    def _inputs(self) -> dict[str, Kind]:
+        return {"positions": Rows((self._table.shape[1],), self._table.dtype)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        embeddings = self.model.embeddings
+        side = embeddings.position_embedding_size
+        table, grids = self._table.view(side, side, -1), torch.tensor([grid])
+        positions = embeddings.resize_positional_embeddings(table, grids, self.geometry.merge)
+        return {**self._ends(grid), "positions": positions}
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        """See PackedTower."""
+        model, tensors = self.model, metadata.tensors
+        states = model.embeddings.patch_embedding(pixels) + tensors["positions"]
+        states = model.encoder(states, None, cu_seqlens=tensors["cu_seqlens"], **metadata.bounds)
+        rows: Tensor = self.head.projector(model.post_layernorm(states))
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeFamily(PackedFamily):
+    """Cosmos 3 Edge."""
+
+    def build(self, parts: Parts, config: Config) -> EdgeTower:
+        """See Family."""
+        return EdgeTower(self, parts, config)
+
+
 _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
 ROWS = (
@@ -239,6 +285,17 @@ ROWS = (
             )
         ),
         images=Accepts.PIXELS,
+        transformers="5.23.0",
+    ),
+    EdgeFamily(
+        model_type="cosmos3_edge",
+        title="Cosmos 3 Edge",
+        tower=stock("cosmos3_edge.Cosmos3EdgeVisionModel", in_model("visual."), renames=_EDGE_NAMES),
+        beside=projector("cosmos3_edge.Cosmos3EdgePatchMerger", in_model("projector.")),
+        width="text_config.hidden_size",
+        layers="encoder.layers",
+        image_areas=AreaRule(spans_frames=True),
+        video_areas=AreaRule(pixels=(64 * 64, 24 * 1024 * 1024), spans_frames=True),
         transformers="5.23.0",
     ),
 )

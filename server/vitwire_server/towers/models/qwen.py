@@ -1,13 +1,18 @@
-"""Qwen's vision towers, the Omni models' included (Alibaba)."""
+"""Qwen's vision towers, the Omni models' included (Alibaba), and models of other makers that have them."""
 
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, in_model, stripped
-from vitwire_server.towers.layouts.heads import Deepstack, Head
+from vitwire_server.towers.layouts.heads import Deepstack, Head, ProjectedTokens
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.parts import stock, variant
+from vitwire_server.towers.shared.parts import linear, projector, stock, variant
 
 _OUT = "vision_config.out_hidden_size"
 _VISUAL = in_model("visual.")
@@ -17,6 +22,26 @@ _WINDOWS = Served(
     lambda pixels, vision: pixels >= vision.patch_size * vision.spatial_merge_size,
     "at least the pixels of one token's side, patch_size * spatial_merge_size",
 )
+_HYPERCLOVA_TOWERS = ("qwen2_5_vl", "qwen2_5_vl_vision")
+_COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
+"""Beginnings of the weights of Cosmos 3's tower, which checkpoints hold beside a generator's, without a prefix."""
+
+
+def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name where the tower's belongs.
+
+    Raises ValueError over another tower or projector.
+    """
+    from transformers import HyperCLOVAXVisionV2Config  # noqa: PLC0415 - older releases lack it
+
+    tower, kind = settings["vision_config"].get("model_type"), settings.get("mm_projector_type", "linear")
+    if tower not in _HYPERCLOVA_TOWERS:
+        raise ValueError(f"vision_config.model_type is {tower!r}, only Qwen2.5-VL's is served")
+    if kind != "linear":
+        raise ValueError(f"mm_projector_type is {kind!r}, but must be 'linear'")
+    config: Config = HyperCLOVAXVisionV2Config.from_dict(deepcopy(dict(settings)))
+    return config
+
 
 _QWEN2_VL = PackedFamily(
     model_type="qwen2_vl",
@@ -25,7 +50,7 @@ _QWEN2_VL = PackedFamily(
     width="vision_config.hidden_size",
 )
 
-QWEN2_5_VL = PackedFamily(
+_QWEN2_5_VL = PackedFamily(
     model_type="qwen2_5_vl",
     title="Qwen2.5-VL",
     tower=stock("qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", _VISUAL, served=(_WINDOWS,)),
@@ -33,7 +58,7 @@ QWEN2_5_VL = PackedFamily(
     span=AttentionSpan.WINDOWS,
 )
 
-QWEN3_VL = PackedFamily(
+_QWEN3_VL = PackedFamily(
     model_type="qwen3_vl",
     title="Qwen3-VL",
     tower=stock("qwen3_vl.Qwen3VLVisionModel", _VISUAL),
@@ -43,17 +68,17 @@ QWEN3_VL = PackedFamily(
     video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),
 )
 
-_QWEN3_5 = variant(QWEN3_VL, "qwen3_5", "Qwen3.5, Qwen3.6", "qwen3_5.Qwen3_5VisionModel", head=Head)
+_QWEN3_5 = variant(_QWEN3_VL, "qwen3_5", "Qwen3.5, Qwen3.6", "qwen3_5.Qwen3_5VisionModel", head=Head)
 
 _QWEN2_5_THINKER = variant(
-    QWEN2_5_VL,
+    _QWEN2_5_VL,
     "qwen2_5_omni_thinker",
     "Qwen2.5-Omni (thinker alone)",
     tower=stock("qwen2_5_omni.Qwen2_5OmniVisionEncoder", _THINKER, served=(_WINDOWS,)),
 )
 
 _QWEN3_THINKER = variant(
-    QWEN3_VL,
+    _QWEN3_VL,
     "qwen3_omni_moe_thinker",
     "Qwen3-Omni (thinker alone)",
     tower=stock("qwen3_omni_moe.Qwen3OmniMoeVisionEncoder", _THINKER),
@@ -67,11 +92,26 @@ def _whole(thinker: PackedFamily, model_type: str, title: str) -> PackedFamily:
     return variant(thinker, model_type, title, tower=tower, width=f"thinker_config.{_OUT}")
 
 
+_HYPERCLOVA = variant(
+    _QWEN2_5_VL,
+    "hyperclovax_vision_v2",
+    "HyperCLOVA X SEED Think",
+    configuration=_hyperclova_config,
+    tower=replace(_QWEN2_5_VL.tower, prefixes=in_model("vision_model.")),
+    beside=projector(
+        linear(lambda config: (config.vision_config.out_hidden_size, config.text_config.hidden_size)),
+        in_model("projector.", "vision_projector."),
+    ),
+    head=ProjectedTokens,
+    width="text_config.hidden_size",
+    transformers="5.23.0",
+)
+
 ROWS = (
     _QWEN2_VL,
-    QWEN2_5_VL,
-    QWEN3_VL,
-    variant(QWEN3_VL, "qwen3_vl_moe", "Qwen3-VL MoE", "qwen3_vl_moe.Qwen3VLMoeVisionModel"),
+    _QWEN2_5_VL,
+    _QWEN3_VL,
+    variant(_QWEN3_VL, "qwen3_vl_moe", "Qwen3-VL MoE", "qwen3_vl_moe.Qwen3VLMoeVisionModel"),
     _QWEN3_5,
     variant(_QWEN3_5, "qwen3_5_moe", "Qwen3.5 MoE, Qwen3.6 MoE", "qwen3_5_moe.Qwen3_5MoeVisionModel"),
     variant(_QWEN3_5, "qwen4_exp", "Qwen4 (experimental)", "qwen4_exp.Qwen4ExpVisionModel", transformers="5.23.0"),
@@ -89,5 +129,17 @@ ROWS = (
         width="vlm_config.vision_config.hidden_size",
         videos=Accepts.NOTHING,
         transformers="5.23.0",
+    ),
+    _HYPERCLOVA,
+    replace(_HYPERCLOVA, model_type="vlm"),
+    variant(
+        _QWEN3_VL,
+        "cosmos3_omni",
+        "Cosmos 3 (reasoner)",
+        tower=replace(_QWEN3_VL.tower, prefixes={**_QWEN3_VL.tower.prefixes, **{name: name for name in _COSMOS}}),
+        transformers="5.23.0",
+    ),
+    variant(
+        _QWEN3_VL, "cohere_compass", "Cohere Compass", "cohere_compass.CohereCompassVisionModel", transformers="5.23.0"
     ),
 )

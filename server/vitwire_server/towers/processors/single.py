@@ -79,6 +79,20 @@ def one_tile(files: ProcessorFiles, default: str) -> Preprocessing:
     return tiled(image, _tiling(image, own), normalisation, own.resample)
 
 
+def tile_of(config: Mapping[str, Any], side: int, normalisation: Normalisation, *, crops: bool = True) -> Preprocessing:
+    """Settings of a processor that makes one square tile of an image, of the side that a tower takes.
+
+    `normalisation` and `crops`, whether the middle is cut out, are the defaults of its class. Raises ValueError over
+    tiles of another size.
+    """
+    own = ProcessorClass(normalisation, BICUBIC, {"shortest_edge": side}, crops=crops)
+    tiling = _tiling({"crop_size": side, **config}, own)
+    if tiling.tile != (side, side):
+        size, cut = config.get("size"), config.get("crop_size")
+        raise ValueError(f"size {size} with crop_size {cut} does not make tiles of {side} x {side}")
+    return tiled(config, tiling, normalisation)
+
+
 def _tiling(image: Mapping[str, Any], own: ProcessorClass) -> Tiling:
     size = image.get("size", own.size)
     if not isinstance(size, dict):
