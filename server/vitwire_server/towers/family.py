@@ -171,6 +171,8 @@ class Family(ABC):
     """Oldest release of transformers that computes this tower correctly."""
     images: Accepts = Accepts.PICTURES
     videos: Accepts = Accepts.PICTURES
+    video_processor: str = ""
+    """Class of the model's video processor, by the beginning of its name, where the checkpoint names none."""
     converts: bool = True
     """The class of the model's own processor converts images to RGB where the checkpoint's files do not say."""
     configuration: ReadConfig = of_transformers

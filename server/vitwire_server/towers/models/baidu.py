@@ -80,7 +80,6 @@ ROWS = (
             ),
         ),
         head=FramePairs,
-        width="text_config.hidden_size",
         videos=Accepts.PIXELS,
     ),
     PackedFamily(
@@ -93,7 +92,6 @@ ROWS = (
         ),
         beside=projector("paddleocr_vl.PaddleOCRProjector", stripped("model.projector.", "mlp_AR.")),
         head=PatchProjector,
-        width="text_config.hidden_size",
         inputs=Inputs(
             learned_positions="vision_model.embeddings",
             raster=True,

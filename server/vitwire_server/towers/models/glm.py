@@ -12,6 +12,7 @@ _PIXELS: dict[str, Any] = {"images": Accepts.PIXELS, "videos": Accepts.PIXELS, "
 _GLM4V = PackedFamily(
     model_type="glm4v",
     title="GLM-4.1V",
+    video_processor="Glm4v",
     tower=stock("glm4v.Glm4vVisionModel", in_model("visual.")),
     width="vision_config.out_hidden_size",
     inputs=Inputs(grids=True),
@@ -19,11 +20,11 @@ _GLM4V = PackedFamily(
     video_areas=AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28), spans_frames=True),
 )
 
-_GLM_OCR = variant(_GLM4V, "glm_ocr", "GLM-OCR", "glm_ocr.GlmOcrVisionModel", inputs=Inputs())
+_GLM_OCR = variant(_GLM4V, "glm_ocr", "GLM-OCR", "glm_ocr.GlmOcrVisionModel", inputs=Inputs(), video_processor="Glm46V")
 
 ROWS = (
     _GLM4V,
-    variant(_GLM4V, "glm46v", "GLM-4.6V"),
+    variant(_GLM4V, "glm46v", "GLM-4.6V", video_processor="Glm46V"),
     variant(_GLM4V, "glm4v_moe", "GLM-4.5V, GLM-4.6V MoE", "glm4v_moe.Glm4vMoeVisionModel"),
     _GLM_OCR,
     variant(_GLM4V, "glmga", "GLM-GA", **_PIXELS),

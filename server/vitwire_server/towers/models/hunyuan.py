@@ -3,19 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import in_model
-from vitwire_server.towers.layouts.patches import TAPS, neighbours
+from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
-from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.metadata import Kind, Sources
 from vitwire_server.towers.processors.settings import BICUBIC, CLIP, bounded, images
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.learned import TAPPED, bilinear
 from vitwire_server.towers.shared.parts import stock
 
 _AREAS = (512 * 512, 2048 * 2048)
@@ -28,20 +27,10 @@ class HunyuanTower(RasterTower):
     """
 
     def _inputs(self) -> dict[str, Kind]:
-        return {
-            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
-            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
-            "neighbours": Sources(self.geometry.merge**2),
-        }
+        return {**TAPPED, "neighbours": Sources(self.geometry.merge**2)}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            torch.tensor([grid]),
-            num_grid_per_side=self.model.embeddings.position_edge,
-            mode="bilinear",
-            align_corners=False,
-            spatial_merge_size=1,
-        )
+        indices, weights = bilinear(grid.h, grid.w, self.model.embeddings.position_edge)
         return {
             **super()._compute(grid),
             "interp_indices": indices + 1,  # before the patches' positions is one of a class token that no image has

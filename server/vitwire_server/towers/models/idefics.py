@@ -143,7 +143,6 @@ _IDEFICS2 = RasterFamily(
     title="Idefics 2",
     tower=stock("idefics2.Idefics2VisionTransformer", in_model("vision_model.")),
     beside={"connector": part("idefics2.Idefics2Connector", _CONNECTOR)},
-    width="text_config.hidden_size",
     forward=Idefics2Tower,
     layers="encoder.layers",
     # The processor keeps sizes that are not multiples of a patch; what is left over is not encoded.
@@ -164,6 +163,7 @@ _SMOLVLM = replace(
     _IDEFICS3,
     model_type="smolvlm",
     title="SmolVLM2",
+    video_processor="SmolVLM",
     tower=stock("smolvlm.SmolVLMVisionTransformer", in_model("vision_model.")),
     beside=projector("smolvlm.SmolVLMConnector", _CONNECTOR),
     processor=_images_and_clips,

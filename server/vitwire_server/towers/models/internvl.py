@@ -104,8 +104,7 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _tower_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype_of(settings))
-    return config
+    return InternVLVisionConfig(**_intern_vit(settings), dtype=dtype_of(settings))
 
 
 def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
@@ -205,6 +204,7 @@ _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 _INTERNVL = TileFamily(
     model_type="internvl",
     title="InternVL",
+    video_processor="InternVL",
     tower=stock("internvl.InternVLVisionModel", in_model("vision_tower.")),
     beside=projector("internvl.InternVLMultiModalProjector", served=_PROJECTION),
     encoder=partial(InternVL, merged_by="downsample_ratio", layers="encoder.layer"),

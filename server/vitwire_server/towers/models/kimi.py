@@ -153,7 +153,6 @@ _KIMI_K25 = PackedFamily(
         renames=((r"^proj\.0\.", "in_proj."), (r"^proj\.2\.", "out_proj.")),
     ),
     head=FrameMeans,
-    width="text_config.hidden_size",
     layers="layers",
     span=AttentionSpan.CLIP,
     inputs=Inputs(

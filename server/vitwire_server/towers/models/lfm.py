@@ -1,7 +1,6 @@
 """LFM2-VL, whose tower is SigLIP 2, and LFM3-VL, which convolves the patches of a frame (Liquid AI)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,16 +90,14 @@ class ConvolvedHead(Projected):
         return {name: tensors[name] for name in ("neighbours", "inside")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lfm3Family(PackedFamily):
-    """LFM3-VL, whose convolutions are given the neighbours of each patch."""
+class Lfm3Tower(PackedTower):
+    """Convolutions are given the neighbours of each patch."""
 
-    def build(self, parts: Parts, config: Config) -> PackedTower:
-        """See Family."""
+    def __init__(self, family: PackedFamily, parts: Parts, config: Config) -> None:
         for layer in parts["tower"].layers:
             if not layer.is_attention_layer:
                 layer.conv = GatheredConvolution(layer.conv)
-        return super().build(parts, config)
+        super().__init__(family, parts, config)
 
 
 def _ungrouped_heads(weights: Weights, config: Config) -> Weights:
@@ -117,7 +114,6 @@ ROWS = (
             "siglip2.Siglip2VisionModel", in_model("vision_tower.vision_model.", "vision_tower."), ignored=("head.",)
         ),
         beside=projector("lfm2_vl.Lfm2VlMultiModalProjector"),
-        width="text_config.hidden_size",
         merge="downsample_factor",
         forward=Lfm2VlTower,
         channels_last=True,
@@ -126,9 +122,10 @@ ROWS = (
         processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
         images=Accepts.PIXELS,
     ),
-    Lfm3Family(
+    PackedFamily(
         model_type="lfm3_vl",
         title="LFM3-VL",
+        video_processor="Qwen3VL",
         configuration=lambda folder, settings: ungrouped(of_transformers(folder, settings)),
         tower=stock(
             "lfm3_vl.Lfm3VlVisionModel",
@@ -139,7 +136,7 @@ ROWS = (
         ),
         beside=projector("lfm3_vl.Lfm3VlMultiModalProjector"),
         head=ConvolvedHead,
-        width="text_config.hidden_size",
+        forward=Lfm3Tower,
         layers="layers",
         inputs=Inputs(listed_grids=True),
         video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),

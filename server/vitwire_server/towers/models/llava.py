@@ -148,6 +148,7 @@ ROWS = (
         _LLAVA,
         model_type="llava_onevision",
         title="LLaVA-OneVision",
+        video_processor="LlavaOnevision",
         tower=siglip("vision_tower."),
         beside=projector("llava_onevision.LlavaOnevisionMultiModalProjector"),
         processor=_onevision_settings,
@@ -156,6 +157,7 @@ ROWS = (
     AssembledFamily(
         model_type="llava_next_video",
         title="LLaVA-NeXT-Video",
+        video_processor="LlavaNextVideo",
         tower=clip("vision_tower."),
         beside=projector("llava_next_video.LlavaNextVideoMultiModalProjector", served=(_POOLED,)),
         encoder=LlavaNextVideo,

@@ -286,12 +286,11 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     for name, value in _TRANSFORM.items():
         if embedding.get(name, value) != value:
             raise ValueError(f"embd_layer.image_embd_layer.{name} is {embedding[name]!r}, but must be {value!r}")
-    config: Config = Phi4MultimodalConfig(
+    return Phi4MultimodalConfig(
         hidden_size=settings["hidden_size"],
         vision_config=settings.get("vision_config") or {},
         dtype=dtype_of(settings),
     )
-    return config
 
 
 ROWS = (_FLORENCE2, _PHI4, replace(_PHI4, model_type="phi4mm", configuration=_original_config))

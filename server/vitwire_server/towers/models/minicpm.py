@@ -176,7 +176,6 @@ def _row(model_type: str, title: str, name: str) -> RasterFamily:
         title=title,
         tower=stock(f"{model_type}.{name}VisionModel", in_model("vision_tower."), served=_WINDOWS),
         beside=projector(f"{model_type}.{name}Merger", in_model("merger."), served=_MERGER),
-        width="text_config.hidden_size",
         forward=MiniCpmTower,
         layers="encoder.layers",
         processor=lambda files, _: {
@@ -201,7 +200,6 @@ _MINICPMV = RasterFamily(
             served=(Served("query_num", lambda count, _: 0 < count < 4096, "from 1 to 4095"),),
         )
     },
-    width="text_config.hidden_size",
     forward=OriginalMiniCpmTower,
     layers="encoder.layers",
     # The authors' processor cuts slices; their mean and deviation have names of their own.

@@ -23,7 +23,6 @@ ROWS = (
             in_model("multi_modal_projector.") | {"patch_merge_mlp.": "merge_"},
         ),
         head=Projected,
-        width="text_config.hidden_size",
         layers="layers",
         span=AttentionSpan.CLIP,
         inputs=Inputs(frame_positions=True),

@@ -105,7 +105,6 @@ _PIXTRAL = RasterFamily(
         "llava.LlavaMultiModalProjector",
         served=(Served("vision_feature_select_strategy", lambda strategy, _: strategy == "full", "'full'"),),
     ),
-    width="text_config.hidden_size",
     forward=PixtralTower,
     layers="transformer.layers",
     processor=images(_settings),

@@ -16,10 +16,11 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Parts, in_model
-from vitwire_server.towers.layouts.patches import TAPS, most_windows, neighbours
+from vitwire_server.towers.layouts.patches import most_windows, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel, read_settings, unsized
+from vitwire_server.towers.shared.learned import TAPPED
 from vitwire_server.towers.shared.parts import linear, part, stock, variant
 
 
@@ -51,8 +52,7 @@ class MuseTower(RasterTower):
         window = self._side**2
         return {
             "positions": Rows((2,), torch.int64),
-            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
-            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
+            **TAPPED,
             "window_index": Order(per_patch=True),
             "cu_window_seqlens": Boundaries(slots=lambda c: c.windows, longest=lambda _: window),
             "neighbours": Sources(self.geometry.merge**2),
@@ -146,7 +146,6 @@ _GLIMMER = MuseFamily(
             in_model("vision_projection."),
         ),
     },
-    width="text_config.hidden_size",
     forward=MuseTower,
     merge="vision_config.merge_size",
     layers="layers",

@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
@@ -17,7 +16,7 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
-from vitwire_server.towers.layouts.patches import TAPS, neighbours
+from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
@@ -25,7 +24,7 @@ from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.processors.settings import CLIP, images, unsized
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.learned import fix_positions
+from vitwire_server.towers.shared.learned import TAPPED, bilinear, fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
 from vitwire_server.towers.shared.pooling import MEAN
@@ -145,21 +144,11 @@ class RadioTower(RasterTower):
         return super()._geometry(changed(config, {_MERGE: round(1 / config.downsample_ratio)}))
 
     def _inputs(self) -> dict[str, Kind]:
-        return {
-            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
-            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
-            "neighbours": Sources(self.geometry.merge**2),
-        }
+        return {**TAPPED, "neighbours": Sources(self.geometry.merge**2)}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         side = max(grid.h, grid.w)
-        taps = vision_utils.get_vision_interpolation_indices_and_weights(
-            torch.tensor([(1, side, side)]),
-            num_grid_per_side=self.model.embeddings.max_rows,
-            mode="bilinear",
-            align_corners=False,
-            spatial_merge_size=1,
-        )
+        taps = bilinear(side, side, self.model.embeddings.max_rows)
         indices, weights = (
             own.view(side, side, -1)[: grid.h, : grid.w].flatten(0, 1).repeat(grid.t, 1) for own in taps
         )
@@ -228,15 +217,6 @@ class EdgeTower(PackedTower):
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class EdgeFamily(PackedFamily):
-    """Cosmos 3 Edge."""
-
-    def build(self, parts: Parts, config: Config) -> EdgeTower:
-        """See Family."""
-        return EdgeTower(self, parts, config)
-
-
 _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
 ROWS = (
@@ -275,7 +255,6 @@ ROWS = (
             {"multi_modal_projector.": "", **MLP1},
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         ),
-        width="text_config.hidden_size",
         forward=RadioTower,
         merge=_MERGE,
         layers="encoder.layer",
@@ -287,12 +266,13 @@ ROWS = (
         images=Accepts.PIXELS,
         transformers="5.23.0",
     ),
-    EdgeFamily(
+    PackedFamily(
         model_type="cosmos3_edge",
         title="Cosmos 3 Edge",
+        video_processor="Cosmos3Edge",
         tower=stock("cosmos3_edge.Cosmos3EdgeVisionModel", in_model("visual."), renames=_EDGE_NAMES),
         beside=projector("cosmos3_edge.Cosmos3EdgePatchMerger", in_model("projector.")),
-        width="text_config.hidden_size",
+        forward=EdgeTower,
         layers="encoder.layers",
         image_areas=AreaRule(spans_frames=True),
         video_areas=AreaRule(pixels=(64 * 64, 24 * 1024 * 1024), spans_frames=True),

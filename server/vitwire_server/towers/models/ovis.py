@@ -130,7 +130,7 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
         raise ValueError(
             f"visual_tokenizer_config.backbone_config.model_type is {backbone['model_type']!r}, but must be 'aimv2'"
         )
-    config: Config = Ovis2Config(
+    return Ovis2Config(
         hidden_size=settings["hidden_size"],
         vision_config={
             **{name: backbone[name] for name in _BACKBONE if name in backbone},
@@ -140,7 +140,6 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
         },
         dtype=dtype_of(settings),
     )
-    return config
 
 
 _OVIS = replace(

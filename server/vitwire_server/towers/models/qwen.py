@@ -46,6 +46,7 @@ def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
 _QWEN2_VL = PackedFamily(
     model_type="qwen2_vl",
     title="Qwen2-VL",
+    video_processor="Qwen2VL",
     tower=stock("qwen2_vl.Qwen2VisionTransformerPretrainedModel", _VISUAL),
     width="vision_config.hidden_size",
 )
@@ -53,6 +54,7 @@ _QWEN2_VL = PackedFamily(
 _QWEN2_5_VL = PackedFamily(
     model_type="qwen2_5_vl",
     title="Qwen2.5-VL",
+    video_processor="Qwen2VL",
     tower=stock("qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", _VISUAL, served=(_WINDOWS,)),
     width=_OUT,
     span=AttentionSpan.WINDOWS,
@@ -61,6 +63,7 @@ _QWEN2_5_VL = PackedFamily(
 _QWEN3_VL = PackedFamily(
     model_type="qwen3_vl",
     title="Qwen3-VL",
+    video_processor="Qwen3VL",
     tower=stock("qwen3_vl.Qwen3VLVisionModel", _VISUAL),
     width=_OUT,
     head=Deepstack,
@@ -81,6 +84,7 @@ _QWEN3_THINKER = variant(
     _QWEN3_VL,
     "qwen3_omni_moe_thinker",
     "Qwen3-Omni (thinker alone)",
+    video_processor="Qwen2VL",
     tower=stock("qwen3_omni_moe.Qwen3OmniMoeVisionEncoder", _THINKER),
     video_areas=AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28)),
 )

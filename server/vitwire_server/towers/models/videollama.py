@@ -99,7 +99,6 @@ _VIDEO_LLAMA_3 = PackedFamily(
     tower=stock("vitwire_server.towers.models.videollama_tower:UnmergedTower", in_model("vision_model.")),
     beside=projector("video_llama_3.VideoLlama3Projector", in_model("projector.")),
     head=SquareMeans,
-    width="text_config.hidden_size",
     layers="encoder.layers",
     videos=Accepts.PIXELS,
 )
