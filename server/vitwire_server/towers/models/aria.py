@@ -29,7 +29,7 @@ def _aria_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     if largest != size:
         raise ValueError(f"max_image_size is {largest}, but must be vision_config.image_size, {size}")
     if image.get("split_image"):
-        raise ValueError("split_image is not served: send the parts of an image as images of their own")
+        raise ValueError("unsupported split_image: send the parts of an image as separate images")
     smallest = whole(image, "min_image_size", 336)
     tiling = Tiling(TilingRule.CORNER, (size, size), min_side=smallest, patch=config.vision_config.patch_size)
     return tiled(image, tiling, HALF)

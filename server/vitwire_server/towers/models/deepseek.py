@@ -110,11 +110,11 @@ def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     vision, projector = {**_TOWER, **settings["vision_config"]}, {**_PROJECTOR, **settings["projector_config"]}
     name = str(vision.get("model_name", "siglip_large_patch16_384"))
     if not name.startswith("siglip") or vision.get("class_token"):
-        raise ValueError(f"vision_config.model_name is {name!r}, only SigLIP's towers are served")
+        raise ValueError(f"vision_config.model_name is {name!r}; supported: SigLIP's towers without a class token")
     if projector["projector_type"] != "downsample_mlp_gelu" or projector["token_pooling"]:
         raise ValueError(
-            f"projector_config.projector_type is {projector['projector_type']!r}, only 'downsample_mlp_gelu' "
-            "without token_pooling is served"
+            f"projector_config.projector_type is {projector['projector_type']!r}; "
+            "supported: 'downsample_mlp_gelu' without token_pooling"
         )
     config = siglip_config(
         {

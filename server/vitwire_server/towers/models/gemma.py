@@ -108,7 +108,7 @@ def _gemma4_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     config = of_transformers(folder, settings)
     vision = config.vision_config
     if vision.num_key_value_heads != vision.num_attention_heads:
-        raise ValueError("a vision tower with grouped queries is not served")
+        raise ValueError("unsupported grouped queries: num_key_value_heads differs from num_attention_heads")
     return config
 
 

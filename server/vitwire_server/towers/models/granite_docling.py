@@ -25,7 +25,7 @@ def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """Raises ValueError over pages that take the fine path, or that are of another size than the tower's tiles."""
     tile = side(config.vision_config.image_size)
     if image.get("fine_route"):
-        raise ValueError("fine_route is true, but only the coarse path is served")
+        raise ValueError("unsupported fine_route; supported: the coarse path")
     fits_tower(image, tile)
     most = whole(image, "max_patches", _MOST_TILES) if image.get("crop_to_patches", True) else 1
     fewest = min(whole(image, "min_patches", 1), most)

@@ -84,7 +84,7 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
     """
     vision, language = dict(settings["vision_config"]), settings["llm_config"]
     if settings.get("ps_version", "v2") != "v2":
-        raise ValueError(f"ps_version {settings['ps_version']!r} is not served, only 'v2' is")
+        raise ValueError(f"unsupported ps_version {settings['ps_version']!r}; supported: 'v2'")
     if settings.get("force_image_size", vision["image_size"]) != vision["image_size"]:
         raise ValueError(
             f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
@@ -111,7 +111,7 @@ def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
     """Of a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
     vision = dict(settings["vision_config"])
     if vision.get("model_type") != "siglip_vision_model":
-        raise ValueError(f"vision_config.model_type is {vision.get('model_type')!r}, only SigLIP's is served")
+        raise ValueError(f"vision_config.model_type is {vision.get('model_type')!r}; supported: 'siglip_vision_model'")
     config = siglip_config(
         {**vision, "image_size": settings.get("force_image_size") or vision["image_size"]},
         width=settings["text_config"]["hidden_size"],
@@ -163,7 +163,7 @@ def _h2ovl_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     if image.get("pad_during_tiling"):
-        raise ValueError("pad_during_tiling is not served")
+        raise ValueError("unsupported pad_during_tiling")
     fits_tower(image, config.vision_config.image_size)
     tiling = Tiling(
         TilingRule.RATIO_AND_AREA,

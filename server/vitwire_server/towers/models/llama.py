@@ -28,7 +28,7 @@ from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 def _llama4_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     size = config.vision_config.image_size
     if image.get("resize_to_max_canvas"):
-        raise ValueError("resize_to_max_canvas is not served")
+        raise ValueError("unsupported resize_to_max_canvas")
     tiling = Tiling(TilingRule.CANVAS, (size, size), overview=Overview.LAST, max_tiles=whole(image, "max_patches", 16))
     return tiled(image, tiling, HALF, BILINEAR)
 

@@ -75,7 +75,7 @@ def _onevision_settings(files: ProcessorFiles, config: Config) -> dict[Modality,
 def _video_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     pictures = _next_settings(files.image, config)
     if pictures.tiling and (1, 1) in pictures.tiling.layouts:
-        raise ValueError("image_grid_pinpoints with a single tile are not served, as the grid (2, 1, 1) is a clip")
+        raise ValueError("unsupported image_grid_pinpoints with a single tile: the grid (2, 1, 1) is a clip")
     frames = tile_of(files.video, config.vision_config.image_size, CLIP)
     return {Modality.IMAGE: pictures, Modality.VIDEO: frames}
 

@@ -47,7 +47,7 @@ _FEATURES = ["spatial_avg_pool", "temporal_avg_pool"]
 
 def _florence_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     if image.get("do_center_crop"):
-        raise ValueError("do_center_crop is not served")
+        raise ValueError("unsupported do_center_crop")
     tile = (config.vision_config.image_size,) * 2
     return tiled(image, Tiling(TilingRule.STRETCH, tile), IMAGENET)
 

@@ -36,7 +36,7 @@ def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
 
     tower, kind = settings["vision_config"].get("model_type"), settings.get("mm_projector_type", "linear")
     if tower not in _HYPERCLOVA_TOWERS:
-        raise ValueError(f"vision_config.model_type is {tower!r}, only Qwen2.5-VL's is served")
+        raise ValueError(f"vision_config.model_type is {tower!r}; supported: {', '.join(_HYPERCLOVA_TOWERS)}")
     if kind != "linear":
         raise ValueError(f"mm_projector_type is {kind!r}, but must be 'linear'")
     config: Config = HyperCLOVAXVisionV2Config.from_dict(deepcopy(dict(settings)))

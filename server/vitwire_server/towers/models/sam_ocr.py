@@ -47,7 +47,7 @@ def _settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preproc
     """An overview of each image and crops of large ones: `most` of them where the files do not say."""
     overview, crop = config.vision_config.sam_config.image_size, config.crop_size
     if not image.get("crop_to_patches", True):
-        raise ValueError("crop_to_patches false is not served")
+        raise ValueError("unsupported crop_to_patches: false")
     tiling = Tiling(
         TilingRule.CLOSEST_RATIO,
         (overview, overview),

@@ -26,7 +26,7 @@ from vitwire_server.towers.shared.sam import gather_relative_positions
 
 def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     """Checkpoints of the hub's own code and of transformers differ in the names of their fields."""
-    # not in the oldest transformers that other rows are served with
+    # not in the oldest transformers that other rows need
     from transformers.models.step3p7.configuration_step3p7 import Step3p7Config  # noqa: PLC0415
 
     text = settings.get("text_config") or {}

@@ -1,4 +1,4 @@
-"""ViT's and DeiT's towers, imported only where they are served."""
+"""ViT's and DeiT's towers, imported only for checkpoints of them."""
 
 from transformers import DeiTConfig, DeiTModel, ViTConfig, ViTModel
 

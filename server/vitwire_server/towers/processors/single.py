@@ -62,7 +62,7 @@ def class_of(files: ProcessorFiles, default: str) -> ProcessorClass:
     stem = next((str(named).removesuffix(suffix) for suffix in _SUFFIXES if str(named).endswith(suffix)), "")
     if stem not in CLASSES:
         known = ", ".join(f"{name}ImageProcessor" for name in CLASSES)
-        raise ValueError(f"image_processor_type {named!r} is not served, only {known} are")
+        raise ValueError(f"unsupported image_processor_type {named!r}; supported: {known}")
     return CLASSES[stem]
 
 
@@ -72,7 +72,7 @@ def one_tile(files: ProcessorFiles, default: str) -> Preprocessing:
     image = {key: value for key, value in files.image.items() if value is not None or key.startswith("do_")}
     for step in ("do_resize", "do_rescale"):
         if not image.get(step, True):  # processors take null as false
-            raise ValueError(f"{step} {json.dumps(image[step])} is not served")
+            raise ValueError(f"unsupported {step}: {json.dumps(image[step])}")
     normalisation = own.normalisation
     if not image.get("do_normalize", True):
         image, normalisation = {**image, "image_mean": None, "image_std": None}, IDENTITY

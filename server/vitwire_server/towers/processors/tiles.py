@@ -27,7 +27,7 @@ def tiled(
     Raises ValueError if the file says not to resize images, which the rule does.
     """
     if not config.get("do_resize", True) and tiling.rule in _RESIZING:  # processors take null as false
-        raise ValueError(f"do_resize {json.dumps(config['do_resize'])} is not served")
+        raise ValueError(f"unsupported do_resize: {json.dumps(config['do_resize'])}")
     area = tiling.tile[0] * tiling.tile[1]
     settings = bounded(config, (area, area * max(1, tiling.max_tiles)), normalisation, resample)
     return replace(settings, tiling=tiling)
