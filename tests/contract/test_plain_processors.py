@@ -117,7 +117,11 @@ def test_an_image_that_would_grow_beyond_bounds_is_refused(checkpoints: Checkpoi
         ("deit", edit(PROCESSOR, size={"height": 64, "width": 60}), "size .* does not make one tile"),
         ("deit", edit(PROCESSOR, size={"height": 48, "width": 48}), "crop_size .56, 56. is larger than size"),
         ("clip", edit(PROCESSOR, do_resize=False), "unsupported do_resize: false"),
-        ("clip", edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"), "unsupported image_processor_type 'ConvNextImageProcessor'"),
+        (
+            "clip",
+            edit(PROCESSOR, image_processor_type="ConvNextImageProcessor"),
+            "unsupported image_processor_type 'ConvNextImageProcessor'",
+        ),
         ("siglip", edit(PROCESSOR, size={"height": 56, "width": 42}), "tiles of .56, 42."),
         ("dinov2", edit(PROCESSOR, crop_size=12), "tiles of .12, 12., which hold no patch of patch_size"),
         ("dinov2", edit(PROCESSOR, crop_size={"height": 0, "width": 56}), "crop_size is .*, but its sides must be"),

@@ -62,6 +62,8 @@ class Module:
     """
     config: str = "vision_config"
     """Path of its configuration within the checkpoint's; empty for the whole."""
+    arguments: Callable[[Config], tuple[Any, ...]] | None = None
+    """From its configuration to what its class takes, where that is not the configuration."""
     served: tuple[Served, ...] = ()
     """Fields of its configuration of which not every value is served."""
 
@@ -73,6 +75,10 @@ class Module:
         package = path if path.startswith("vitwire_server.") else f"transformers.models.{path}"
         found: type[nn.Module] = getattr(importlib.import_module(package), name)
         return found
+
+    def make(self, config: Config) -> "nn.Module":
+        """A new module; `config` is its part of a checkpoint's configuration."""
+        return self.resolve()(*(self.arguments(config) if self.arguments else (config,)))
 
     def configuration(self, whole: Config) -> Config:
         """This module's part of a checkpoint's configuration. Raises AttributeError."""

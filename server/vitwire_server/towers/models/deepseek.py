@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.models.deepseek_vl_hybrid.modeling_deepseek_vl_hybrid import DeepseekVLSamVisionProj
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
@@ -52,22 +51,6 @@ def _hybrid_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
         crop_resample=whole(image, "high_res_resample") if "high_res_resample" in image else None,
     )
     return replace(tiled(image, tiling, CLIP), crop_mean=mean, crop_std=std)
-
-
-class Alpha(SingleParameter):
-    """Weight of the inner layer in DeepSeek-VL's high resolution."""
-
-    def __init__(self, config: Config) -> None:
-        del config
-        super().__init__(1)
-
-
-class Merger(DeepseekVLSamVisionProj):
-    """SAM's rows brought to SigLIP's grid, whose side is in the configuration of the whole."""
-
-    def __init__(self, config: Config) -> None:
-        vision = config.vision_config
-        super().__init__(config.high_res_vision_config, output_size=vision.image_size // vision.patch_size)
 
 
 class DeepseekHybrid(PairEncoder, ProjectedTiles):
@@ -214,8 +197,19 @@ _HYBRID = PairFamily(
             in_model("high_res_vision_neck."),
             config="high_res_vision_config",
         ),
-        "merger": part(Merger, in_model("high_res_vision_proj.")),
-        "alpha": part(Alpha, {"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"}),
+        "merger": part(
+            "deepseek_vl_hybrid.DeepseekVLSamVisionProj",
+            in_model("high_res_vision_proj."),
+            arguments=lambda config: (
+                config.high_res_vision_config,
+                config.vision_config.image_size // config.vision_config.patch_size,
+            ),
+        ),
+        "alpha": part(
+            SingleParameter,
+            {"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"},
+            arguments=lambda _: (1,),
+        ),
         "projector": part("deepseek_vl_hybrid.DeepseekVLHybridAligner", in_model("aligner.")),
     },
     encoder=DeepseekHybrid,

@@ -112,7 +112,6 @@ def _gemma4_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     return config
 
 
-_EMBEDDER = "vitwire_server.towers.models.gemma_projector:Embedder"
 _IMAGES_ALONE: dict[str, Any] = {
     "processor": lambda files, config: {Modality.IMAGE: _gemma4_settings(files, config)[Modality.IMAGE]},
     "videos": Accepts.NOTHING,
@@ -125,7 +124,11 @@ _GEMMA4 = RasterFamily(
     video_processor="Gemma4",
     configuration=_gemma4_config,
     tower=stock("gemma4.Gemma4VisionModel", in_model("vision_tower.")),
-    beside=projector(_EMBEDDER, in_model("embed_vision.")),
+    beside=projector(
+        "gemma4.Gemma4MultimodalEmbedder",
+        in_model("embed_vision."),
+        arguments=lambda config: (config.vision_config, config.text_config),
+    ),
     forward=Gemma4Tower,
     merge="vision_config.pooling_kernel_size",
     channels_last=True,
@@ -167,7 +170,7 @@ ROWS = (
         "diffusion_gemma",
         "DiffusionGemma",
         tower=replace(_GEMMA4.tower, prefixes=in_model("encoder.vision_tower.")),
-        beside=projector(_EMBEDDER, in_model("encoder.embed_vision.")),
+        beside={"projector": replace(_GEMMA4.modules["projector"], prefixes=in_model("encoder.embed_vision."))},
         **_IMAGES_ALONE,
     ),
     variant(_GEMMA4, "embedding_gemma2", "EmbeddingGemma 2", **_IMAGES_ALONE),

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitwire_server.core.footprints import LayoutFootprints
 from vitwire_server.core.geometries import LayoutGeometry
@@ -20,7 +20,7 @@ from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.parts import linear, projector, stock
+from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 
@@ -135,7 +135,8 @@ ROWS = (
             ),
         ),
         beside=projector(
-            linear(lambda config: (config.vision_config.vision_output_dim, config.text_config.hidden_size))
+            nn.Linear,
+            arguments=lambda config: (config.vision_config.vision_output_dim, config.text_config.hidden_size),
         ),
         encoder=Mllama,
         processor=images(_mllama_settings),

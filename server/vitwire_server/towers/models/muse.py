@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import vision_utils
 
@@ -21,7 +21,7 @@ from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, plac
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel, read_settings, unsized
 from vitwire_server.towers.shared.learned import TAPPED
-from vitwire_server.towers.shared.parts import linear, part, stock, variant
+from vitwire_server.towers.shared.parts import part, stock, variant
 
 
 class MuseTower(RasterTower):
@@ -142,8 +142,9 @@ _GLIMMER = MuseFamily(
     beside={
         "adapter": part("muse_glimmer.MuseGlimmerVisionAdapter", in_model("vision_adapter.")),
         "projector": part(
-            linear(lambda config: (config.projector_hidden_size, config.text_config.hidden_size, False)),
+            nn.Linear,
             in_model("vision_projection."),
+            arguments=lambda config: (config.projector_hidden_size, config.text_config.hidden_size, False),
         ),
     },
     forward=MuseTower,

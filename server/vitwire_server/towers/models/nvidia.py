@@ -244,15 +244,20 @@ ROWS = (
         model_type="nemotron_h_omni",
         title="Nemotron 3 Omni",
         tower=stock(
-            "vitwire_server.towers.models.nemotron_parts:Radio",
+            "vitwire_server.towers.models.nemotron_tower:Radio",
             stripped("vision_model.radio_model.", "vision_model."),
             renames=_NAMES,
             ignored=("input_conditioner.",),
             convert=_unfused,
         ),
         beside=projector(
-            "vitwire_server.towers.models.nemotron_parts:Projector",
+            "nemotron_h_omni.NemotronH_Omni_Reasoning_V3MultiModalProjector",
             {"multi_modal_projector.": "", **MLP1},
+            arguments=lambda config: (
+                config.vision_hidden_size * round(1 / config.downsample_ratio) ** 2,
+                config.projector_hidden_size,
+                config.text_config.hidden_size,
+            ),
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         ),
         forward=RadioTower,

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 from transformers.models.ovis2.configuration_ovis2 import Ovis2Config
-from transformers.models.ovis2.modeling_ovis2 import Ovis2VisualEmbeddingTable
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
@@ -73,15 +72,11 @@ def _divides(stride: int, vision: Config) -> bool:
     return side(vision.image_size) // side(vision.patch_size) % stride == 0
 
 
-class VisualEmbeddings(Ovis2VisualEmbeddingTable):
-    """An embedding for each word of the visual vocabulary; the last ones are of tokens that mark an image's layout."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.vocab_size, config.hidden_size)
-
-
 class Ovis2(ProjectedTiles):
-    """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them."""
+    """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them.
+
+    The last words of the vocabulary mark an image's layout.
+    """
 
     def __init__(self, parts: Parts, config: Config) -> None:
         super().__init__(
@@ -109,7 +104,11 @@ _OVIS2 = TileFamily(
             Served("hidden_stride", _divides, "a divisor of image_size / patch_size"),
         ),
     ),
-    beside=projector(VisualEmbeddings, in_model("visual_embeddings_table.")),
+    beside=projector(
+        "ovis2.Ovis2VisualEmbeddingTable",
+        in_model("visual_embeddings_table."),
+        arguments=lambda config: (config.vision_config.vocab_size, config.hidden_size),
+    ),
     encoder=Ovis2,
     processor=images(_settings),
 )
@@ -166,7 +165,7 @@ _OVIS = replace(
         convert=_converted,
         served=_OVIS2.tower.served,
     ),
-    beside=projector(VisualEmbeddings, stripped("vte.")),
+    beside={"projector": replace(_OVIS2.modules["projector"], prefixes=stripped("vte."))},
     processor=images(_original_settings),
 )
 

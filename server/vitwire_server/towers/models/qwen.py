@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.heads import Deepstack, Head, ProjectedTokens
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.parts import linear, projector, stock, variant
+from vitwire_server.towers.shared.parts import projector, stock, variant
 
 _OUT = "vision_config.out_hidden_size"
 _VISUAL = in_model("visual.")
@@ -103,8 +105,9 @@ _HYPERCLOVA = variant(
     configuration=_hyperclova_config,
     tower=replace(_QWEN2_5_VL.tower, prefixes=in_model("vision_model.")),
     beside=projector(
-        linear(lambda config: (config.vision_config.out_hidden_size, config.text_config.hidden_size)),
+        nn.Linear,
         in_model("projector.", "vision_projector."),
+        arguments=lambda config: (config.vision_config.out_hidden_size, config.text_config.hidden_size),
     ),
     head=ProjectedTokens,
     width="text_config.hidden_size",

@@ -18,7 +18,7 @@ from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, imag
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.modules import Constants, SingleParameter
-from vitwire_server.towers.shared.parts import linear, part, stock
+from vitwire_server.towers.shared.parts import part, stock
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
 _SAM_NAMES = (
@@ -57,13 +57,6 @@ def _settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preproc
         crop=(crop, crop),
     )
     return tiled(image, tiling, HALF)
-
-
-class Separator(SingleParameter):
-    """The row behind every image."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.text_config.hidden_size)
 
 
 def _columns(config: Config) -> tuple[int, int]:
@@ -154,7 +147,12 @@ class DeepseekOcr2(SamEncoder):
 
 
 _PROJECTOR = stripped("model.multi_modal_projector.", "model.projector.layers.")
-_SEPARATOR = part(Separator, {"model.view_separator": "weight", "model.view_seperator": "weight"})
+_SEPARATOR = part(
+    SingleParameter,
+    {"model.view_separator": "weight", "model.view_seperator": "weight"},
+    arguments=lambda config: (config.text_config.hidden_size,),
+)
+"""The row behind every image."""
 
 _DEEPSEEK_OCR2 = CropFamily(
     model_type="deepseek_ocr2",
@@ -174,8 +172,9 @@ _DEEPSEEK_OCR2 = CropFamily(
     ),
     beside={
         "projector": part(
-            linear(lambda config: (config.vision_config.encoder_config.hidden_size, config.text_config.hidden_size)),
+            nn.Linear,
             _PROJECTOR,
+            arguments=lambda config: (config.vision_config.encoder_config.hidden_size, config.text_config.hidden_size),
         ),
         "separator": _SEPARATOR,
     },
@@ -201,7 +200,7 @@ _UNLIMITED_OCR = CropFamily(
         ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
         convert=unfused(".qkv_proj.", ".{}_proj."),
     ),
-    beside={"projector": part(linear(_columns), _PROJECTOR), "separator": _SEPARATOR},
+    beside={"projector": part(nn.Linear, _PROJECTOR, arguments=_columns), "separator": _SEPARATOR},
     encoder=UnlimitedOcr,
     processor=images(partial(_settings, most=32)),
     transformers="5.23.0",

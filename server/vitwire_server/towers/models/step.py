@@ -19,7 +19,7 @@ from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of,
 from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
 from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import linear, projector, stock
+from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
@@ -128,10 +128,13 @@ _STEP3P7 = CropFamily(
     configuration=_step3_config,
     tower=stock("step3p7.Step3p7VisionModel", in_model("vision_model.")),
     beside=projector(
-        linear(
-            lambda config: (config.vision_config.hidden_size * 4, config.text_config.hidden_size, config.projector_bias)
-        ),
+        nn.Linear,
         stripped("model.multi_modal_projector.", "vit_large_projector.", "model.vit_large_projector."),
+        arguments=lambda config: (
+            config.vision_config.hidden_size * 4,
+            config.text_config.hidden_size,
+            config.projector_bias,
+        ),
     ),
     encoder=Step3,
     processor=images(_step3_settings),

@@ -1,12 +1,11 @@
 """Modules of rows in a line each, by their class and the names of their weights, and rows that differ in the class."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
-from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family, Module, in_model
 
 Source: TypeAlias = str | type[nn.Module]
@@ -37,19 +36,6 @@ def variant(row: Row, model_type: str, title: str, source: Source = "", **fields
     """The same row for another model, whose tower is of another class if `source` names one."""
     tower = replace(row.tower, source=_path(source)) if source else row.tower
     return replace(row, **{"model_type": model_type, "title": title, "tower": tower, **fields})
-
-
-def linear(sizes: Callable[[Config], tuple[int, int] | tuple[int, int, bool]]) -> type[nn.Linear]:
-    """The class of a projector that transformers keeps as a bare layer of the whole model.
-
-    `sizes` are its columns in and out, and whether it has a bias, by the checkpoint's configuration.
-    """
-
-    class Projection(nn.Linear):
-        def __init__(self, config: Config) -> None:
-            super().__init__(*sizes(config))
-
-    return Projection
 
 
 def _path(source: Source) -> Source:
