@@ -63,7 +63,10 @@ class Module:
     config: str = "vision_config"
     """Path of its configuration within the checkpoint's; empty for the whole."""
     arguments: Callable[[Config], tuple[Any, ...]] | None = None
-    """From its configuration to what its class takes, where that is not the configuration."""
+    """From its configuration to what its class takes, where that is not the configuration alone.
+
+    The first of them is the configuration if the class is a model of transformers.
+    """
     served: tuple[Served, ...] = ()
     """Fields of its configuration of which not every value is served."""
 
@@ -76,9 +79,13 @@ class Module:
         found: type[nn.Module] = getattr(importlib.import_module(package), name)
         return found
 
+    def called_with(self, config: Config) -> tuple[Any, ...]:
+        """What its class takes; `config` is its part of a checkpoint's configuration."""
+        return self.arguments(config) if self.arguments else (config,)
+
     def make(self, config: Config) -> "nn.Module":
         """A new module; `config` is its part of a checkpoint's configuration."""
-        return self.resolve()(*(self.arguments(config) if self.arguments else (config,)))
+        return self.resolve()(*self.called_with(config))
 
     def configuration(self, whole: Config) -> Config:
         """This module's part of a checkpoint's configuration. Raises AttributeError."""

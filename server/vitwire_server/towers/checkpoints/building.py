@@ -70,8 +70,9 @@ def _pretrained(
     module: Module, config: Config, weights: Weights, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, Any]]:
     source: Any = module.resolve()  # from_pretrained is typed in part only
+    _, *others = module.called_with(config)
     model, info = source.from_pretrained(
-        None, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+        None, *others, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
     )
     return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
 

@@ -77,7 +77,6 @@ class Gemma4Tower(RasterTower):
         return {"positions": Rows((2,), torch.int64), "squares": Sources(self.geometry.merge**2)}
 
     def to(self, device: torch.device | str) -> None:
-        """See Tower."""
         super().to(device)
         self._no_padding = self._no_padding.to(device)
 

@@ -86,7 +86,6 @@ class Idefics2Tower(QueriedTower):
 
     @property
     def resampler_heads(self) -> tuple[int, int]:
-        """See Tower."""
         config: Config = self._connector.perceiver_resampler.config
         return config.resampler_n_heads, config.resampler_head_dim
 

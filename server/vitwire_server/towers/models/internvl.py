@@ -16,7 +16,7 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of
+from vitwire_server.towers.configs import Config, changed, dtype_of, usual_fields
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
@@ -30,17 +30,6 @@ from vitwire_server.towers.shared.pooling import MEAN, class_token
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
-_SAME = (
-    "hidden_size",
-    "hidden_act",
-    "image_size",
-    "intermediate_size",
-    "layer_norm_eps",
-    "norm_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "patch_size",
-)
 _DYNAMIC = {
     "dynamic_image_size": True,
     "use_thumbnail": True,
@@ -71,7 +60,7 @@ _PROJECTION = (
 def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of transformers' configuration of the tower, from those of OpenGVLab's."""
     return {
-        **{name: vision[name] for name in _SAME if name in vision},
+        **usual_fields(vision, "hidden_act", "layer_norm_eps", "norm_type"),
         "attention_bias": vision.get("qkv_bias", True),
         "use_qk_norm": vision.get("qk_normalization", False),
     }

@@ -100,14 +100,12 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         return Grid(units, 1, max(1, units - 1))
 
     def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
-        """See AssembledEncoder."""
         rows = torch.arange(grid.t * self.unit.rows).view(grid.t, -1)
         of_clip = grid.h * grid.w == 1
         own = rows[:, self.unit.tokens :] if of_clip else rows[:, : self.unit.tokens]
         return {}, own.flatten()
 
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """See AssembledEncoder."""
         del inputs
         rows = self.rows(tiles)
         return self.projected(torch.cat([rows, self._pool(rows)], dim=1))

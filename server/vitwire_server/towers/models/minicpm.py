@@ -13,7 +13,7 @@ from transformers import vision_utils
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, changed, dtype_of
+from vitwire_server.towers.configs import Config, changed, dtype_of, usual_fields
 from vitwire_server.towers.family import Accepts, Parts, in_model, stripped
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
@@ -32,17 +32,6 @@ _WINDOW = _SIDE**2
 _SQUARES = "2 by 2"
 _MERGED = "16x"
 """The mode in which windows are merged; in the other one, they are not."""
-_VISION = (
-    "hidden_act",
-    "hidden_size",
-    "image_size",
-    "intermediate_size",
-    "layer_norm_eps",
-    "num_attention_heads",
-    "num_channels",
-    "num_hidden_layers",
-    "patch_size",
-)
 
 
 def _of_two(sides: Sequence[int], _: Config) -> bool:
@@ -146,7 +135,7 @@ def _original_config(_: Path, settings: Mapping[str, Any], *, versions: Sequence
     dropped = int(bool(settings.get("drop_vision_last_layer")))
     config = siglip_config(
         {
-            **{name: vision[name] for name in _VISION if name in vision},
+            **usual_fields(vision, "hidden_act", "layer_norm_eps", "num_channels"),
             "num_hidden_layers": vision["num_hidden_layers"] - dropped,
         },
         width=settings["hidden_size"],

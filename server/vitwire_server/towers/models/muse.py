@@ -39,12 +39,10 @@ class MuseTower(RasterTower):
         return replace(super()._geometry(config), channels=3 * config.vision_config.patch_temporal)
 
     def capacity(self, budget: Budget) -> Capacity:
-        """See Tower."""
         own = super().capacity(budget)
         return replace(own, windows=most_windows(own.patches, budget.max_segments, self._side))
 
     def exact(self, grids: Sequence[Grid]) -> Capacity:
-        """See Tower."""
         windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids)
         return replace(super().exact(grids), windows=windows)
 
@@ -130,7 +128,6 @@ class MuseFamily(RasterFamily):
     """Muse, whose patches have a mean and a deviation for each channel of each frame."""
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        """See Family."""
         channels = 3 * config.vision_config.patch_temporal
         return read_settings(folder, lambda files: self.processor(files, config), channels=channels)
 

@@ -209,7 +209,6 @@ class EdgeTower(PackedTower):
         return {**self._ends(grid), "positions": positions}
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        """See PackedTower."""
         model, tensors = self.model, metadata.tensors
         states = model.embeddings.patch_embedding(pixels) + tensors["positions"]
         states = model.encoder(states, None, cu_seqlens=tensors["cu_seqlens"], **metadata.bounds)

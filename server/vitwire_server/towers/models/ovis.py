@@ -10,7 +10,7 @@ from transformers.models.ovis2.configuration_ovis2 import Ovis2Config
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, dtype_of
+from vitwire_server.towers.configs import Config, dtype_of, usual_fields
 from vitwire_server.towers.family import Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import CLIP, images, per_channel, whole
@@ -40,17 +40,6 @@ def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 _INDICATORS = 5
 """Words of the visual vocabulary that mark an image's layout."""
-_BACKBONE = (
-    "hidden_size",
-    "image_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_channels",
-    "num_hidden_layers",
-    "patch_size",
-    "qkv_bias",
-    "rms_norm_eps",
-)
 _MOST_PARTS = 9
 """That the authors' code cuts an image in, unless it is asked for another number."""
 
@@ -132,7 +121,7 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
     return Ovis2Config(
         hidden_size=settings["hidden_size"],
         vision_config={
-            **{name: backbone[name] for name in _BACKBONE if name in backbone},
+            **usual_fields(backbone, "num_channels", "qkv_bias", "rms_norm_eps"),
             **{name: own[name] for name in ("hidden_stride", "tokenize_function", "vocab_size") if name in own},
             "mlp_bias": backbone.get("use_bias", False),
             "num_visual_indicator_tokens": _INDICATORS,

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.towers.configs import Config, dtype_of
-from vitwire_server.towers.family import Accepts, in_model, of_transformers
+from vitwire_server.towers.family import Accepts, Parts, in_model, of_transformers
 from vitwire_server.towers.files import CheckpointError, optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import PackedFamily
@@ -33,6 +33,11 @@ class SquareMeans(Head):
     """
 
     pools_clips = True
+
+    def __init__(self, parts: Parts, bare: Geometry) -> None:
+        super().__init__(parts, bare)
+        # The stock tower merges item by item, by numbers that it reads on the host.
+        parts["tower"].pixel_unshuffle = lambda states, *_: states
 
     def sizes(self, bare: Geometry) -> Geometry:
         return of_clips(bare, clip_merge=_OF_CLIPS)
@@ -96,7 +101,7 @@ _VIDEO_LLAMA_3 = PackedFamily(
     model_type="video_llama_3",
     title="VideoLLaMA 3",
     configuration=_config,
-    tower=stock("vitwire_server.towers.models.videollama_tower:UnmergedTower", in_model("vision_model.")),
+    tower=stock("video_llama_3.VideoLlama3VisionModel", in_model("vision_model.")),
     beside=projector("video_llama_3.VideoLlama3Projector", in_model("projector.")),
     head=SquareMeans,
     layers="encoder.layers",

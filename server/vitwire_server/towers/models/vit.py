@@ -1,9 +1,6 @@
 """ViT (Google), and towers of its form: DeiT, ViT-MSN, I-JEPA and the encoder of ViT-MAE (Meta)."""
 
 from dataclasses import replace
-from types import MethodType
-
-from torch import Tensor
 
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts, stripped
@@ -17,22 +14,17 @@ class Mae(PlainEncoder):
 
     def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
-        embeddings = self._tower.embeddings
-        embeddings.random_masking = MethodType(_unmasked, embeddings)
-
-
-def _unmasked(embeddings: object, patches: Tensor, noise: None) -> tuple[Tensor, None, None]:
-    """In place of the stock function: all patches, no mask, and no order to restore."""
-    del embeddings, noise
-    return patches, None, None
+        # All patches, no mask, and no order to restore.
+        self._tower.embeddings.random_masking = lambda patches, noise: (patches, None, None)  # noqa: ARG005
 
 
 _VIT = PlainFamily(
     model_type="vit",
     title="ViT",
     tower=part(
-        "vitwire_server.towers.models.vit_tower:Vit",
+        "vit.ViTModel",
         stripped("vit.", ""),
+        arguments=lambda config: (config, False),  # without the layer behind the class token, which classifiers lack
         renames=(
             (r"^encoder\.layer\.", "layers."),
             (r"\.attention\.attention\.(q|k|v)(uery|ey|alue)\.", r".attention.\1_proj."),
@@ -56,7 +48,7 @@ ROWS = (
         "DeiT",
         tower=replace(
             _VIT.tower,
-            source="vitwire_server.towers.models.vit_tower:Deit",
+            source="deit.modeling_deit:DeiTModel",
             prefixes=stripped("deit.", ""),
             ignored=("classifier.", "cls_classifier.", "distillation_classifier.", "pooler."),
         ),
@@ -76,7 +68,7 @@ ROWS = (
         _VIT,
         "vit_mae",
         "ViT-MAE",
-        tower=replace(_VIT.tower, source="vit_mae.modeling_vit_mae:ViTMAEModel", ignored=("decoder.",)),
+        tower=replace(_VIT.tower, source="vit_mae.modeling_vit_mae:ViTMAEModel", arguments=None, ignored=("decoder.",)),
         encoder=Mae,
     ),
 )
