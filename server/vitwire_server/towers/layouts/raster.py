@@ -34,6 +34,7 @@ class RasterFamily(PatchFamily):
     """What computes the tower's forward on its modules."""
     merge: str | None = None
     """Path of the field with the root of a token's patches, in the whole configuration; None for one patch a token."""
+    layers: str = "encoder.layers"
     channels_last: bool = False
     """The processor emits the columns of a patch as (p, p, C)."""
     processor: ReadProcessor

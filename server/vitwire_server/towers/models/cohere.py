@@ -10,10 +10,9 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector
 from vitwire_server.towers.shared.projected import ProjectedLayers
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 from vitwire_server.towers.shared.siglip import siglip
 
 
@@ -25,14 +24,7 @@ def _command_settings(image: Mapping[str, Any], config: Config) -> Preprocessing
     return tiled(image, tiling, CLIP)
 
 
-def _divides(factor: int, config: Config) -> bool:
-    """Whether the patches of a tile are whole squares of `factor`."""
-    vision = config.vision_config
-    side: int = vision.image_size // vision.patch_size
-    return side % factor == 0
-
-
-_FACTOR = (Served("downsample_factor", _divides, "a divisor of image_size / patch_size"),)
+_FACTOR = (whole_squares("downsample_factor"),)
 
 ROWS = (
     TileFamily(

@@ -131,7 +131,6 @@ _GEMMA4 = RasterFamily(
     forward=Gemma4Tower,
     merge="vision_config.pooling_kernel_size",
     channels_last=True,
-    layers="encoder.layers",
     processor=_gemma4_settings,
     videos=Accepts.PICTURES,
 )

@@ -28,13 +28,12 @@ from vitwire_server.towers.processors.settings import (
     whole,
 )
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fractions import fractional_positions
 from vitwire_server.towers.shared.learned import positioned
 from vitwire_server.towers.shared.modules import Constants
 from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.perceiver import resampled
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 from vitwire_server.towers.shared.resampled import QueriedTower
 from vitwire_server.towers.shared.siglip import packed_layers, siglip
 
@@ -129,13 +128,8 @@ class Idefics3(ProjectedTiles):
         return tower.post_layernorm(tower.encoder(inputs_embeds=states, attention_mask=None).last_hidden_state)  # type: ignore[no-any-return]
 
 
-def _divides(factor: int, config: Config) -> bool:
-    """Whether the patches of a tile are squares of so many patches a side."""
-    return side(config.vision_config.image_size) // side(config.vision_config.patch_size) % factor == 0
-
-
 _CONNECTOR = in_model("connector.")
-_SHUFFLED = (Served("pixel_shuffle_factor", _divides, "a divisor of image_size / patch_size"),)
+_SHUFFLED = (whole_squares("pixel_shuffle_factor"),)
 
 _IDEFICS2 = RasterFamily(
     model_type="idefics2",
@@ -143,7 +137,6 @@ _IDEFICS2 = RasterFamily(
     tower=stock("idefics2.Idefics2VisionTransformer", in_model("vision_model.")),
     beside={"connector": part("idefics2.Idefics2Connector", _CONNECTOR)},
     forward=Idefics2Tower,
-    layers="encoder.layers",
     # The processor keeps sizes that are not multiples of a patch; what is left over is not encoded.
     processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
     images=Accepts.PIXELS,

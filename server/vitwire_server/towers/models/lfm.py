@@ -117,7 +117,6 @@ ROWS = (
         merge="downsample_factor",
         forward=Lfm2VlTower,
         channels_last=True,
-        layers="encoder.layers",
         # The processor makes several images of a large one: parts of one size, and an overview of another.
         processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
         images=Accepts.PIXELS,

@@ -166,7 +166,6 @@ def _row(model_type: str, title: str, name: str) -> RasterFamily:
         tower=stock(f"{model_type}.{name}VisionModel", in_model("vision_tower."), served=_WINDOWS),
         beside=projector(f"{model_type}.{name}Merger", in_model("merger."), served=_MERGER),
         forward=MiniCpmTower,
-        layers="encoder.layers",
         processor=lambda files, _: {
             Modality.IMAGE: unsized(files.image, HALF),
             Modality.VIDEO: unsized(files.video, HALF),
@@ -190,7 +189,6 @@ _MINICPMV = RasterFamily(
         )
     },
     forward=OriginalMiniCpmTower,
-    layers="encoder.layers",
     # The authors' processor cuts slices; their mean and deviation have names of their own.
     processor=images(
         lambda image, _: unsized({"image_mean": image.get("norm_mean"), "image_std": image.get("norm_std")}, HALF)

@@ -18,7 +18,7 @@ from vitwire_server.towers.processors.tiles import fits_tower, shade, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
 from vitwire_server.towers.shared.parts import projector, stock
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 
 
 def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -57,10 +57,6 @@ def _original_settings(image: Mapping[str, Any], config: Config) -> Preprocessin
     return tiled(image, tiling, CLIP)
 
 
-def _divides(stride: int, vision: Config) -> bool:
-    return side(vision.image_size) // side(vision.patch_size) % stride == 0
-
-
 class Ovis2(ProjectedTiles):
     """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them.
 
@@ -90,7 +86,7 @@ _OVIS2 = TileFamily(
         in_model("vision_tower."),
         served=(
             Served("tokenize_function", lambda name, _: name == "softmax", "'softmax'"),
-            Served("hidden_stride", _divides, "a divisor of image_size / patch_size"),
+            whole_squares("hidden_stride"),
         ),
     ),
     beside=projector(

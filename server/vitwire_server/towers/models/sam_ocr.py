@@ -59,12 +59,6 @@ def _settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preproc
     return tiled(image, tiling, HALF)
 
 
-def _columns(config: Config) -> tuple[int, int]:
-    """Of Unlimited-OCR's projector."""
-    vision = config.vision_config
-    return vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size, config.text_config.hidden_size
-
-
 class SamEncoder(CropEncoder):
     """Views through SAM and further layers, of the same tokens whether overview or crop; a separator ends an image."""
 
@@ -200,7 +194,18 @@ _UNLIMITED_OCR = CropFamily(
         ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
         convert=unfused(".qkv_proj.", ".{}_proj."),
     ),
-    beside={"projector": part(nn.Linear, _PROJECTOR, arguments=_columns), "separator": _SEPARATOR},
+    beside={
+        "projector": part(
+            nn.Linear,
+            _PROJECTOR,
+            arguments=lambda config: (
+                config.vision_config.sam_config.downsample_channels[-1]
+                + config.vision_config.encoder_config.hidden_size,
+                config.text_config.hidden_size,
+            ),
+        ),
+        "separator": _SEPARATOR,
+    },
     encoder=UnlimitedOcr,
     processor=images(partial(_settings, most=32)),
     transformers="5.23.0",

@@ -126,7 +126,6 @@ _SIGLIP2 = RasterFamily(
     forward=Siglip2Tower,
     converts=False,
     channels_last=True,
-    layers="encoder.layers",
     processor=images(_settings),
     poolers=(
         replace(

@@ -7,6 +7,7 @@ from torch import Tensor
 from vitwire_server.towers.configs import Config, at, last_layer
 from vitwire_server.towers.family import Parts
 from vitwire_server.towers.layouts.tiles import Encoder, TileShape, heads_of, merged_tile, side
+from vitwire_server.towers.served import Served
 
 
 class ProjectedTiles(Encoder):
@@ -44,3 +45,13 @@ class ProjectedTiles(Encoder):
     def rows(self, tiles: Tensor) -> Tensor:
         """`(tiles, C, H, W)` to what is projected."""
         return self._tower(pixel_values=tiles).last_hidden_state  # type: ignore[no-any-return]
+
+
+def whole_squares(field: str) -> Served:
+    """Requires that squares of patches, whose side is in this field, leave no patch of a tile over."""
+
+    def divides(squares: int, config: Config) -> bool:
+        vision = getattr(config, "vision_config", config)
+        return side(vision.image_size) // side(vision.patch_size) % squares == 0
+
+    return Served(field, divides, "a divisor of image_size / patch_size")
