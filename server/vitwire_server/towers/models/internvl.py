@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.internvl.configuration_internvl import InternVLConfig, InternVLVisionConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, usual_fields
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, usual_fields
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
@@ -78,7 +77,8 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
         raise ValueError(
             f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
         )
-    config = InternVLConfig(
+    config = new_config(
+        "internvl",
         vision_config=_intern_vit(vision),
         text_config={
             "model_type": "qwen2",
@@ -93,7 +93,7 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _tower_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    return InternVLVisionConfig(**_intern_vit(settings), dtype=dtype_of(settings))
+    return new_config("internvl_vision", **_intern_vit(settings), dtype=dtype_of(settings))
 
 
 def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:

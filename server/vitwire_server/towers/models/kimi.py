@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, dtype_of
+from vitwire_server.towers.configs import Config, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily, frame_of
@@ -105,8 +104,8 @@ def _vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
     height, width = own["init_pos_emb_height"], own["init_pos_emb_width"]
     if height != width:
         raise ValueError(f"vision_config.init_pos_emb_width is {width}, but must be init_pos_emb_height, {height}")
-    config_class: Any = CONFIG_MAPPING["kimi_k25"]
-    config: Config = config_class(
+    return new_config(
+        "kimi_k25",
         vision_config={
             **{name: own[name] for name in _SAME},
             "pos_emb_height": height,
@@ -117,7 +116,6 @@ def _vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
         projection_hidden_size=own["hidden_size"],
         dtype=dtype_of(settings),
     )
-    return config
 
 
 _KIMI_K25 = PackedFamily(

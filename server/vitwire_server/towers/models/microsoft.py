@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.models.florence2.configuration_florence2 import Florence2Config
-from transformers.models.phi4_multimodal.configuration_phi4_multimodal import Phi4MultimodalConfig
 
 from vitwire_server.core.footprints import CanvasFootprints
 from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
@@ -89,7 +87,7 @@ def _florence_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     """
     own = settings.get("vision_config") or {}
     if own.get("model_type") == "davit":
-        config: Config = Florence2Config(vision_config=_renamed(own), dtype=dtype_of(settings))
+        config = new_config("florence2", vision_config=_renamed(own), dtype=dtype_of(settings))
     else:
         config = of_transformers(folder, settings)
     return changed(config, {"vision_config.image_size": ProcessorFiles.read(folder).square(default=_FLORENCE_SIZE)})
@@ -286,7 +284,8 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     for name, value in _TRANSFORM.items():
         if embedding.get(name, value) != value:
             raise ValueError(f"embd_layer.image_embd_layer.{name} is {embedding[name]!r}, but must be {value!r}")
-    return Phi4MultimodalConfig(
+    return new_config(
+        "phi4_multimodal",
         hidden_size=settings["hidden_size"],
         vision_config=settings.get("vision_config") or {},
         dtype=dtype_of(settings),

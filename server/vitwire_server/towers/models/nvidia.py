@@ -13,7 +13,7 @@ from torch.nn import functional
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, changed, dtype_of
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.layouts.patches import neighbours
@@ -101,8 +101,6 @@ def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
 
 def _of_arguments(settings: Mapping[str, Any]) -> Config:
     """The configuration of transformers' class that says what NVIDIA's arguments say."""
-    from transformers.models.radio.configuration_radio import RadioConfig  # noqa: PLC0415 - since transformers 5.23
-
     args = settings["args"]
     named = _NAMED.fullmatch(str(args["model"]))
     if not named or named["size"] not in _SIZES:
@@ -117,7 +115,8 @@ def _of_arguments(settings: Mapping[str, Any]) -> Config:
     teachers, multiple = args["teachers"], args.get("register_multiple") or 0
     tokens = len({teacher["name"] for teacher in teachers}) if args.get("cls_token_per_teacher") else 1
     patch = int(named["patch"])
-    return RadioConfig(
+    return new_config(
+        "radio",
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,

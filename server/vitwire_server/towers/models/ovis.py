@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers.models.ovis2.configuration_ovis2 import Ovis2Config
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, dtype_of, usual_fields
+from vitwire_server.towers.configs import Config, dtype_of, new_config, usual_fields
 from vitwire_server.towers.family import Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import CLIP, images, per_channel, whole
@@ -114,7 +113,8 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
         raise ValueError(
             f"visual_tokenizer_config.backbone_config.model_type is {backbone['model_type']!r}, but must be 'aimv2'"
         )
-    return Ovis2Config(
+    return new_config(
+        "ovis2",
         hidden_size=settings["hidden_size"],
         vision_config={
             **usual_fields(backbone, "num_channels", "qkv_bias", "rms_norm_eps"),

@@ -12,7 +12,7 @@ from transformers.vision_utils import get_vision_position_ids
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Parts, in_model, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of, merged_tile, side
@@ -26,11 +26,9 @@ from vitwire_server.towers.shared.sam import gather_relative_positions
 
 def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     """Checkpoints of the hub's own code and of transformers differ in the names of their fields."""
-    # not in the oldest transformers that other rows need
-    from transformers.models.step3p7.configuration_step3p7 import Step3p7Config  # noqa: PLC0415
-
     text = settings.get("text_config") or {}
-    config: Config = Step3p7Config(
+    config = new_config(
+        "step3p7",
         vision_config=dict(settings["vision_config"]),
         text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
         projector_bias=settings.get("projector_bias", False),

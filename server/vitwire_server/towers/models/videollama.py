@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, dtype_of
+from vitwire_server.towers.configs import Config, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, in_model, of_transformers
 from vitwire_server.towers.files import CheckpointError, optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
@@ -81,13 +80,12 @@ def _original_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     if (kind := settings.get("mm_projector_type")) != "mlp2x_gelu":
         raise ValueError(f"mm_projector_type is {kind!r}, but must be 'mlp2x_gelu'")
     vision = settings["vision_encoder_config"]
-    config_class: Any = CONFIG_MAPPING["video_llama_3"]
-    config: Config = config_class(
+    return new_config(
+        "video_llama_3",
         vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
         text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
         dtype=dtype_of(settings),
     )
-    return config
 
 
 def _check_merged(path: Path, key: str, settings: Mapping[str, Any], merge: int) -> None:

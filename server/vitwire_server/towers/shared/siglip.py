@@ -5,10 +5,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, new_config
 from vitwire_server.towers.family import Module, in_model
 
 
@@ -20,13 +19,12 @@ def siglip(name: str) -> Module:
 
 def siglip_config(vision: Mapping[str, object], *, width: int, dtype: str | None) -> Config:
     """A configuration that transformers has no class for: SigLIP's tower with these fields, and rows of this width."""
-    config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-    config: Config = config_class(
+    return new_config(
+        "deepseek_vl",
         vision_config={**vision, "vision_use_head": False},
         text_config={"model_type": "llama", "hidden_size": width},
         dtype=dtype,
     )
-    return config
 
 
 class SiglipAttention(Protocol):
