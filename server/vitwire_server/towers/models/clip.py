@@ -2,7 +2,7 @@
 
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, attention, class_token
 
@@ -52,7 +52,7 @@ _AIMV2_VISION = PlainFamily(
     title="AIMv2 (vision alone)",
     tower=part(_AIMV2_TOWER, stripped("vision_model.", ""), ignored=_NOT_AIMV2),
     encoder=PlainEncoder,
-    leading=no_leading_tokens,
+    leading=0,
     head="use_head",
     poolers=(attention(part(_AIMV2_HEAD, stripped("vision_model.head.", "head."))), MEAN),
     processor="CLIP",

@@ -14,7 +14,7 @@ from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Accepts, Parts, Pooler, of_transformers, stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded_above, images, whole
@@ -141,7 +141,7 @@ _SIGLIP = PlainFamily(
     title="SigLIP, SigLIP 2 of fixed resolution",
     tower=stock(_TOWER, stripped("vision_model."), ignored=_NOT_TOWER),
     encoder=PlainEncoder,
-    leading=no_leading_tokens,
+    leading=0,
     head="vision_use_head",
     poolers=(attention(stock(_HEAD, stripped("vision_model.head."))), MEAN),
     processor="Siglip",

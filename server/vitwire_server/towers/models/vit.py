@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts, stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.parts import part, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
@@ -52,7 +52,7 @@ ROWS = (
             prefixes=stripped("deit.", ""),
             ignored=("classifier.", "cls_classifier.", "distillation_classifier.", "pooler."),
         ),
-        leading=lambda _: 2,  # class and distillation tokens
+        leading=2,  # class and distillation tokens
         processor="DeiT",
     ),
     variant(_VIT, "vit_msn", "ViT-MSN", "vit_msn.ViTMSNModel"),
@@ -61,7 +61,7 @@ ROWS = (
         "ijepa",
         "I-JEPA",
         tower=replace(_VIT.tower, source="ijepa.modeling_ijepa:IJepaModel", prefixes=stripped("ijepa.", "")),
-        leading=no_leading_tokens,
+        leading=0,
         poolers=(MEAN,),
     ),
     variant(
