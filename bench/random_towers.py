@@ -105,7 +105,7 @@ def _new(module: Module, config: Config, dtype: torch.dtype, device: torch.devic
         if issubclass(source, PreTrainedModel):
             made: nn.Module = source._from_config(own, dtype=dtype, attn_implementation="sdpa")
         else:
-            made = source(own)
+            made = module.make(own)
             for parameter in made.parameters():
                 parameter.data = parameter.data.to(dtype)
     return made.to(device).eval().requires_grad_(requires_grad=False)

@@ -23,6 +23,8 @@ from vitwire_server.towers.family import Accepts, Family
 from vitwire_server.towers.registry import FAMILIES
 
 _ROOT = Path(__file__).parents[1]
+UNWRITTEN = "?"
+"""In the table of models, the tower of a row that nobody has described yet."""
 _BYTES = ("_bytes", "_memory")
 _GIB = 1 << 30
 
@@ -37,10 +39,11 @@ def short_table() -> Iterator[str]:
 
 
 def long_table() -> Iterator[str]:
-    """One line for each row."""
+    """One line for each row. What only readers need, a tower's sizes and what is special, is written in the file."""
     header = (
         "model_type",
         "models",
+        "pixels",
         "tower",
         "images",
         "videos",
@@ -50,21 +53,34 @@ def long_table() -> Iterator[str]:
         "attach",
         "what is special",
     )
-    return _table(header, [_line(row) for row in FAMILIES.values()])
+    written = dict(_written())
+    return _table(header, [_line(row, *written.get(_key(row), (UNWRITTEN, ""))) for row in FAMILIES.values()])
 
 
-def _line(row: Family) -> tuple[str, ...]:
+def _written() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """By `model_type` and title, a row's tower and what is special about it, as the file has them."""
+    for line in (_ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if line.startswith("| `") and len(cells) == 11:
+            yield (cells[0], cells[1]), (cells[3], cells[10])
+
+
+def _key(row: Family) -> tuple[str, str]:
+    return f"`{row.model_type}`", row.title
+
+
+def _line(row: Family, tower: str, special: str) -> tuple[str, ...]:
     return (
-        f"`{row.model_type}`",
-        row.title,
-        ", ".join(filter(None, (row.architecture, row.layout, f"attention {row.attention}"))),
+        *_key(row),
+        row.layout,
+        tower,
         row.images,
         row.videos,
         "yes",
         "yes" if row.videos is not Accepts.NOTHING and row.prunes else "no",
         row.transformers,
         "yes" if tower_type(row.model_type) in LAYOUTS else "no",
-        row.special,
+        special,
     )
 
 
@@ -173,7 +189,10 @@ def main() -> int:
         else:
             (_ROOT / file).write_text(current(file, table), encoding="utf-8")
             print(f"{file} written")
-    return int(bool(stale) and "--check" in sys.argv[1:])
+    unwritten = [row.name for row in FAMILIES.values() if dict(_written()).get(_key(row), (UNWRITTEN,))[0] == UNWRITTEN]
+    if unwritten:
+        print(f"docs/models.md: describe the tower of {', '.join(unwritten)}, in place of {UNWRITTEN}")
+    return int(bool(unwritten) or (bool(stale) and "--check" in sys.argv[1:]))
 
 
 if __name__ == "__main__":

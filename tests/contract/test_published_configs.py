@@ -131,7 +131,7 @@ def test_a_published_configuration_asks_for_the_published_weights(name: str, tmp
     assert checkpoint.dtype == torch.bfloat16
     with torch.device("meta"):
         parts = {
-            part: module.resolve()(module.configuration(checkpoint.config))
+            part: module.make(module.configuration(checkpoint.config))
             for part, module in checkpoint.family.modules.items()
         }
     shapes = {f"{part} {key}": tuple(own.shape) for part in parts for key, own in parts[part].named_parameters()}

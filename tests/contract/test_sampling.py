@@ -139,22 +139,22 @@ def test_a_clip_without_a_rate_is_rejected_by_rules_that_need_it() -> None:
 
 
 def test_files_of_checkpoints_set_the_rule() -> None:
-    qwen = read_sampling("qwen3_vl", {})
+    qwen = read_sampling("Qwen3VL", {})
     assert qwen
     assert (qwen.rule, qwen.fps, qwen.max_frames) == (SamplingRule.RATE_TO_LAST, 2.0, 768)
-    named = read_sampling("glm4v", {"video_processor_type": "Glm46VVideoProcessor", "fps": 4})
+    named = read_sampling("Glm4v", {"video_processor_type": "Glm46VVideoProcessor", "fps": 4})
     assert named
     assert (named.rule, named.fps) == (SamplingRule.RATE_BY_DURATION, 4.0)
-    counted = read_sampling("qwen2_vl", {"num_frames": 12})
+    counted = read_sampling("Qwen2VL", {"num_frames": 12})
     assert counted
     assert counted.frames == 12
-    assert read_sampling("kimi_k25", {}) is None
-    assert read_sampling("smolvlm", {}) == read_sampling("smolvlm", {"num_frames": 64})
-    nested = read_sampling("smolvlm", {"video_sampling": {"fps": 2, "max_frames": 16, "video_size": {}}})
+    assert read_sampling("", {}) is None
+    assert read_sampling("SmolVLM", {}) == read_sampling("SmolVLM", {"num_frames": 64})
+    nested = read_sampling("SmolVLM", {"video_sampling": {"fps": 2, "max_frames": 16, "video_size": {}}})
     assert nested
     assert (nested.fps, nested.max_frames) == (2.0, 16)
     with pytest.raises(ValueError, match="fps must be a number"):
-        read_sampling("qwen2_vl", {"fps": "fast"})
+        read_sampling("Qwen2VL", {"fps": "fast"})
 
 
 def test_the_rule_of_a_checkpoint(checkpoints: Checkpoints) -> None:

@@ -67,7 +67,7 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             "image_feature_source is \\['last_frame'\\], but must be",
         ),
         ("florence2", edit(PROCESSOR, size={"height": 288, "width": 288}), "9 rows of patches are more than"),
-        ("florence2", edit(PROCESSOR, do_center_crop=True), "do_center_crop is not served"),
+        ("florence2", edit(PROCESSOR, do_center_crop=True), "unsupported do_center_crop"),
         ("aria", edit(PROCESSOR, split_image=True), "split_image"),
         ("aria", edit(CONFIG, projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
         (
@@ -126,12 +126,16 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("mistral3", edit(CONFIG, vision_config=CLIP), "'clip_vision_model', but must be 'pixtral'"),
         ("llava", edit(CONFIG, vision_feature_layer=-5), "vision_feature_layer -5 is not served, as the tower has 3"),
         ("llava_next", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size must be image_size, 56"),
-        ("llava", edit(PROCESSOR, crop_size={"height": 28, "width": 28}), "crop_size 28 .* does not make tiles of 56"),
-        ("llava", edit(PROCESSOR, do_center_crop=False), "does not make tiles of 56 x 56"),
+        (
+            "llava",
+            edit(PROCESSOR, crop_size={"height": 28, "width": 28}),
+            "crop_size .*28.* does not make tiles of 56 x 56",
+        ),
+        ("llava", edit(PROCESSOR, do_center_crop=False), "does not make one tile of an image"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
         ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
         ("idefics2", edit(CONFIG, perceiver_config__resampler_n_latents=5), "do not fit the vision connector"),
-        ("granite_docling", edit(PROCESSOR, fine_route=True), "fine_route is true, but only the coarse path is served"),
+        ("granite_docling", edit(PROCESSOR, fine_route=True), "unsupported fine_route; supported: the coarse path"),
         ("granite_docling", edit(PROCESSOR, size=56), "size is 56, but must be the tower's image_size, 112"),
         (
             "idefics3",
@@ -156,7 +160,7 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("eagle_2_5_vl", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
         ("eagle_2_5_vl", edit(CONFIG, vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
-        ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "pad_during_tiling is not served"),
+        ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "unsupported pad_during_tiling"),
         ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
     ],
 )

@@ -211,7 +211,7 @@ def test_a_step_that_the_processor_leaves_out_is_left_out(
         ("mllama", {"size": {"height": 28, "width": 28}}, "size is 28, but must be"),
         ("ovis2", {"size": {"height": 112, "width": 56}}, "is not square"),
         ("got_ocr2", {"size": {"height": 56, "width": 56}}, "size is 56, but must be"),
-        ("llava", {"do_resize": False}, "do_resize false is not served"),
+        ("llava", {"do_resize": False}, "unsupported do_resize: false"),
         ("mllama", {"max_image_tiles": None}, "max_image_tiles is None, but must be a number"),
         ("florence2", {"resample": None}, "resample is None, but must be a number"),
         ("aria", {"image_mean": ["x", 0, 0]}, "image_mean is 'x', but must be a number"),

@@ -5,6 +5,17 @@ from copy import deepcopy
 from functools import reduce
 from typing import Any, Protocol
 
+from transformers import CONFIG_MAPPING
+
+_USUAL = (
+    "hidden_size",
+    "image_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "patch_size",
+)
+
 
 class Config(Protocol):
     """A configuration of transformers of any class: fields by name."""
@@ -24,6 +35,18 @@ def changed(config: Config, fields: Mapping[str, object]) -> Config:
         parent, _, name = path.rpartition(".")
         setattr(at(copied, parent), name, value)
     return copied
+
+
+def new_config(model_type: str, **fields: Any) -> Config:  # noqa: ANN401 - of the class
+    """A configuration of transformers' class for this `model_type`. Raises what the class raises over its fields."""
+    config_class: Any = CONFIG_MAPPING[model_type]
+    config: Config = config_class(**fields)
+    return config
+
+
+def usual_fields(vision: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """The fields of a vision transformer that have their usual names in a config.json, and `more` that it may have."""
+    return {name: vision[name] for name in (*_USUAL, *more) if name in vision}
 
 
 def dtype_of(settings: Mapping[str, Any]) -> str | None:

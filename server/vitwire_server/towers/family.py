@@ -47,8 +47,8 @@ def unchanged(weights: Weights, config: Config) -> Weights:
 class Module:
     """A module to load: its class, its configuration, and what its weights are called in checkpoints."""
 
-    source: str
-    """Module and class; `transformers.models.` is left out, modules of this package are named in full."""
+    source: "str | type[nn.Module]"
+    """Its class, or `module:Class`; `transformers.models.` is left out, modules of this package are named in full."""
     prefixes: Mapping[str, str]
     """Beginnings of its weights' names in checkpoints of any layout, and what replaces them in the module."""
     renames: tuple[tuple[str, str], ...] = ()
@@ -62,15 +62,30 @@ class Module:
     """
     config: str = "vision_config"
     """Path of its configuration within the checkpoint's; empty for the whole."""
+    arguments: Callable[[Config], tuple[Any, ...]] | None = None
+    """From its configuration to what its class takes, where that is not the configuration alone.
+
+    The first of them is the configuration if the class is a model of transformers.
+    """
     served: tuple[Served, ...] = ()
     """Fields of its configuration of which not every value is served."""
 
     def resolve(self) -> "type[nn.Module]":
         """The class. Raises ImportError or AttributeError where transformers has none."""
+        if not isinstance(self.source, str):
+            return self.source
         path, name = self.source.split(":")
         package = path if path.startswith("vitwire_server.") else f"transformers.models.{path}"
         found: type[nn.Module] = getattr(importlib.import_module(package), name)
         return found
+
+    def called_with(self, config: Config) -> tuple[Any, ...]:
+        """What its class takes; `config` is its part of a checkpoint's configuration."""
+        return self.arguments(config) if self.arguments else (config,)
+
+    def make(self, config: Config) -> "nn.Module":
+        """A new module; `config` is its part of a checkpoint's configuration."""
+        return self.resolve()(*self.called_with(config))
 
     def configuration(self, whole: Config) -> Config:
         """This module's part of a checkpoint's configuration. Raises AttributeError."""
@@ -121,9 +136,18 @@ class Pooler:
     """Whether a checkpoint of this configuration has it."""
 
 
-def projector(source: str, served: tuple[Served, ...] = ()) -> dict[str, Module]:
-    """`beside` of a tower whose projector has transformers' usual names."""
-    return {"projector": Module(source=source, prefixes=in_model("multi_modal_projector."), config="", served=served)}
+ReadConfig = Callable[[Path, Mapping[str, Any]], Config]
+"""From a checkpoint's directory and its config.json to its configuration, of a class of transformers.
+
+Raises KeyError, TypeError or ValueError over a model that is not supported, CheckpointError over another file.
+"""
+
+
+def of_transformers(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """The configuration that transformers reads. Raises what it raises over one that is broken."""
+    del settings
+    config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return config
 
 
 class Accepts(StrEnum):
@@ -160,14 +184,12 @@ class Family(ABC):
     """Oldest release of transformers that computes this tower correctly."""
     images: Accepts = Accepts.PICTURES
     videos: Accepts = Accepts.PICTURES
+    video_processor: str = ""
+    """Class of the model's video processor, by the beginning of its name, where the checkpoint names none."""
     converts: bool = True
     """The class of the model's own processor converts images to RGB where the checkpoint's files do not say."""
-    architecture: str = ""
-    """Sizes of the published towers, for the table of models."""
-    attention: str = "full"
-    """What attends to what, in a few words, for the table of models."""
-    special: str = ""
-    """What else a reader of the table should know."""
+    configuration: ReadConfig = of_transformers
+    """What reads a checkpoint's configuration."""
     layout: ClassVar[str]
     """Shape of the family's pixels, for the table of models."""
 
@@ -209,13 +231,8 @@ class Family(ABC):
         return replace(self, tower=inside(self.tower), beside=beside, **fields)
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """The checkpoint's configuration; `settings` is its config.json.
-
-        Raises what transformers raises over one that is broken, and CheckpointError over another file of it.
-        """
-        del settings
-        config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return config
+        """The checkpoint's configuration; `settings` is its config.json. Raises what `configuration` raises."""
+        return self.configuration(folder, settings)
 
     @abstractmethod
     def build(self, parts: Parts, config: Config) -> "Tower":

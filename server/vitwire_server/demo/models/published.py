@@ -17,7 +17,7 @@ from vitwire_server.demo.demo_model import HALF, SHARD, TEXT, VISION, DemoModel,
 from vitwire_server.demo.models.internvl import INTERNVL
 from vitwire_server.demo.saving import save_internvl
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.models.deepseek_vl2 import DownsampleProjector
+from vitwire_server.towers.models.deepseek import DownsampleProjector
 from vitwire_server.towers.models.internvl import NvlmProjector
 from vitwire_server.towers.shared.modules import SingleParameter
 from vitwire_server.towers.shared.resampler import Resampler

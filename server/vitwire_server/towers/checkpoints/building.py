@@ -25,11 +25,11 @@ def build_module(
 ) -> nn.Module:
     """A module with its weights, on the host; `config` is the whole checkpoint's. Raises CheckpointError."""
     try:
-        source, own = module.resolve(), module.configuration(config)
-        if other := _other_form(source, own, weights):
+        own = module.configuration(config)
+        if other := _other_form(module, own, weights):
             raise CheckpointError(f"{folder}: the weights do not fit the vision {name}: {other}")
-        make = _pretrained if issubclass(source, PreTrainedModel) else _plain
-        built, info = make(source, own, weights, dtype)
+        make = _pretrained if issubclass(module.resolve(), PreTrainedModel) else _plain
+        built, info = make(module, own, weights, dtype)
     except BROKEN as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{folder}: the vision {name} cannot be built: {reason}") from error
@@ -43,7 +43,7 @@ def build_module(
 def unfilled_module(module: Module, config: Config, dtype: torch.dtype) -> nn.Module:
     """As `build_module`, on the host, with undefined values, which take no memory until written."""
     with torch.device("meta"):
-        built = module.resolve()(module.configuration(config))
+        built = module.make(module.configuration(config))
     for owner in built.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             empty = torch.empty_like(parameter, dtype=dtype, device="cpu")
@@ -53,10 +53,10 @@ def unfilled_module(module: Module, config: Config, dtype: torch.dtype) -> nn.Mo
     return built.eval()
 
 
-def _other_form(source: type[nn.Module], config: Config, weights: Weights) -> str | None:
+def _other_form(module: Module, config: Config, weights: Weights) -> str | None:
     """The first weight of another shape or kind than the module holds, found before memory is allocated."""
     with torch.device("meta"):
-        held = {name: tuple(tensor.shape) for name, tensor in source(config).named_parameters()}
+        held = {name: tuple(tensor.shape) for name, tensor in module.make(config).named_parameters()}
     for name in sorted(held.keys() & weights.keys()):
         given = weights[name]
         if tuple(given.shape) != held[name]:
@@ -67,26 +67,20 @@ def _other_form(source: type[nn.Module], config: Config, weights: Weights) -> st
 
 
 def _pretrained(
-    source: Any,  # noqa: ANN401 - from_pretrained is typed in part only
-    config: Config,
-    weights: Weights,
-    dtype: torch.dtype,
+    module: Module, config: Config, weights: Weights, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, Any]]:
+    source: Any = module.resolve()  # from_pretrained is typed in part only
+    _, *others = module.called_with(config)
     model, info = source.from_pretrained(
-        None, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+        None, *others, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
     )
     return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
 
 
-def _plain(
-    source: type[nn.Module],
-    config: Config,
-    weights: Weights,
-    dtype: torch.dtype,
-) -> tuple[nn.Module, dict[str, Any]]:
+def _plain(module: Module, config: Config, weights: Weights, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     """A module that is not a transformers model: its buffers stay in float32, as computed."""
-    module = source(config)
-    for parameter in module.parameters():
+    built = module.make(config)
+    for parameter in built.parameters():
         parameter.data = parameter.data.to(dtype)
-    info = module.load_state_dict(weights, strict=False)
-    return module, {"missing_keys": info.missing_keys, "unexpected_keys": info.unexpected_keys}
+    info = built.load_state_dict(weights, strict=False)
+    return built, {"missing_keys": info.missing_keys, "unexpected_keys": info.unexpected_keys}

@@ -63,7 +63,7 @@ class Checkpoint:
         if clips is None or clips.resizing is Resizing.OTHER:
             return found
         try:
-            sampling = read_sampling(self.family.model_type, ProcessorFiles.read(self.folder).sampling)
+            sampling = read_sampling(self.family.video_processor, ProcessorFiles.read(self.folder).sampling)
         except ValueError as error:
             reason = f"the video processor's settings cannot be used: {error}"
             raise CheckpointError(f"{self.folder}: {reason}") from error

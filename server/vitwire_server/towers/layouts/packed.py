@@ -84,6 +84,8 @@ class PackedFamily(PatchFamily):
     """What follows the tower."""
     span: AttentionSpan = AttentionSpan.FRAME
     inputs: Inputs = Inputs()
+    forward: "type[PackedTower] | None" = None
+    """The tower's class, where it is one of its own."""
     image_areas: AreaRule = _IMAGE_AREAS
     """How clients resize images."""
     video_areas: AreaRule = _VIDEO_AREAS
@@ -97,7 +99,7 @@ class PackedFamily(PatchFamily):
 
     def build(self, parts: Parts, config: Config) -> "PackedTower":
         """See Family."""
-        return PackedTower(self, parts, config)
+        return (self.forward or PackedTower)(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
         """See Family."""

@@ -29,7 +29,7 @@ _KEPT_BYTES = 1 << 27
 class PatchFamily(Family):
     """Fields of every family of packed patches."""
 
-    width: str
+    width: str = "text_config.hidden_size"
     """Path of the field that holds the columns of an embedding's main part, in the whole configuration."""
     layers: str = "blocks"
     """Path of the tower's layers."""

@@ -27,18 +27,6 @@ class TilePool(Protocol):
         ...
 
 
-def no_leading_tokens(config: Config) -> int:
-    """Tokens before those of the patches: none."""
-    del config
-    return 0
-
-
-def one_class_token(config: Config) -> int:
-    """Tokens before those of the patches: the class token."""
-    del config
-    return 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlainFamily(Family):
     """What differs between vision transformers that are served alone."""
@@ -46,24 +34,19 @@ class PlainFamily(Family):
     encoder: "Callable[[PlainFamily, Parts, Config], PlainEncoder]"
     layers: str = "encoder.layers"
     """Path of the tower's layers."""
-    leading: Callable[[Config], int] = one_class_token
-    """Number of tokens before those of the patches, by the tower's configuration."""
+    leading: int | Callable[[Config], int] = 1
+    """Tokens before those of the patches, such as a class token: their number, or that by the tower's configuration."""
     head: str | None = None
     """Field of the tower's configuration that says whether it has a pooling head, which is loaded on its own."""
     processor: str
     """Class of the model's processor, by the beginning of its name, where the checkpoint names none."""
     resizes: bool = False
     """The tower takes tiles of the size that the processor makes, rather than of image_size only."""
-    attention: str = "within each tile"
     layout = "tiles"
-
-    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """The checkpoint's configuration of transformers' class."""
-        return super().read_config(folder, settings)
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError or CheckpointError."""
-        config = self.stock_config(folder, settings)
+        config = super().read_config(folder, settings)
         vision = self.tower.configuration(config)
         files = ProcessorFiles.read(folder)
         with usable(files.image_path):
@@ -113,7 +96,7 @@ class PlainEncoder(Encoder):
         self.width = vision.hidden_size
         self.attention_heads = heads_of(vision)
         self._tower: Any = parts["tower"]
-        self._leading = family.leading(vision)
+        self._leading = family.leading if isinstance(family.leading, int) else family.leading(vision)
         self.blocks = list(self._tower.get_submodule(family.layers))
 
     def tokens(self, tiles: Tensor) -> Tensor:

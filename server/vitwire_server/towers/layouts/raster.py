@@ -16,7 +16,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.towers.configs import Config, at
-from vitwire_server.towers.family import Parts
+from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
@@ -34,9 +34,11 @@ class RasterFamily(PatchFamily):
     """What computes the tower's forward on its modules."""
     merge: str | None = None
     """Path of the field with the root of a token's patches, in the whole configuration; None for one patch a token."""
+    layers: str = "encoder.layers"
     channels_last: bool = False
     """The processor emits the columns of a patch as (p, p, C)."""
     processor: ReadProcessor
+    videos: Accepts = Accepts.NOTHING
     layout = "packed patches, raster order"
 
     def build(self, parts: Parts, config: Config) -> "RasterTower":

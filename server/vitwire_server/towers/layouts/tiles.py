@@ -18,7 +18,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.towers.configs import Config, at, changed
-from vitwire_server.towers.family import Family, Parts
+from vitwire_server.towers.family import Accepts, Family, Parts
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
 from vitwire_server.towers.tower import Metadata, Tower
@@ -76,9 +76,9 @@ class TileFamily(Family):
     encoder: Callable[[Parts, Config], Encoder]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
     processor: ReadProcessor
+    videos: Accepts = Accepts.NOTHING
     within: str = ""
     """Path of the configuration with the tower and the width of rows, in checkpoints where a larger model has it."""
-    attention: str = "within each tile"
     layout = "tiles"
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:

@@ -10,46 +10,39 @@ from torch import Tensor
 from vitwire_server.core.footprints import TileFootprints
 from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, last_layer
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, whole
+from vitwire_server.towers.processors.settings import HALF, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import masked_states
 
 
-def _aria_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _aria_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     size = config.vision_config.image_size
-    largest = whole(files.image, "max_image_size", 980)
+    largest = whole(image, "max_image_size", 980)
     if largest != size:
         raise ValueError(f"max_image_size is {largest}, but must be vision_config.image_size, {size}")
-    if files.image.get("split_image"):
-        raise ValueError("split_image is not served: send the parts of an image as images of their own")
-    smallest = whole(files.image, "min_image_size", 336)
+    if image.get("split_image"):
+        raise ValueError("unsupported split_image: send the parts of an image as separate images")
+    smallest = whole(image, "min_image_size", 336)
     tiling = Tiling(TilingRule.CORNER, (size, size), min_side=smallest, patch=config.vision_config.patch_size)
-    return {Modality.IMAGE: tiled(files.image, tiling, HALF)}
+    return tiled(image, tiling, HALF)
 
 
-class Aria(AssembledEncoder):
+class Aria(AssembledEncoder, ProjectedTiles):
     """SigLIP, and queries that attend to its patches; those of the margin are attended to by neither."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
-        last_layer(config)
-        vision = config.vision_config
-        self.patch, self.merge, self.channels = vision.patch_size, 1, vision.num_channels
-        self._side = vision.image_size // self.patch
+        super().__init__(parts, config)
+        self._side = self.tile.width // self.patch
         queries = config.projector_patch_to_query_dict[self._side**2]
-        self.tile = TileShape(vision.image_size, vision.image_size, queries)
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
-        self.blocks = list(self._tower.encoder.layers)
+        self.tile = self.tile._replace(tokens=queries)
         self.footprints = TileFootprints(queries, self._side**2)
         self.unit = Unit(1, queries, queries, self._side**2)
         self.inputs = {"attended": UnitInput((self._side, self._side), torch.bool, padding=1)}
@@ -80,27 +73,23 @@ def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
     return 0 < own <= most
 
 
-_ARIA = AssembledFamily(
-    model_type="aria",
-    title="Aria",
-    architecture="27 x 1152, patch 14",
-    attention="within each tile, without its margin",
-    tower=Module(source="idefics3.modeling_idefics3:Idefics3VisionTransformer", prefixes=in_model("vision_tower.")),
-    beside=projector(
-        "aria.modeling_aria:AriaProjector",
-        served=(
-            Served(
-                "projector_patch_to_query_dict",
-                _has_queries,
-                "a table with queries for (image_size / patch_size) squared, the patches of a tile",
+ROWS = (
+    AssembledFamily(
+        model_type="aria",
+        title="Aria",
+        tower=stock("idefics3.Idefics3VisionTransformer", in_model("vision_tower.")),
+        beside=projector(
+            "aria.AriaProjector",
+            served=(
+                Served(
+                    "projector_patch_to_query_dict",
+                    _has_queries,
+                    "a table with queries for (image_size / patch_size) squared, the patches of a tile",
+                ),
             ),
         ),
+        encoder=Aria,
+        processor=images(_aria_settings),
+        transformers="5.23.0",
     ),
-    encoder=Aria,
-    processor=_aria_settings,
-    videos=Accepts.NOTHING,
-    transformers="5.23.0",
-    special="grids count an image's patches without its margin; parts of a split image are images of their own",
 )
-
-ROWS: tuple[Family, ...] = (_ARIA,)

@@ -1,18 +1,16 @@
-"""CLIP (OpenAI) and towers of its form: MetaCLIP 2 (Meta), Chinese CLIP (OFA), AltCLIP (BAAI), MLCD (DeepGlint)."""
-
-from dataclasses import replace
+"""CLIP (OpenAI), its kin MetaCLIP 2 (Meta), Chinese CLIP (OFA), AltCLIP (BAAI) and MLCD (DeepGlint); AIMv2 (Apple)."""
 
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, stripped
+from vitwire_server.towers.family import stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
-from vitwire_server.towers.shared.pooling import MEAN, class_token
+from vitwire_server.towers.shared.parts import part, stock, variant
+from vitwire_server.towers.shared.pooling import MEAN, attention, class_token
 
 _NORM = "post_layernorm"
 """Applied to the class token alone: rows of patches come before it, as transformers returns them."""
 _PREFIXES = stripped("vision_model.")
 _BUFFERS = ("embeddings.position_ids",)
 """Stored by older releases of transformers."""
-_PATCHES = "rows of the patches before the last norm, which is the class token's; cls: with the projection"
 
 
 def _projects(config: Config) -> bool:
@@ -23,78 +21,67 @@ def _projects(config: Config) -> bool:
 _CLIP = PlainFamily(
     model_type="clip",
     title="CLIP",
-    architecture="12 x 768, 24 x 1024 or 48 x 1664, patch 14, 16 or 32",
-    tower=Module(source="clip.modeling_clip:CLIPVisionModel", prefixes=_PREFIXES, ignored=_BUFFERS),
+    tower=stock("clip.CLIPVisionModel", _PREFIXES, ignored=_BUFFERS),
     encoder=PlainEncoder,
     poolers=(class_token(norm=_NORM, projected=True), MEAN),
     processor="CLIP",
-    special=_PATCHES,
 )
 
-_CLIP_VISION = replace(
+_CLIP_VISION = variant(
     _CLIP,
-    model_type="clip_vision_model",
-    title="CLIP (vision alone)",
-    tower=Module(
-        source="clip.modeling_clip:CLIPVisionModel",
-        prefixes=stripped("vision_model.", ""),
-        ignored=(*_BUFFERS, "visual_projection."),
-        config="",
-    ),
+    "clip_vision_model",
+    "CLIP (vision alone)",
+    tower=part("clip.CLIPVisionModel", stripped("vision_model.", ""), ignored=(*_BUFFERS, "visual_projection.")),
     poolers=(class_token(norm=_NORM, projected=True, offered=_projects), class_token(norm=_NORM), MEAN),
-    special="with the projection or without; rows of the patches before the last norm",
 )
 
-_METACLIP2 = replace(
+_MLCD = variant(
     _CLIP,
-    model_type="metaclip_2",
-    title="MetaCLIP 2",
-    architecture="12 x 768 to 32 x 1280, patch 14 or 16",
-    tower=Module(source="metaclip_2.modeling_metaclip_2:MetaClip2VisionModel", prefixes=_PREFIXES, ignored=_BUFFERS),
-)
-
-_CHINESE_CLIP = replace(
-    _CLIP,
-    model_type="chinese_clip",
-    title="Chinese CLIP",
-    architecture="12 x 768, 24 x 1024 or 32 x 1280, patch 14 or 16",
-    tower=replace(_CLIP.tower, source="chinese_clip.modeling_chinese_clip:ChineseCLIPVisionModel"),
-    processor="ChineseCLIP",
-)
-
-_ALTCLIP = replace(
-    _CLIP,
-    model_type="altclip",
-    title="AltCLIP",
-    architecture="24 x 1024, patch 14",
-    tower=replace(
-        _CLIP.tower,
-        source="altclip.modeling_altclip:AltCLIPVisionModel",
-        renames=((r"^encoder\.layer\.", "encoder.layers."),),  # as transformers 5 writes it
-    ),
-)
-
-_MLCD = replace(
-    _CLIP,
-    model_type="mlcd_vision_model",
-    title="MLCD",
-    architecture="24 x 1024 or 48 x 1664, patch 14",
-    tower=Module(
-        source="mlcd.modeling_mlcd:MLCDVisionModel",
-        prefixes=stripped("vision_model.", ""),
-        ignored=_BUFFERS,
-        config="",
-    ),
+    "mlcd_vision_model",
+    "MLCD",
+    tower=part("mlcd.MLCDVisionModel", stripped("vision_model.", ""), ignored=_BUFFERS),
     poolers=(class_token(norm=_NORM), MEAN),
-    special="rotary positions; rows of the patches before the last norm, which is the class token's",
 )
 
-ROWS: tuple[Family, ...] = (
+_AIMV2_TOWER = "aimv2.Aimv2VisionModel"
+_AIMV2_HEAD = "aimv2.Aimv2AttentionPoolingHead"
+_NOT_AIMV2 = ("head.", "embeddings.position_ids")
+
+_AIMV2_VISION = PlainFamily(
+    model_type="aimv2_vision_model",
+    title="AIMv2 (vision alone)",
+    tower=part(_AIMV2_TOWER, stripped("vision_model.", ""), ignored=_NOT_AIMV2),
+    encoder=PlainEncoder,
+    leading=0,
+    head="use_head",
+    poolers=(attention(part(_AIMV2_HEAD, stripped("vision_model.head.", "head."))), MEAN),
+    processor="CLIP",
+)
+
+ROWS = (
     _CLIP,
     _CLIP_VISION,
-    _METACLIP2,
-    _CHINESE_CLIP,
-    _ALTCLIP,
+    variant(_CLIP, "metaclip_2", "MetaCLIP 2", "metaclip_2.MetaClip2VisionModel"),
+    variant(_CLIP, "chinese_clip", "Chinese CLIP", "chinese_clip.ChineseCLIPVisionModel", processor="ChineseCLIP"),
+    variant(
+        _CLIP,
+        "altclip",
+        "AltCLIP",
+        tower=stock(
+            "altclip.AltCLIPVisionModel",
+            _PREFIXES,
+            renames=((r"^encoder\.layer\.", "encoder.layers."),),  # as transformers 5 writes it
+            ignored=_BUFFERS,
+        ),
+    ),
     _MLCD,
-    replace(_MLCD, model_type="mlcd"),
+    variant(_MLCD, "mlcd", "MLCD"),
+    _AIMV2_VISION,
+    variant(
+        _AIMV2_VISION,
+        "aimv2",
+        "AIMv2",
+        tower=stock(_AIMV2_TOWER, stripped("vision_model."), ignored=_NOT_AIMV2),
+        poolers=(attention(stock(_AIMV2_HEAD, stripped("vision_model.head.")), projected=True), MEAN),
+    ),
 )

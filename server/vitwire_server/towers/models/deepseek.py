@@ -1,33 +1,45 @@
-"""DeepSeek-VL, with SigLIP alone and with SAM beside it."""
+"""DeepSeek-VL, with SigLIP alone and with SAM beside it, DeepSeek-VL2, and Janus's tower for images."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from transformers.models.deepseek_vl_hybrid.modeling_deepseek_vl_hybrid import DeepseekVLSamVisionProj
+from torch import Tensor, nn
+from torch.nn import functional
 
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
-from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
+from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.towers.configs import Config, changed, dtype_of
+from vitwire_server.towers.family import Parts, Weights, in_model, stripped
+from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.crops import PairEncoder, PairFamily
-from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, normalised, per_channel, whole
+from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.processors.settings import CLIP, HALF, images, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
+from vitwire_server.towers.shared.fused import position_tables, split_qkv
 from vitwire_server.towers.shared.modules import SingleParameter
+from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.sam import gather_relative_positions
-from vitwire_server.towers.shared.siglip import Siglip, siglip
+from vitwire_server.towers.shared.siglip import siglip, siglip_config
+
+_TOWER = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}
+"""What DeepSeek-VL2's config.json leaves out, by the authors' configuration classes; the projector's below."""
+_PROJECTOR = {
+    "projector_type": "downsample_mlp_gelu",
+    "input_dim": 1152,
+    "n_embed": 2048,
+    "depth": 2,
+    "mlp_ratio": 1,
+    "downsample_ratio": 2,
+    "token_pooling": False,
+}
 
 
-def _deepseek_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    return {Modality.IMAGE: squared(files.image, config.vision_config.image_size, CLIP)}
-
-
-def _hybrid_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _hybrid_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """Tiles are made of crops, which are larger."""
     low, high = config.vision_config.image_size, config.high_res_vision_config.image_size
-    image = files.image
     mean, std = normalised(image, CLIP, "high_res_image")
     tiling = Tiling(
         TilingRule.SQUARE,
@@ -38,44 +50,23 @@ def _hybrid_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
         crop_background=shade(per_channel(image, "high_res_image_mean", CLIP[0])),
         crop_resample=whole(image, "high_res_resample") if "high_res_resample" in image else None,
     )
-    return {Modality.IMAGE: replace(tiled(image, tiling, CLIP), crop_mean=mean, crop_std=std)}
+    return replace(tiled(image, tiling, CLIP), crop_mean=mean, crop_std=std)
 
 
-class Alpha(SingleParameter):
-    """Weight of the inner layer in DeepSeek-VL's high resolution."""
-
-    def __init__(self, config: Config) -> None:
-        del config
-        super().__init__(1)
-
-
-class Merger(DeepseekVLSamVisionProj):
-    """SAM's rows brought to SigLIP's grid, whose side is in the configuration of the whole."""
-
-    def __init__(self, config: Config) -> None:
-        vision = config.vision_config
-        super().__init__(config.high_res_vision_config, output_size=vision.image_size // vision.patch_size)
-
-
-class DeepseekHybrid(PairEncoder):
+class DeepseekHybrid(PairEncoder, ProjectedTiles):
     """SigLIP on the small tile, SAM on the large one, projected together."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
-        vision, sam = config.vision_config, config.high_res_vision_config
-        self.patch, self.merge = vision.patch_size, 1
-        self.tile = TileShape(vision.image_size, vision.image_size, (vision.image_size // vision.patch_size) ** 2)
+        super().__init__(parts, config)
+        sam = config.high_res_vision_config
         self.crop = (sam.image_size, sam.image_size)
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
         self._sam: Any = parts["sam"]
         self._neck, self._merger, self._alpha = (parts[name] for name in ("neck", "merger", "alpha"))
-        self._projector = parts["projector"]
         self._inner = sam.global_attn_indexes[0]
         encoder = self._sam.vision_encoder
         if sam.use_rel_pos:
             gather_relative_positions(encoder, (sam.image_size // sam.patch_size,))
-        self.blocks = [*self._tower.encoder.layers, *encoder.layers]
+        self.blocks = [*self.blocks, *encoder.layers]
 
     def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
         low = self._tower(pixel_values=tiles).last_hidden_state
@@ -97,63 +88,164 @@ class DeepseekHybrid(PairEncoder):
         return merged.flatten(2).transpose(1, 2)
 
 
+def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Raises ValueError over another tower than SigLIP's, which DeepSeek-OCR has under this `model_type`."""
+    vision, projector = {**_TOWER, **settings["vision_config"]}, {**_PROJECTOR, **settings["projector_config"]}
+    name = str(vision.get("model_name", "siglip_large_patch16_384"))
+    if not name.startswith("siglip") or vision.get("class_token"):
+        raise ValueError(f"vision_config.model_name is {name!r}; supported: SigLIP's towers without a class token")
+    if projector["projector_type"] != "downsample_mlp_gelu" or projector["token_pooling"]:
+        raise ValueError(
+            f"projector_config.projector_type is {projector['projector_type']!r}; "
+            "supported: 'downsample_mlp_gelu' without token_pooling"
+        )
+    config = siglip_config(
+        {
+            "hidden_size": vision["width"],
+            "image_size": vision["image_size"],
+            "intermediate_size": int(vision["width"] * vision["mlp_ratio"]),
+            "num_attention_heads": vision["heads"],
+            "num_hidden_layers": vision["layers"],
+            "patch_size": vision["patch_size"],
+        },
+        width=projector["n_embed"],
+        dtype=dtype_of(settings),
+    )
+    processor = {"candidate_resolutions": settings.get("candidate_resolutions")}
+    processor |= optional_json(folder / "processor_config.json")
+    return changed(config, {"projector": projector, "processor": processor})
+
+
+def _vl2_settings(_: Mapping[str, Any], config: Config) -> Preprocessing:
+    """The processor's numbers lie in processor_config.json, which is read with the configuration."""
+    own, size = config.processor, config.vision_config.image_size
+    layouts = tuple(_layout(sides, size) for sides in own["candidate_resolutions"] or [(size, size)])
+    tiling = Tiling(
+        TilingRule.PADDED_FIT,
+        (size, size),
+        overview=Overview.FIRST,
+        max_tiles=max(rows * columns for rows, columns in layouts),
+        layouts=layouts,
+        background=shade(per_channel(own, "image_mean", HALF[0])),
+    )
+    return tiled(own, tiling, HALF)
+
+
+def _layout(sides: Sequence[int], tile: int) -> tuple[int, int]:
+    """Rows and columns of a resolution `(width, height)`. Raises ValueError."""
+    width, height = sides
+    if width % tile or height % tile or min(width, height) < tile:
+        raise ValueError(f"candidate_resolutions {list(sides)} are not multiples of {tile}")
+    return height // tile, width // tile
+
+
+def _unfused(weights: Weights, _: Config) -> Weights:
+    return position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj."))
+
+
+class DownsampleProjector(nn.Module):
+    """Squares of patches, zeros beyond the last row and column, through an MLP."""
+
+    def __init__(self, config: Config) -> None:
+        """`config` is the whole checkpoint's."""
+        super().__init__()
+        own = config.projector
+        self.ratio: int = own["downsample_ratio"]
+        inner = own["n_embed"] * own["mlp_ratio"]
+        layers: list[nn.Module] = [nn.Linear(own["input_dim"] * self.ratio**2, inner)]
+        for _ in range(1, own["depth"] - 1):
+            layers += [nn.GELU(), nn.Linear(inner, inner)]
+        self.layers = nn.Sequential(*layers, nn.GELU(), nn.Linear(inner, own["n_embed"]))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """`(tiles, side * side, C)` to `(tiles, tokens, width)`; a token's columns are by channel, then by patch."""
+        ratio, side = self.ratio, round(patches.shape[1] ** 0.5)
+        spare = -side % ratio
+        grid = functional.pad(patches.unflatten(1, (side, side)), (0, 0, 0, spare, 0, spare))
+        squares = grid.unflatten(2, (-1, ratio)).unflatten(1, (-1, ratio)).permute(0, 1, 3, 5, 2, 4)
+        rows: Tensor = self.layers(squares.flatten(3).flatten(1, 2))
+        return rows
+
+
+class DeepseekVL2(ProjectedTiles):
+    """A row for each square of patches, those at the edges included."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
+        self.merge = config.projector["downsample_ratio"]
+        self.tile = self.tile._replace(tokens=(-(-self.tile.width // (self.patch * self.merge))) ** 2)
+
+
 _DEEPSEEK_VL = TileFamily(
     model_type="deepseek_vl",
     title="DeepSeek-VL",
-    architecture="24 x 1024, patch 16",
     tower=siglip("vision_model."),
-    beside={
-        "projector": Module(
-            source="deepseek_vl.modeling_deepseek_vl:DeepseekVLAligner",
-            prefixes=in_model("aligner."),
-            config="",
-        )
-    },
-    encoder=Siglip,
-    processor=_deepseek_settings,
+    beside=projector("deepseek_vl.DeepseekVLAligner", in_model("aligner.")),
+    encoder=ProjectedTiles,
+    processor=images(lambda image, config: squared(image, config.vision_config.image_size, CLIP)),
     converts=False,
-    videos=Accepts.NOTHING,
-    special="transformers' layout (deepseek-community)",
 )
-
 
 _HYBRID = PairFamily(
     model_type="deepseek_vl_hybrid",
     title="DeepSeek-VL with SAM",
-    architecture="24 x 1024, patch 16, and SAM 12 x 768",
     tower=siglip("vision_model."),
     beside={
-        "sam": Module(
-            source="sam.modeling_sam:SamVisionModel",
-            prefixes=in_model("high_res_vision_model."),
+        "sam": stock("sam.SamVisionModel", in_model("high_res_vision_model."), config="high_res_vision_config"),
+        "neck": stock(
+            "deepseek_vl_hybrid.DeepseekVLSamVisionNeck",
+            in_model("high_res_vision_neck."),
             config="high_res_vision_config",
         ),
-        "neck": Module(
-            source="deepseek_vl_hybrid.modeling_deepseek_vl_hybrid:DeepseekVLSamVisionNeck",
-            prefixes=in_model("high_res_vision_neck."),
-            config="high_res_vision_config",
+        "merger": part(
+            "deepseek_vl_hybrid.DeepseekVLSamVisionProj",
+            in_model("high_res_vision_proj."),
+            arguments=lambda config: (
+                config.high_res_vision_config,
+                config.vision_config.image_size // config.vision_config.patch_size,
+            ),
         ),
-        "merger": Module(
-            source=f"{__name__}:Merger",
-            prefixes=in_model("high_res_vision_proj."),
-            config="",
+        "alpha": part(
+            SingleParameter,
+            {"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"},
+            arguments=lambda _: (1,),
         ),
-        "alpha": Module(
-            source=f"{__name__}:Alpha",
-            prefixes={"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"},
-            config="",
-        ),
-        "projector": Module(
-            source="deepseek_vl_hybrid.modeling_deepseek_vl_hybrid:DeepseekVLHybridAligner",
-            prefixes=in_model("aligner."),
-            config="",
-        ),
+        "projector": part("deepseek_vl_hybrid.DeepseekVLHybridAligner", in_model("aligner.")),
     },
     encoder=DeepseekHybrid,
-    processor=_hybrid_settings,
+    processor=images(_hybrid_settings),
     converts=False,
-    videos=Accepts.NOTHING,
-    special="pixels are the small tile, crops the large one; transformers' layout (deepseek-community)",
 )
 
-ROWS: tuple[Family, ...] = (_DEEPSEEK_VL, _HYBRID)
+_DEEPSEEK_VL2 = TileFamily(
+    model_type="deepseek_vl_v2",
+    title="DeepSeek-VL2",
+    configuration=_vl2_config,
+    tower=stock(
+        "siglip.SiglipVisionModel",
+        stripped("vision."),
+        renames=(
+            (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
+            (r"^pos_embed$", "embeddings.position_embedding.weight"),
+            (r"^norm\.", "post_layernorm."),
+            (r"^blocks\.", "encoder.layers."),
+            (r"\.norm([12])\.", r".layer_norm\1."),
+            (r"\.attn\.proj\.", ".self_attn.out_proj."),
+        ),
+        ignored=("attn_pool.",),
+        convert=_unfused,
+    ),
+    beside=projector(DownsampleProjector, stripped("projector.")),
+    encoder=DeepseekVL2,
+    processor=images(_vl2_settings),
+)
+
+_JANUS = replace(
+    _DEEPSEEK_VL,
+    model_type="janus",
+    title="Janus",
+    tower=stock("janus.JanusVisionModel", in_model("vision_model.")),
+    beside={"projector": stock("janus.JanusVisionAlignerMLP", in_model("aligner."))},
+)
+
+ROWS = (_DEEPSEEK_VL, _HYBRID, _DEEPSEEK_VL2, _JANUS)

@@ -1,17 +1,15 @@
 """DINOv2 and DINOv3 (Meta), and TIPSv2 (Google), whose tower is DINOv2's with registers."""
 
-from dataclasses import replace
-from types import MethodType
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, Parts, Weights, stripped
+from vitwire_server.towers.family import Parts, Weights, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.fused import split_qkv
+from vitwire_server.towers.shared.learned import fix_positions
 from vitwire_server.towers.shared.modules import Constants
+from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _STORED_NAMES = (
@@ -37,14 +35,7 @@ class Dinov2(PlainEncoder):
         embeddings = self._tower.embeddings
         stand_in = embeddings.position_embeddings.new_zeros(1, 1 + self.tile.tokens, self.width)
         resampled = embeddings.interpolate_pos_encoding(stand_in, self.tile.height, self.tile.width)
-        embeddings.position_embeddings = nn.Parameter(resampled.clone(), requires_grad=False)
-        embeddings.interpolate_pos_encoding = MethodType(_resampled_before, embeddings)
-
-
-def _resampled_before(embeddings: Any, *_: object) -> Tensor:  # noqa: ANN401 - a stock module
-    """In place of the stock function, which would resample those of a tile that is not square again."""
-    positions: Tensor = embeddings.position_embeddings
-    return positions
+        fix_positions(embeddings, resampled, "position_embeddings", "interpolate_pos_encoding")
 
 
 class Dinov3(PlainEncoder):
@@ -67,58 +58,41 @@ class Dinov3(PlainEncoder):
 _DINOV2 = PlainFamily(
     model_type="dinov2",
     title="DINOv2",
-    architecture="12 x 384 to 40 x 1536, patch 14",
-    tower=Module(
-        source="dinov2.modeling_dinov2:Dinov2Model",
-        prefixes=stripped("dinov2.", ""),
-        renames=_STORED_NAMES,
-        ignored=("classifier.",),
-        config="",
-    ),
+    tower=part("dinov2.Dinov2Model", stripped("dinov2.", ""), renames=_STORED_NAMES, ignored=("classifier.",)),
     encoder=Dinov2,
     layers="encoder.layer",
     resizes=True,
     poolers=(class_token(), MEAN),
     processor="Bit",
-    special="rows of the patches, after the last norm",
 )
 
-_DINOV2_WITH_REGISTERS = replace(
+_DINOV2_WITH_REGISTERS = variant(
     _DINOV2,
-    model_type="dinov2_with_registers",
-    title="DINOv2 with registers",
-    tower=Module(
-        source="dinov2_with_registers.modeling_dinov2_with_registers:Dinov2WithRegistersModel",
-        prefixes=stripped("dinov2_with_registers.", ""),
+    "dinov2_with_registers",
+    "DINOv2 with registers",
+    tower=part(
+        "dinov2_with_registers.Dinov2WithRegistersModel",
+        stripped("dinov2_with_registers.", ""),
         renames=_STORED_NAMES,
         ignored=("classifier.",),
-        config="",
     ),
     leading=_with_registers,
 )
 
-_DINOV3 = replace(
+_DINOV3 = variant(
     _DINOV2,
-    model_type="dinov3_vit",
-    title="DINOv3",
-    architecture="12 x 384 to 40 x 4096, patch 16",
-    tower=Module(
-        source="dinov3_vit.modeling_dinov3_vit:DINOv3ViTModel",
-        prefixes=stripped(""),
-        renames=((r"^model\.layer\.", "layer."),),
-        config="",
-    ),
+    "dinov3_vit",
+    "DINOv3",
+    tower=part("dinov3_vit.DINOv3ViTModel", stripped(""), renames=((r"^model\.layer\.", "layer."),)),
     encoder=Dinov3,
     layers="model.layer",
     leading=_with_registers,
     processor="DINOv3ViT",
-    special="register tokens, rotary positions; rows of the patches, after the last norm",
 )
 
 
-def _unfused(weights: Weights, config: Config) -> Weights:
+def _unfused(weights: Weights, _: Config) -> Weights:
     """Query, key and value apart, and the two halves of a gated MLP, as transformers holds them."""
-    del config
     split: Weights = {}
     for name, own in split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.").items():
         if ".mlp.w12." in name:
@@ -129,14 +103,13 @@ def _unfused(weights: Weights, config: Config) -> Weights:
     return split
 
 
-_TIPSV2 = replace(
+_TIPSV2 = variant(
     _DINOV2_WITH_REGISTERS,
-    model_type="tipsv2",
-    title="TIPSv2",
-    architecture="12 x 768, 24 x 1024, 27 x 1152 or 40 x 1536, patch 14",
-    tower=Module(
-        source="tipsv2.modeling_tipsv2:Tipsv2VisionModel",
-        prefixes=stripped("vision_encoder.", "vision_model."),
+    "tipsv2",
+    "TIPSv2",
+    tower=stock(
+        "tipsv2.Tipsv2VisionModel",
+        stripped("vision_encoder.", "vision_model."),
         renames=(
             (r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection."),
             (r"^(cls_token|mask_token|register_tokens)$", r"embeddings.\1"),
@@ -153,7 +126,6 @@ _TIPSV2 = replace(
     ),
     processor="Tipsv2",
     transformers="5.23.0",
-    special="register tokens, the first of which is a second class token; rows of the patches, after the last norm",
 )
 
-ROWS: tuple[Family, ...] = (_DINOV2, _DINOV2_WITH_REGISTERS, _DINOV3, _TIPSV2)
+ROWS = (_DINOV2, _DINOV2_WITH_REGISTERS, _DINOV3, _TIPSV2)

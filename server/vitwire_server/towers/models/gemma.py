@@ -1,7 +1,7 @@
 """Gemma 3, Gemma 4 and PaliGemma (Google), and models of other kinds that have their towers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,18 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
+from vitwire_server.towers.family import Accepts, Parts, in_model, of_transformers
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above
-from vitwire_server.towers.processors.tiles import one_tile, tiled
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above, images
+from vitwire_server.towers.processors.single import tile_of
+from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.siglip import Siglip, siglip
+from vitwire_server.towers.shared.parts import projector, stock, variant
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.siglip import siglip
 
 _GEMMA4_TOKENS = {Modality.IMAGE: 280, Modality.VIDEO: 70}
 
@@ -38,17 +41,8 @@ def _gemma4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pr
     return {Modality.IMAGE: of(Modality.IMAGE, files.image), Modality.VIDEO: of(Modality.VIDEO, files.own_video)}
 
 
-def _gemma4_image_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    return {Modality.IMAGE: _gemma4_settings(files, config)[Modality.IMAGE]}
-
-
-def _gemma3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    tile = (config.vision_config.image_size,) * 2
-    return {Modality.IMAGE: tiled(files.image, Tiling(TilingRule.STRETCH, tile), HALF, BILINEAR)}
-
-
-def _paligemma_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    return {Modality.IMAGE: one_tile(files.image, config.vision_config.image_size, HALF, crops=False)}
+def _gemma3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    return tiled(image, Tiling(TilingRule.STRETCH, (config.vision_config.image_size,) * 2), HALF, BILINEAR)
 
 
 def _pools(tokens: int, config: Config) -> bool:
@@ -57,11 +51,14 @@ def _pools(tokens: int, config: Config) -> bool:
     return side**2 == tokens and patches // (patches // side) == side
 
 
-class Gemma3(Siglip):
+class Gemma3(ProjectedTiles):
     """The projector pools patches to a fixed number of tokens."""
 
-    def _merge(self, config: Config, side: int) -> int:
-        return side // isqrt(config.mm_tokens_per_image)
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
+        side = isqrt(config.mm_tokens_per_image)
+        self.merge = self.tile.width // self.patch // side
+        self.tile = self.tile._replace(tokens=side**2)
 
 
 class Gemma4Tower(RasterTower):
@@ -80,7 +77,6 @@ class Gemma4Tower(RasterTower):
         return {"positions": Rows((2,), torch.int64), "squares": Sources(self.geometry.merge**2)}
 
     def to(self, device: torch.device | str) -> None:
-        """See Tower."""
         super().to(device)
         self._no_padding = self._no_padding.to(device)
 
@@ -106,125 +102,80 @@ class Gemma4Tower(RasterTower):
         return rows.to(states.dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gemma4Family(RasterFamily):
-    """Gemma 4, whose attention is served with as many keys as queries."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over grouped queries."""
-        config = super().read_config(folder, settings)
-        vision = config.vision_config
-        if vision.num_key_value_heads != vision.num_attention_heads:
-            raise ValueError("a vision tower with grouped queries is not served")
-        return config
+def _gemma4_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Raises ValueError over grouped queries."""
+    config = of_transformers(folder, settings)
+    vision = config.vision_config
+    if vision.num_key_value_heads != vision.num_attention_heads:
+        raise ValueError("unsupported grouped queries: num_key_value_heads differs from num_attention_heads")
+    return config
 
 
-_GEMMA4 = Gemma4Family(
+_IMAGES_ALONE: dict[str, Any] = {
+    "processor": lambda files, config: {Modality.IMAGE: _gemma4_settings(files, config)[Modality.IMAGE]},
+    "videos": Accepts.NOTHING,
+    "transformers": "5.23.0",
+}
+
+_GEMMA4 = RasterFamily(
     model_type="gemma4",
     title="Gemma 4",
-    architecture="16 x 768, patch 16",
-    tower=Module(source="gemma4.modeling_gemma4:Gemma4VisionModel", prefixes=in_model("vision_tower.")),
-    beside={
-        "projector": Module(
-            source="vitwire_server.towers.models.gemma_projector:Embedder",
-            prefixes=in_model("embed_vision."),
-            config="",
-        )
-    },
-    width="text_config.hidden_size",
+    video_processor="Gemma4",
+    configuration=_gemma4_config,
+    tower=stock("gemma4.Gemma4VisionModel", in_model("vision_tower.")),
+    beside=projector(
+        "gemma4.Gemma4MultimodalEmbedder",
+        in_model("embed_vision."),
+        arguments=lambda config: (config.vision_config, config.text_config),
+    ),
     forward=Gemma4Tower,
     merge="vision_config.pooling_kernel_size",
     channels_last=True,
-    layers="encoder.layers",
     processor=_gemma4_settings,
-    special="a frame is an image of fewer tokens",
-)
-
-_DIFFUSION_GEMMA = replace(
-    _GEMMA4,
-    model_type="diffusion_gemma",
-    title="DiffusionGemma",
-    tower=replace(_GEMMA4.tower, prefixes=in_model("encoder.vision_tower.")),
-    beside={
-        "projector": Module(
-            source="vitwire_server.towers.models.gemma_projector:Embedder",
-            prefixes=in_model("encoder.embed_vision."),
-            config="",
-        )
-    },
-    processor=_gemma4_image_settings,
-    videos=Accepts.NOTHING,
-    transformers="5.23.0",
-    special="Gemma 4's tower",
-)
-
-_EMBEDDING_GEMMA2 = replace(
-    _GEMMA4,
-    model_type="embedding_gemma2",
-    title="EmbeddingGemma 2",
-    processor=_gemma4_image_settings,
-    videos=Accepts.NOTHING,
-    transformers="5.23.0",
-    special="rows of Gemma 4's tower, which the retrieval model reads",
+    videos=Accepts.PICTURES,
 )
 
 _POOLS = (Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),)
 _GEMMA3 = TileFamily(
     model_type="gemma3",
     title="Gemma 3",
-    architecture="27 x 1152, patch 14",
     tower=siglip("vision_tower."),
-    beside=projector("gemma3.modeling_gemma3:Gemma3MultiModalProjector", served=_POOLS),
+    beside=projector("gemma3.Gemma3MultiModalProjector", served=_POOLS),
     encoder=Gemma3,
-    processor=_gemma3_settings,
-    videos=Accepts.NOTHING,
-    special="pan and scan, where wanted, sends its pictures as images of their own",
+    processor=images(_gemma3_settings),
 )
 
-_SHIELDGEMMA2 = _GEMMA3.nested(
-    "model.",
-    model_type="shieldgemma2",
-    title="ShieldGemma 2",
-    special="Gemma 3's tower, whose rows a classifier reads",
-)
-
-_T5GEMMA2_ENCODER = replace(
+_T5GEMMA2_ENCODER = variant(
     _GEMMA3,
-    model_type="t5gemma2_encoder",
-    title="T5Gemma 2 (encoder alone)",
-    beside=projector("t5gemma2.modeling_t5gemma2:T5Gemma2MultiModalProjector", served=_POOLS),
-    special="Gemma 3's tower, whose rows the encoder reads",
+    "t5gemma2_encoder",
+    "T5Gemma 2 (encoder alone)",
+    beside=projector("t5gemma2.T5Gemma2MultiModalProjector", served=_POOLS),
 )
-
-_T5GEMMA2 = _T5GEMMA2_ENCODER.nested("model.encoder.", model_type="t5gemma2", title="T5Gemma 2", within="encoder")
 
 _PALIGEMMA = TileFamily(
     model_type="paligemma",
     title="PaliGemma 1 and 2",
-    architecture="27 x 1152, patch 14",
     tower=siglip("vision_tower."),
-    beside=projector("paligemma.modeling_paligemma:PaliGemmaMultiModalProjector"),
-    encoder=Siglip,
-    processor=_paligemma_settings,
-    videos=Accepts.NOTHING,
+    beside=projector("paligemma.PaliGemmaMultiModalProjector"),
+    encoder=ProjectedTiles,
+    processor=images(lambda image, config: tile_of(image, config.vision_config.image_size, HALF, crops=False)),
 )
 
-_COLPALI = _PALIGEMMA.nested(
-    "vlm.",
-    model_type="colpali",
-    title="ColPali",
-    within="vlm_config",
-    special="PaliGemma's tower, whose rows the retrieval model reads",
-)
-
-ROWS: tuple[Family, ...] = (
+ROWS = (
     _GEMMA4,
-    _DIFFUSION_GEMMA,
-    _EMBEDDING_GEMMA2,
+    variant(
+        _GEMMA4,
+        "diffusion_gemma",
+        "DiffusionGemma",
+        tower=replace(_GEMMA4.tower, prefixes=in_model("encoder.vision_tower.")),
+        beside={"projector": replace(_GEMMA4.modules["projector"], prefixes=in_model("encoder.embed_vision."))},
+        **_IMAGES_ALONE,
+    ),
+    variant(_GEMMA4, "embedding_gemma2", "EmbeddingGemma 2", **_IMAGES_ALONE),
     _GEMMA3,
-    _SHIELDGEMMA2,
-    _T5GEMMA2,
+    _GEMMA3.nested("model.", model_type="shieldgemma2", title="ShieldGemma 2"),
+    _T5GEMMA2_ENCODER.nested("model.encoder.", model_type="t5gemma2", title="T5Gemma 2", within="encoder"),
     _T5GEMMA2_ENCODER,
     _PALIGEMMA,
-    _COLPALI,
+    _PALIGEMMA.nested("vlm.", model_type="colpali", title="ColPali", within="vlm_config"),
 )

@@ -3,20 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, in_model
-from vitwire_server.towers.layouts.patches import TAPS, neighbours
+from vitwire_server.towers.family import in_model
+from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
-from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import BICUBIC, CLIP, ProcessorFiles, bounded
+from vitwire_server.towers.metadata import Kind, Sources
+from vitwire_server.towers.processors.settings import BICUBIC, CLIP, bounded, images
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.learned import TAPPED, bilinear
+from vitwire_server.towers.shared.parts import stock
 
 _AREAS = (512 * 512, 2048 * 2048)
 
@@ -28,20 +27,10 @@ class HunyuanTower(RasterTower):
     """
 
     def _inputs(self) -> dict[str, Kind]:
-        return {
-            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
-            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
-            "neighbours": Sources(self.geometry.merge**2),
-        }
+        return {**TAPPED, "neighbours": Sources(self.geometry.merge**2)}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            torch.tensor([grid]),
-            num_grid_per_side=self.model.embeddings.position_edge,
-            mode="bilinear",
-            align_corners=False,
-            spatial_merge_size=1,
-        )
+        indices, weights = bilinear(grid.h, grid.w, self.model.embeddings.position_edge)
         return {
             **super()._compute(grid),
             "interp_indices": indices + 1,  # before the patches' positions is one of a class token that no image has
@@ -67,27 +56,20 @@ class HunyuanTower(RasterTower):
         return merger.after_rms(merger.mlp(tokens))  # type: ignore[no-any-return]
 
 
-def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _settings(image: Mapping[str, Any], _: Config) -> Preprocessing:
     """Its processor resizes bicubically, whatever its files say."""
-    del config
-    image = {**files.image, "resample": BICUBIC}
     size = image.get("size") or {}
-    smallest, largest = (
-        int(image.get(key) or size.get(edge, default))
-        for key, edge, default in zip(
-            ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), _AREAS, strict=True
-        )
-    )
-    return {Modality.IMAGE: bounded(image, (smallest, largest), CLIP)}
+    smallest = int(image.get("min_pixels") or size.get("shortest_edge", _AREAS[0]))
+    largest = int(image.get("max_pixels") or size.get("longest_edge", _AREAS[1]))
+    return bounded({**image, "resample": BICUBIC}, (smallest, largest), CLIP)
 
 
 _HUNYUAN = RasterFamily(
     model_type="hunyuan_vl",
     title="HunyuanOCR",
-    architecture="27 x 1152, patch 16",
-    tower=Module(
-        source="hunyuan_vl.modeling_hunyuan_vl:HunYuanVLVisionTransformer",
-        prefixes=in_model("vision_tower.", "vit."),
+    tower=stock(
+        "hunyuan_vl.HunYuanVLVisionTransformer",
+        in_model("vision_tower.", "vit."),
         renames=(
             (r"\.mlp\.dense_h_to_4h\.", ".mlp.fc1."),
             (r"\.mlp\.dense_4h_to_h\.", ".mlp.fc2."),
@@ -103,10 +85,8 @@ _HUNYUAN = RasterFamily(
     forward=HunyuanTower,
     merge="vision_config.spatial_merge_size",
     layers="layers",
-    processor=_settings,
-    videos=Accepts.NOTHING,
-    special="rows of the patches; those that begin and end an image and its lines stay with the LLM",
+    processor=images(_settings),
     transformers="5.23.0",
 )
 
-ROWS: tuple[Family, ...] = (_HUNYUAN,)
+ROWS = (_HUNYUAN,)

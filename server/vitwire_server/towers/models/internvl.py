@@ -1,44 +1,33 @@
-"""InternVL (OpenGVLab), in transformers' layout and in the authors' own; NVLM-D (NVIDIA); H2OVL (H2O.ai)."""
+"""InternVL (OpenGVLab), in transformers' layout and in its authors'; models of other makers that follow one of them.
+
+NVLM-D and Eagle 2.5 are NVIDIA's, H2OVL is H2O.ai's, Skywork-R1V Skywork's, Qianfan-OCR Baidu's.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.internvl.configuration_internvl import InternVLConfig, InternVLVisionConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, last_layer
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, projector, stripped
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, usual_fields
+from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import BICUBIC, IMAGENET, ProcessorFiles
-from vitwire_server.towers.processors.tiles import nearest_ratio, stretched, tiled
+from vitwire_server.towers.layouts.tiles import TileFamily, side
+from vitwire_server.towers.processors.settings import BICUBIC, HALF, IMAGENET, ProcessorFiles, images, whole
+from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.fused import split_qkv
+from vitwire_server.towers.shared.fused import unfused
+from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
-
-_SAME = (
-    "hidden_size",
-    "hidden_act",
-    "image_size",
-    "intermediate_size",
-    "layer_norm_eps",
-    "norm_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "patch_size",
-)
-
-PROJECTION = (
-    Served("downsample_ratio", shuffles, SHUFFLED),
-    Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
-)
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _DYNAMIC = {
     "dynamic_image_size": True,
@@ -48,7 +37,7 @@ _DYNAMIC = {
     "max_dynamic_patch": 12,
 }
 """Fields that say how images are cut, and their defaults."""
-ORIGINAL_NAMES = (
+_NAMES = (
     (r"^encoder\.layers\.", "encoder.layer."),
     (r"\.ls([12])$", r".lambda_\1"),
     (r"\.attn\.proj\.", ".attention.projection_layer."),
@@ -60,82 +49,133 @@ ORIGINAL_NAMES = (
     (r"^embeddings\.patch_embedding\.", "embeddings.patch_embeddings.projection."),
 )
 """Names of OpenGVLab's tower, and transformers'."""
+_RATIO = Served("downsample_ratio", shuffles, SHUFFLED)
+_PROJECTION = (
+    _RATIO,
+    Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
+)
 
 
 def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of transformers' configuration of the tower, from those of OpenGVLab's."""
     return {
-        **{name: vision[name] for name in _SAME if name in vision},
+        **usual_fields(vision, "hidden_act", "layer_norm_eps", "norm_type"),
         "attention_bias": vision.get("qkv_bias", True),
         "use_qk_norm": vision.get("qk_normalization", False),
     }
 
 
-def internvl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Of a config.json with `llm_config` and the tower's fields in OpenGVLab's way.
+
+    Raises ValueError over a generation that computes rows in another way.
+    """
+    vision, language = dict(settings["vision_config"]), settings["llm_config"]
+    if settings.get("ps_version", "v2") != "v2":
+        raise ValueError(f"unsupported ps_version {settings['ps_version']!r}; supported: 'v2'")
+    if settings.get("force_image_size", vision["image_size"]) != vision["image_size"]:
+        raise ValueError(
+            f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
+        )
+    config = new_config(
+        "internvl",
+        vision_config=_intern_vit(vision),
+        text_config={
+            "model_type": "qwen2",
+            "hidden_size": language["hidden_size"],
+            "intermediate_size": language.get("intermediate_size", 0),
+        },
+        downsample_ratio=settings.get("downsample_ratio", 0.5),
+        vision_feature_layer=settings.get("select_layer", -1),
+        dtype=dtype_of(settings),
+    )
+    return changed(config, {name: settings.get(name, default) for name, default in _DYNAMIC.items()})
+
+
+def _tower_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    return new_config("internvl_vision", **_intern_vit(settings), dtype=dtype_of(settings))
+
+
+def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Of a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
+    vision = dict(settings["vision_config"])
+    if vision.get("model_type") != "siglip_vision_model":
+        raise ValueError(f"vision_config.model_type is {vision.get('model_type')!r}; supported: 'siglip_vision_model'")
+    config = siglip_config(
+        {**vision, "image_size": settings.get("force_image_size") or vision["image_size"]},
+        width=settings["text_config"]["hidden_size"],
+        dtype=dtype_of(settings),
+    )
+    return changed(
+        config,
+        {
+            "downsample_ratio": settings.get("downsample_ratio", 0.5),
+            "projector_hidden_act": "gelu",
+            "vision_feature_layer": settings.get("select_layer", -4),
+        },
+    )
+
+
+def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     tiling = nearest_ratio({**files.image, "crop_to_patches": True}, side(config.vision_config.image_size), cuts=True)
     frames = tiled(files.video, tiling, IMAGENET)
     return {Modality.IMAGE: tiled(files.image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
-def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _still_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """The original's processor is code beside the weights; its numbers are in config.json."""
-    tile = (side(config.vision_config.image_size),) * 2
     cut = config.dynamic_image_size
     tiling = Tiling(
         TilingRule.CLOSEST_RATIO if cut else TilingRule.STRETCH,
-        tile,
+        (side(config.vision_config.image_size),) * 2,
         overview=Overview.LAST if cut and config.use_thumbnail else Overview.NONE,
         min_tiles=config.min_dynamic_patch if cut else 1,
         max_tiles=config.max_dynamic_patch if cut else 1,
     )
-    settings = tiled({**files.image, "resample": BICUBIC}, tiling, IMAGENET)
+    return tiled({**image, "resample": BICUBIC}, tiling, IMAGENET)
+
+
+def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    settings = _still_settings(files.image, config)
+    tile = (side(config.vision_config.image_size),) * 2
     return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, tile)}
 
 
-def _still_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    """Those of images alone."""
-    return {Modality.IMAGE: _original_settings(files, config)[Modality.IMAGE]}
-
-
-def _h2ovl_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _h2ovl_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """With `use_msac` an image is cut twice, with the whole image behind both cuts, whatever other fields say."""
-    (settings,) = _still_settings(files, config).values()
-    if config.use_msac:
-        tile = (side(config.vision_config.image_size),) * 2
-        tiling = Tiling(TilingRule.TWO_RATIOS, tile, overview=Overview.LAST, max_tiles=config.max_dynamic_patch)
-        settings = tiled({**files.image, "resample": BICUBIC}, tiling, IMAGENET)
-    return {Modality.IMAGE: settings}
+    if not config.use_msac:
+        return _still_settings(image, config)
+    tile = (side(config.vision_config.image_size),) * 2
+    tiling = Tiling(TilingRule.TWO_RATIOS, tile, overview=Overview.LAST, max_tiles=config.max_dynamic_patch)
+    return tiled({**image, "resample": BICUBIC}, tiling, IMAGENET)
 
 
-def unfused(weights: Weights, config: Config) -> Weights:
-    """Query, key and value apart, as transformers holds them."""
-    del config
-    return split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.")
+def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    if image.get("pad_during_tiling"):
+        raise ValueError("unsupported pad_during_tiling")
+    fits_tower(image, config.vision_config.image_size)
+    tiling = Tiling(
+        TilingRule.RATIO_AND_AREA,
+        (config.vision_config.image_size,) * 2,
+        overview=Overview.LAST if image.get("use_thumbnail", True) else Overview.NONE,
+        min_tiles=whole(image, "min_dynamic_tiles", 1),
+        max_tiles=whole(image, "max_dynamic_tiles", 12),
+    )
+    return tiled(image, tiling, HALF)
 
 
-class InternVL(Encoder):
-    """A ViT with a class token, pixel shuffle, then the projector."""
+class Shuffled(ProjectedTiles):
+    """Pixel shuffle before the projector."""
 
-    layers: ClassVar[str] = "encoder.layer"
-    """Path of the tower's layers."""
+    def rows(self, tiles: Tensor) -> Tensor:
+        return shuffled(super().rows(tiles), self.merge)
 
-    def __init__(self, parts: Parts, config: Config) -> None:
-        last_layer(config)
-        vision = config.vision_config
-        size = side(vision.image_size)
-        self.patch = side(vision.patch_size)
-        self.merge = round(1 / config.downsample_ratio)
-        self.tile = merged_tile(size, self.patch, self.merge, "downsample_ratio")
-        self.channels = vision.num_channels
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
-        self.blocks = list(self._tower.get_submodule(self.layers))
 
-    def encode(self, tiles: Tensor) -> Tensor:
-        patches: Tensor = self._tower(pixel_values=tiles).last_hidden_state[:, 1:]
-        return self._projector(shuffled(patches, self.merge))  # type: ignore[no-any-return]
+class InternVL(ProjectedTiles):
+    """A ViT with a class token, which is left out, then pixel shuffle and the projector."""
+
+    def rows(self, tiles: Tensor) -> Tensor:
+        return shuffled(super().rows(tiles)[:, 1:], self.merge)
 
 
 class NvlmProjector(InternVLMultiModalProjector):
@@ -148,130 +188,85 @@ class NvlmProjector(InternVLMultiModalProjector):
         self.linear_2 = nn.Linear(text.intermediate_size, text.hidden_size, bias=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OriginalInternVL(TileFamily):
-    """Checkpoints whose config.json names the language model `llm_config` and the tower's fields in OpenGVLab's way."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over a generation that computes rows in another way."""
-        del folder
-        vision, language = dict(settings["vision_config"]), settings["llm_config"]
-        if settings.get("ps_version", "v2") != "v2":
-            raise ValueError(f"ps_version {settings['ps_version']!r} is not served, only 'v2' is")
-        if settings.get("force_image_size", vision["image_size"]) != vision["image_size"]:
-            raise ValueError(
-                f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
-            )
-        config = InternVLConfig(
-            vision_config=_intern_vit(vision),
-            text_config={
-                "model_type": "qwen2",
-                "hidden_size": language["hidden_size"],
-                "intermediate_size": language.get("intermediate_size", 0),
-            },
-            downsample_ratio=settings.get("downsample_ratio", 0.5),
-            vision_feature_layer=settings.get("select_layer", -1),
-            dtype=dtype_of(settings),
-        )
-        return changed(config, {name: settings.get(name, default) for name, default in _DYNAMIC.items()})
-
+_unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
 _INTERNVL = TileFamily(
     model_type="internvl",
     title="InternVL",
-    architecture="24 x 1024 or 45 x 3200, patch 14",
-    tower=Module(source="internvl.modeling_internvl:InternVLVisionModel", prefixes=in_model("vision_tower.")),
-    beside=projector(
-        "internvl.modeling_internvl:InternVLMultiModalProjector",
-        served=PROJECTION,
-    ),
-    encoder=InternVL,
-    processor=internvl_settings,
-    special="transformers' own layout (`-hf`)",
+    video_processor="InternVL",
+    tower=stock("internvl.InternVLVisionModel", in_model("vision_tower.")),
+    beside=projector("internvl.InternVLMultiModalProjector", served=_PROJECTION),
+    encoder=partial(InternVL, merged_by="downsample_ratio", layers="encoder.layer"),
+    processor=_settings,
+    videos=Accepts.PICTURES,
 )
 
-_ORIGINAL_PROJECTOR = Module(
-    source="internvl.modeling_internvl:InternVLMultiModalProjector",
-    prefixes=MLP1,
-    config="",
-    served=PROJECTION,
-)
-
-_INTERNVL_CHAT = OriginalInternVL(
+_CHAT = replace(
+    _INTERNVL,
     model_type="internvl_chat",
     title="InternVL 2, 2.5, 3 and 3.5",
-    architecture="24 x 1024 or 45 x 3200, patch 14",
-    tower=Module(
-        source="internvl.modeling_internvl:InternVLVisionModel",
-        prefixes=stripped("vision_model."),
-        renames=ORIGINAL_NAMES,
-        convert=unfused,
-    ),
-    beside={"projector": _ORIGINAL_PROJECTOR},
-    encoder=InternVL,
+    configuration=_config,
+    tower=stock("internvl.InternVLVisionModel", stripped("vision_model."), renames=_NAMES, convert=_unfused),
+    beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=_PROJECTION),
     processor=_original_settings,
-    special="OpenGVLab's layout",
 )
 
-_NVLM = replace(
-    _INTERNVL_CHAT,
-    model_type="NVLM_D",
-    title="NVLM-D",
-    architecture="45 x 3200, patch 14",
-    beside={"projector": replace(_INTERNVL_CHAT.modules["projector"], source=f"{__name__}:NvlmProjector")},
-    processor=_still_settings,
+_STILL = replace(_CHAT, processor=images(_still_settings), videos=Accepts.NOTHING)
+
+_QIANFAN = replace(
+    _INTERNVL,
+    model_type="qianfan_ocr",
+    title="Qianfan-OCR",
+    tower=stock(
+        "qianfan_ocr.QianfanOCRVisionModel",
+        in_model("vision_tower.", "vision_model."),
+        renames=((r"^encoder\.layers\.", "layers."), *_NAMES),
+        convert=_unfused,
+    ),
+    beside=projector(
+        "qianfan_ocr.QianfanOCRMultiModalProjector",
+        in_model("multi_modal_projector.") | MLP1,
+        served=_PROJECTION,
+    ),
+    encoder=partial(InternVL, merged_by="downsample_ratio", layers="layers"),
+    processor=lambda files, config: {Modality.IMAGE: _settings(files, config)[Modality.IMAGE]},
     videos=Accepts.NOTHING,
-    special="NVIDIA's layout; tags of tiles stay with the LLM",
+    transformers="5.23.0",
 )
 
-_H2OVL = replace(
-    _INTERNVL_CHAT,
-    model_type="h2ovl_chat",
-    title="H2OVL Mississippi",
-    architecture="24 x 1024, patch 14",
-    processor=_h2ovl_settings,
-    videos=Accepts.NOTHING,
-    special="H2O.ai's layout; with `use_msac`, tiles of two layouts as for a prompt with one image",
+_EAGLE2_5 = TileFamily(
+    model_type="eagle_2_5_vl",
+    title="Eagle 2.5",
+    configuration=_eagle_config,
+    tower=siglip("vision_model."),
+    beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO,)),
+    encoder=partial(Shuffled, merged_by="downsample_ratio"),
+    processor=images(_eagle_settings),
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class OriginalInternViT(PlainFamily):
-    """Checkpoints of the tower alone."""
-
-    def stock_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See PlainFamily."""
-        del folder
-        config: Config = InternVLVisionConfig(**_intern_vit(settings), dtype=dtype_of(settings))
-        return config
-
-
-_INTERN_VIT = OriginalInternViT(
+_INTERN_VIT = PlainFamily(
     model_type="intern_vit_6b",
     title="InternViT",
-    architecture="24 x 1024 or 45 x 3200, patch 14",
-    tower=Module(
-        source="internvl.modeling_internvl:InternVLVisionModel",
-        prefixes=stripped("vision_model.", ""),
-        renames=ORIGINAL_NAMES,
-        convert=unfused,
-        config="",
-    ),
+    configuration=_tower_config,
+    tower=part("internvl.InternVLVisionModel", stripped("vision_model.", ""), renames=_NAMES, convert=_unfused),
     encoder=PlainEncoder,
     layers="encoder.layer",
     poolers=(class_token(), MEAN),
     processor="CLIP",
-    special="rows of the patches, without a final norm",
 )
 
-_SKYWORK = replace(
-    _INTERNVL_CHAT,
-    model_type="skywork_chat",
-    title="Skywork-R1V",
-    architecture="45 x 3200, patch 14",
-    processor=_still_settings,
-    videos=Accepts.NOTHING,
-    special="Skywork's layout, which is OpenGVLab's",
+ROWS = (
+    _INTERNVL,
+    _CHAT,
+    replace(
+        _STILL,
+        model_type="NVLM_D",
+        title="NVLM-D",
+        beside=projector(NvlmProjector, MLP1, served=_PROJECTION),
+    ),
+    replace(_STILL, model_type="h2ovl_chat", title="H2OVL Mississippi", processor=images(_h2ovl_settings)),
+    replace(_STILL, model_type="skywork_chat", title="Skywork-R1V"),
+    _INTERN_VIT,
+    _EAGLE2_5,
+    _QIANFAN,
 )
-
-ROWS: tuple[Family, ...] = (_INTERNVL, _INTERNVL_CHAT, _NVLM, _H2OVL, _SKYWORK, _INTERN_VIT)

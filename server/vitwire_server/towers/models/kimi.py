@@ -1,26 +1,35 @@
 """Kimi K2.5 and Kimi-VL (Moonshot AI), in the layout that their authors publish."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, dtype_of
-from vitwire_server.towers.family import Accepts, Family, Module, Weights, in_model, stripped
+from vitwire_server.towers.configs import Config, dtype_of, new_config
+from vitwire_server.towers.family import Accepts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily, frame_of
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import rotary_halves
+from vitwire_server.towers.shared.parts import projector, stock
 
 _FUSED = ".attn.wqkv."
+_SAME = (
+    "patch_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "merge_kernel_size",
+)
+"""Fields that Kimi-VL's tower has by the same names."""
 
 
 def _unfused(weights: Weights, config: Config) -> Weights:
@@ -38,11 +47,6 @@ def _unfused(weights: Weights, config: Config) -> Weights:
             apart[name.replace(_FUSED, f".attn.{kind}_proj.")] = rotary_halves(own, config.num_attention_heads)
         apart[name.replace(_FUSED, ".attn.v_proj.")] = values
     return apart
-
-
-def squares(rows: Tensor, side: int) -> Tensor:
-    """Rows of pixels as `(patches, C, p, p)`."""
-    return rows.view(len(rows), -1, side, side)
 
 
 class FrameMeans(Head):
@@ -91,115 +95,84 @@ class FrameMeans(Head):
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class KimiVLFamily(PackedFamily):
-    """Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images."""
+def _vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Of Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images.
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
-        del folder
-        own = settings["vision_config"]
-        height, width = own["init_pos_emb_height"], own["init_pos_emb_width"]
-        if height != width:
-            raise ValueError(f"vision_config.init_pos_emb_width is {width}, but must be init_pos_emb_height, {height}")
-        vision = {
-            "patch_size": own["patch_size"],
+    Raises KeyError, TypeError or ValueError if config.json is not of a model that is supported.
+    """
+    own = settings["vision_config"]
+    height, width = own["init_pos_emb_height"], own["init_pos_emb_width"]
+    if height != width:
+        raise ValueError(f"vision_config.init_pos_emb_width is {width}, but must be init_pos_emb_height, {height}")
+    return new_config(
+        "kimi_k25",
+        vision_config={
+            **{name: own[name] for name in _SAME},
             "pos_emb_height": height,
             "pos_emb_width": width,
             "pos_emb_time": 1,
-            "num_attention_heads": own["num_attention_heads"],
-            "num_hidden_layers": own["num_hidden_layers"],
-            "hidden_size": own["hidden_size"],
-            "intermediate_size": own["intermediate_size"],
-            "merge_kernel_size": own["merge_kernel_size"],
-        }
-        text = {"model_type": "deepseek_v3", "hidden_size": settings["text_config"]["hidden_size"]}
-        config_class: Any = CONFIG_MAPPING["kimi_k25"]
-        config: Config = config_class(
-            vision_config=vision,
-            text_config=text,
-            projection_hidden_size=own["hidden_size"],
-            dtype=dtype_of(settings),
-        )
-        return config
+        },
+        text_config={"model_type": "deepseek_v3", "hidden_size": settings["text_config"]["hidden_size"]},
+        projection_hidden_size=own["hidden_size"],
+        dtype=dtype_of(settings),
+    )
 
-
-_KIMI_TOWER = Module(
-    source="kimi_k25.modeling_kimi_k25:Kimi_K25VisionModel",
-    prefixes=in_model("vision_tower."),
-    renames=(
-        (r"^encoder\.blocks\.(\d+)\.mlp\.fc1\.", r"layers.\1.mlp.fc2."),
-        (r"^encoder\.blocks\.(\d+)\.mlp\.fc0\.", r"layers.\1.mlp.fc1."),
-        (r"^encoder\.blocks\.(\d+)\.norm1\.", r"layers.\1.norm2."),
-        (r"^encoder\.blocks\.(\d+)\.norm0\.", r"layers.\1.norm1."),
-        (r"^encoder\.blocks\.(\d+)\.wo\.", r"layers.\1.attn.proj."),
-        (r"^encoder\.blocks\.(\d+)\.wqkv\.", r"layers.\1.attn.wqkv."),
-        (r"^encoder\.", ""),
-        (r"^patch_embed\.pos_emb\.weight$", "patch_embed.pos_emb.position_embeddings"),
-    ),
-    ignored=("patch_embed.pos_emb.time_",),
-    convert=_unfused,
-    served=(
-        Served("merge_kernel_size", lambda sides, _: sides[0] == sides[1], "two equal sides"),
-        Served(
-            "pos_emb_width",
-            lambda width, vision: width == vision.pos_emb_height,
-            "equal to the height of the table of positions",
-        ),
-    ),
-)
-
-
-_KIMI_INPUTS = Inputs(learned_positions="patch_embed.pos_emb", raster=True, shape=squares)
 
 _KIMI_K25 = PackedFamily(
     model_type="kimi_k25",
     title="Kimi K2.5, K2.6",
-    tower=_KIMI_TOWER,
-    beside={
-        "projector": Module(
-            source="kimi_k25.modeling_kimi_k25:Kimi_K25MultimodalProjection",
-            prefixes=in_model("mm_projector."),
-            renames=((r"^proj\.0\.", "in_proj."), (r"^proj\.2\.", "out_proj.")),
-            config="",
-        )
-    },
+    tower=stock(
+        "kimi_k25.Kimi_K25VisionModel",
+        in_model("vision_tower."),
+        renames=(
+            (r"^encoder\.blocks\.(\d+)\.mlp\.fc1\.", r"layers.\1.mlp.fc2."),
+            (r"^encoder\.blocks\.(\d+)\.mlp\.fc0\.", r"layers.\1.mlp.fc1."),
+            (r"^encoder\.blocks\.(\d+)\.norm1\.", r"layers.\1.norm2."),
+            (r"^encoder\.blocks\.(\d+)\.norm0\.", r"layers.\1.norm1."),
+            (r"^encoder\.blocks\.(\d+)\.wo\.", r"layers.\1.attn.proj."),
+            (r"^encoder\.blocks\.(\d+)\.wqkv\.", r"layers.\1.attn.wqkv."),
+            (r"^encoder\.", ""),
+            (r"^patch_embed\.pos_emb\.weight$", "patch_embed.pos_emb.position_embeddings"),
+        ),
+        ignored=("patch_embed.pos_emb.time_",),
+        convert=_unfused,
+        served=(
+            Served("merge_kernel_size", lambda sides, _: sides[0] == sides[1], "two equal sides"),
+            Served(
+                "pos_emb_width",
+                lambda width, vision: width == vision.pos_emb_height,
+                "equal to the height of the table of positions",
+            ),
+        ),
+    ),
+    beside=projector(
+        "kimi_k25.Kimi_K25MultimodalProjection",
+        in_model("mm_projector."),
+        renames=((r"^proj\.0\.", "in_proj."), (r"^proj\.2\.", "out_proj.")),
+    ),
     head=FrameMeans,
-    width="text_config.hidden_size",
     layers="layers",
     span=AttentionSpan.CLIP,
-    inputs=_KIMI_INPUTS,
+    inputs=Inputs(
+        learned_positions="patch_embed.pos_emb",
+        raster=True,
+        shape=lambda rows, side: rows.view(len(rows), -1, side, side),
+    ),
     images=Accepts.PIXELS,
     videos=Accepts.PIXELS,
-    architecture="27 x 1152, patch 14",
-    attention="over a chunk of up to 4 frames",
-    special="frames of a chunk are averaged, so a chunk has the tokens of one frame; projector",
 )
 
-
-_KIMI_VL = KimiVLFamily(
+_KIMI_VL = replace(
+    _KIMI_K25,
     model_type="kimi_vl",
     title="Kimi-VL",
-    tower=_KIMI_TOWER,
-    beside={
-        "projector": Module(
-            source="kimi_k25.modeling_kimi_k25:Kimi_K25MultimodalProjection",
-            prefixes=stripped("multi_modal_projector."),
-            renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
-            config="",
-        )
-    },
-    head=FrameMeans,
-    width="text_config.hidden_size",
-    layers="layers",
-    span=AttentionSpan.CLIP,
-    inputs=_KIMI_INPUTS,
-    images=Accepts.PIXELS,
+    configuration=_vl_config,
+    beside=projector(
+        "kimi_k25.Kimi_K25MultimodalProjection",
+        stripped("multi_modal_projector."),
+        renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
+    ),
     videos=Accepts.NOTHING,
-    architecture="27 x 1152, patch 14",
-    attention="full",
-    special="MoonViT, through the classes of Kimi K2.5; projector",
 )
 
-
-ROWS: tuple[Family, ...] = (_KIMI_K25, _KIMI_VL)
+ROWS = (_KIMI_K25, _KIMI_VL)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,73 +11,36 @@ from torch import Tensor, nn
 from vitwire_server.core.footprints import LayoutFootprints
 from vitwire_server.core.geometries import LayoutGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, projector
+from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, merged_tile, side
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, whole
+from vitwire_server.towers.layouts.tiles import TileFamily, side
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 
 
-def _llama4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _llama4_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     size = config.vision_config.image_size
-    if files.image.get("resize_to_max_canvas"):
-        raise ValueError("resize_to_max_canvas is not served")
-    tiling = Tiling(
-        TilingRule.CANVAS, (size, size), overview=Overview.LAST, max_tiles=whole(files.image, "max_patches", 16)
-    )
-    return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
+    if image.get("resize_to_max_canvas"):
+        raise ValueError("unsupported resize_to_max_canvas")
+    tiling = Tiling(TilingRule.CANVAS, (size, size), overview=Overview.LAST, max_tiles=whole(image, "max_patches", 16))
+    return tiled(image, tiling, HALF, BILINEAR)
 
 
-class Llama4(Encoder):
-    """A ViT whose adapter shuffles pixels; its class token comes last and is dropped."""
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        vision = config.vision_config
-        self.patch = vision.patch_size
-        self.merge = round(1 / vision.pixel_shuffle_ratio)
-        self.tile = merged_tile(vision.image_size, self.patch, self.merge, "pixel_shuffle_ratio")
-        self.channels = vision.num_channels
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
-        self.blocks = list(self._tower.model.layers)
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        rows: Tensor = self._tower(pixel_values=tiles).last_hidden_state
-        return self._projector(rows)  # type: ignore[no-any-return]
-
-
-_LLAMA4 = TileFamily(
-    model_type="llama4",
-    title="Llama 4",
-    architecture="34 x 1408, patch 14",
-    tower=Module(
-        source="llama4.modeling_llama4:Llama4VisionModel",
-        prefixes=in_model("vision_model."),
-        served=(Served("pixel_shuffle_ratio", shuffles, SHUFFLED),),
-    ),
-    beside=projector("llama4.modeling_llama4:Llama4MultiModalProjector"),
-    encoder=Llama4,
-    processor=_llama4_settings,
-    videos=Accepts.NOTHING,
-)
-
-
-def _mllama_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _mllama_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     vision = config.vision_config
-    size, most = side(vision.image_size), whole(files.image, "max_image_tiles", 4)
+    size, most = side(vision.image_size), whole(image, "max_image_tiles", 4)
     if most != vision.max_num_tiles:
         raise ValueError(f"max_image_tiles is {most}, but must be vision_config.max_num_tiles, {vision.max_num_tiles}")
-    fits_tower(files.image, size)
+    fits_tower(image, size)
     tiling = Tiling(TilingRule.CANVAS, (size, size), max_tiles=most)
-    return {Modality.IMAGE: tiled(files.image, tiling, HALF, BILINEAR)}
+    return tiled(image, tiling, HALF, BILINEAR)
 
 
 def _fill_output(layers: Sequence[int], vision: Config) -> bool:
@@ -87,34 +51,22 @@ def _fill_output(layers: Sequence[int], vision: Config) -> bool:
     )
 
 
-class CrossAttentionProjector(nn.Linear):
-    """From the tower's layers to the states that the language model's layers attend to."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.vision_output_dim, config.text_config.hidden_size)
-
-
-class Mllama(AssembledEncoder):
+class Mllama(AssembledEncoder, ProjectedTiles):
     """Tiles of an image attend to each other, and to those that it could have beyond: blank ones with positions.
 
     So an image costs as much as one with all tiles. Rows are those of the tiles that it comes with.
     """
 
     def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config, layers="transformer.layers")
         vision = config.vision_config
-        size, self.patch = side(vision.image_size), side(vision.patch_size)
-        self.merge, self.channels = 1, vision.num_channels
-        positions = (size // self.patch) ** 2 + 1
-        self.tile = TileShape(size, size, positions)
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
+        positions = self.tile.tokens + 1
+        self.tile = self.tile._replace(tokens=positions)
         self._layouts = tuple((rows, columns) for rows, columns in vision.supported_aspect_ratios)
         self._most = vision.max_num_tiles
         if max(rows * columns for rows, columns in self._layouts) > self._most:
             raise ValueError(f"supported_aspect_ratios has layouts of more than {self._most} tiles")
-        self.blocks = [*self._tower.transformer.layers, *self._tower.global_transformer.layers]
+        self.blocks = [*self.blocks, *self._tower.global_transformer.layers]
         longest = self._most * (positions - 1)
         self.footprints = LayoutFootprints(positions, self._most, longest)
         self.unit = Unit(self._most, self._most * positions, self._most * positions, longest)
@@ -146,36 +98,47 @@ class Mllama(AssembledEncoder):
 
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         held = inputs["held"]
-        images = tiles.index_select(0, inputs["tiles"].flatten()).unflatten(0, (-1, 1, self._most))
-        blank = images.masked_fill(held.logical_not()[:, None, :, None, None, None], 0)
+        pictures = tiles.index_select(0, inputs["tiles"].flatten()).unflatten(0, (-1, 1, self._most))
+        blank = pictures.masked_fill(held.logical_not()[:, None, :, None, None, None], 0)
         states = self._tower(
             pixel_values=blank, aspect_ratio_ids=inputs["aspect_ratio"], aspect_ratio_mask=held[:, None]
         ).last_hidden_state
         return self._projector(states.flatten(1, 3))  # type: ignore[no-any-return]
 
 
-_MLLAMA = AssembledFamily(
-    model_type="mllama",
-    title="Llama 3.2 Vision",
-    architecture="32 x 1280 and 8 x 1280, patch 14",
-    attention="over the tiles of an image",
-    tower=Module(
-        source="mllama.modeling_mllama:MllamaVisionModel",
-        prefixes=in_model("vision_model."),
-        served=(
-            Served(
-                "intermediate_layers_indices",
-                _fill_output,
-                "numbers of layers, as many as make vision_output_dim columns with the last one's",
+ROWS = (
+    TileFamily(
+        model_type="llama4",
+        title="Llama 4",
+        tower=stock(
+            "llama4.Llama4VisionModel",
+            in_model("vision_model."),
+            served=(Served("pixel_shuffle_ratio", shuffles, SHUFFLED),),
+        ),
+        beside=projector("llama4.Llama4MultiModalProjector"),
+        # The adapter shuffles pixels; the class token comes last and is dropped.
+        encoder=partial(ProjectedTiles, merged_by="vision_config.pixel_shuffle_ratio", layers="model.layers"),
+        processor=images(_llama4_settings),
+    ),
+    AssembledFamily(
+        model_type="mllama",
+        title="Llama 3.2 Vision",
+        tower=stock(
+            "mllama.MllamaVisionModel",
+            in_model("vision_model."),
+            served=(
+                Served(
+                    "intermediate_layers_indices",
+                    _fill_output,
+                    "numbers of layers, as many as make vision_output_dim columns with the last one's",
+                ),
             ),
         ),
+        beside=projector(
+            nn.Linear,
+            arguments=lambda config: (config.vision_config.vision_output_dim, config.text_config.hidden_size),
+        ),
+        encoder=Mllama,
+        processor=images(_mllama_settings),
     ),
-    beside=projector("vitwire_server.towers.models.llama:CrossAttentionProjector"),
-    encoder=Mllama,
-    processor=_mllama_settings,
-    videos=Accepts.NOTHING,
-    special="rows are what the LLM's cross-attention layers attend to, and depend on the layout; an image costs as "
-    "much as one of 4 tiles",
 )
-
-ROWS: tuple[Family, ...] = (_LLAMA4, _MLLAMA)

@@ -1,34 +1,51 @@
-"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
+"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from math import isqrt
+from typing import Any
 
+import torch
+from torch import Tensor
+from transformers.models.llava_next_video.modeling_llava_next_video import LlavaNextVideoPooler
+
+from vitwire_server.core.footprints import PooledFrameFootprints
+from vitwire_server.core.geometries import PooledFrameGeometry
+from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, projector
+from vitwire_server.towers.family import Accepts, Parts
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily
-from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, square
-from vitwire_server.towers.processors.tiles import fits_tower, one_tile, stretched, tiled
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
+from vitwire_server.towers.processors.single import tile_of
+from vitwire_server.towers.processors.tiles import fits_tower, stretched, tiled
+from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.clip import clip
+from vitwire_server.towers.shared.parts import projector
 from vitwire_server.towers.shared.projected import ProjectedLayers
 from vitwire_server.towers.shared.siglip import siglip
 
+_POOLED = Served("spatial_pool_mode", lambda mode, _: mode in ("average", "max"), "'average' or 'max'")
+"""Without weights of its own."""
 
-def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """CLIP's processor cuts out the middle unless its file says otherwise, SigLIP's has no such setting."""
-    stretches = "Siglip" in (files.image.get("image_processor_type") or "")
+    stretches = "Siglip" in (image.get("image_processor_type") or "")
     side, normalisation = config.vision_config.image_size, HALF if stretches else CLIP
-    settings = one_tile(files.image, side, normalisation, crops=not stretches)
+    settings = tile_of(image, side, normalisation, crops=not stretches)
     # Pads images to squares before it resizes them, which no rule does.
-    return {Modality.IMAGE: replace(settings, resizing=Resizing.OTHER) if files.image.get("do_pad") else settings}
+    return replace(settings, resizing=Resizing.OTHER) if image.get("do_pad") else settings
 
 
-def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
+def _best_fit(image: Mapping[str, Any], config: Config) -> Tiling:
     """The whole image, then its tiles in one of the listed layouts."""
     size = config.vision_config.image_size
-    fits_tower(files.image, size)
-    pinpoints = files.image.get("image_grid_pinpoints") or config.image_grid_pinpoints
+    fits_tower(image, size)
+    pinpoints = image.get("image_grid_pinpoints") or config.image_grid_pinpoints
     if any(length % size for pair in pinpoints for length in pair):
         raise ValueError(f"image_grid_pinpoints must be multiples of {size}")
     layouts = tuple((int(height) // size, int(width) // size) for height, width in pinpoints)
@@ -41,78 +58,108 @@ def _best_fit(files: ProcessorFiles, config: Config) -> Tiling:
     )
 
 
-def next_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    """Of images. Raises ValueError over tiles of another size than the tower takes."""
+def _next_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    """Raises ValueError over tiles of another size than the tower takes."""
     side = config.vision_config.image_size
-    if (cut := square(files.image, "crop_size", side)) != side:
+    if (cut := square(image, "crop_size", side)) != side:
         raise ValueError(f"crop_size must be image_size, {side}, but is {cut}")
-    return {Modality.IMAGE: tiled(files.image, _best_fit(files, config), CLIP)}
+    return tiled(image, _best_fit(image, config), CLIP)
 
 
 def _onevision_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    tiling = _best_fit(files, config)
+    tiling = _best_fit(files.image, config)
     frames = tiled(files.video, tiling, CLIP)
     return {Modality.IMAGE: tiled(files.image, tiling, CLIP), Modality.VIDEO: stretched(frames, tiling.tile)}
+
+
+def _video_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    pictures = _next_settings(files.image, config)
+    if pictures.tiling and (1, 1) in pictures.tiling.layouts:
+        raise ValueError("unsupported image_grid_pinpoints with a single tile: the grid (2, 1, 1) is a clip")
+    frames = tile_of(files.video, config.vision_config.image_size, CLIP)
+    return {Modality.IMAGE: pictures, Modality.VIDEO: frames}
+
+
+class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
+    """Every tile is projected twice, as it is and pooled: images are made of the former rows, clips of the latter."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
+        self._pool = LlavaNextVideoPooler(config)
+        tokens, longest = self.tile.tokens, (self.tile.height // self.patch) ** 2
+        self._frame = (isqrt(tokens) // config.spatial_pool_stride) ** 2
+        self.unit = Unit(1, tokens, tokens + self._frame, longest)
+        self.inputs: Mapping[str, UnitInput] = {}
+        self.footprints = PooledFrameFootprints(tokens, self._frame, longest)
+
+    @property
+    def geometry(self) -> PooledFrameGeometry:
+        return PooledFrameGeometry(**asdict(super().geometry))
+
+    def sample(self, units: int) -> Grid:
+        return Grid(units, 1, max(1, units - 1))
+
+    def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
+        rows = torch.arange(grid.t * self.unit.rows).view(grid.t, -1)
+        of_clip = grid.h * grid.w == 1
+        own = rows[:, self.unit.tokens :] if of_clip else rows[:, : self.unit.tokens]
+        return {}, own.flatten()
+
+    def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        del inputs
+        rows = self.rows(tiles)
+        return self.projected(torch.cat([rows, self._pool(rows)], dim=1))
 
 
 _LLAVA = TileFamily(
     model_type="llava",
     title="LLaVA 1.5",
-    architecture="24 x 1024, patch 14",
     tower=clip("vision_tower."),
-    beside=projector("llava.modeling_llava:LlavaMultiModalProjector"),
+    beside=projector("llava.LlavaMultiModalProjector"),
     encoder=ProjectedLayers,
-    processor=_settings,
-    videos=Accepts.NOTHING,
+    processor=images(_settings),
 )
 
-_LLAVA_SIGLIP = replace(
+_LLAVA_NEXT = replace(
     _LLAVA,
-    tower_type="siglip_vision_model",
-    title="LLaVA with SigLIP",
-    architecture="26 x 1152, patch 14",
-    tower=siglip("vision_tower."),
-)
-
-_VIPLLAVA = replace(
-    _LLAVA,
-    model_type="vipllava",
-    title="ViP-LLaVA",
-    beside=projector("vipllava.modeling_vipllava:VipLlavaMultiModalProjector"),
-    transformers="5.23.0",
-    special="rows of five layers side by side",
-)
-
-_LLAVA_NEXT = TileFamily(
     model_type="llava_next",
     title="LLaVA-NeXT",
-    architecture="24 x 1024, patch 14",
-    tower=clip("vision_tower."),
-    beside=projector("llava_next.modeling_llava_next:LlavaNextMultiModalProjector"),
-    encoder=ProjectedLayers,
-    processor=next_settings,
-    videos=Accepts.NOTHING,
-    special="rows of every tile, whole image first; unpadding and line breaks stay with the LLM",
+    beside=projector("llava_next.LlavaNextMultiModalProjector"),
+    processor=images(_next_settings),
 )
 
-_LLAVA_NEXT_SIGLIP = replace(
+_SIGLIP: dict[str, Any] = {"tower_type": "siglip_vision_model", "tower": siglip("vision_tower.")}
+
+ROWS = (
+    _LLAVA,
+    replace(_LLAVA, title="LLaVA with SigLIP", **_SIGLIP),
+    replace(
+        _LLAVA,
+        model_type="vipllava",
+        title="ViP-LLaVA",
+        beside=projector("vipllava.VipLlavaMultiModalProjector"),
+        transformers="5.23.0",
+    ),
     _LLAVA_NEXT,
-    tower_type="siglip_vision_model",
-    title="LLaVA-NeXT with SigLIP, Granite Vision",
-    architecture="27 x 1152, patch 14",
-    tower=siglip("vision_tower."),
-    special="rows of every tile, of several layers where the configuration lists them",
+    replace(_LLAVA_NEXT, title="LLaVA-NeXT with SigLIP, Granite Vision", **_SIGLIP),
+    replace(
+        _LLAVA,
+        model_type="llava_onevision",
+        title="LLaVA-OneVision",
+        video_processor="LlavaOnevision",
+        tower=siglip("vision_tower."),
+        beside=projector("llava_onevision.LlavaOnevisionMultiModalProjector"),
+        processor=_onevision_settings,
+        videos=Accepts.PICTURES,
+    ),
+    AssembledFamily(
+        model_type="llava_next_video",
+        title="LLaVA-NeXT-Video",
+        video_processor="LlavaNextVideo",
+        tower=clip("vision_tower."),
+        beside=projector("llava_next_video.LlavaNextVideoMultiModalProjector", served=(_POOLED,)),
+        encoder=LlavaNextVideo,
+        processor=_video_settings,
+        videos=Accepts.PICTURES,
+    ),
 )
-
-_LLAVA_ONEVISION = TileFamily(
-    model_type="llava_onevision",
-    title="LLaVA-OneVision",
-    architecture="26 x 1152, patch 14",
-    tower=siglip("vision_tower."),
-    beside=projector("llava_onevision.modeling_llava_onevision:LlavaOnevisionMultiModalProjector"),
-    encoder=ProjectedLayers,
-    processor=_onevision_settings,
-    special="rows of every tile, whole image first; unpadding, line breaks and pooling of frames stay with the LLM",
-)
-
-ROWS: tuple[Family, ...] = (_LLAVA, _LLAVA_SIGLIP, _VIPLLAVA, _LLAVA_NEXT, _LLAVA_NEXT_SIGLIP, _LLAVA_ONEVISION)

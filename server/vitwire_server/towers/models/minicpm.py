@@ -1,7 +1,9 @@
-"""MiniCPM-V 4.6 and later (OpenBMB): a merger of windows between layers, and another one behind them."""
+"""MiniCPM-V, MiniCPM-o and MiniCPM-OCR (OpenBMB): of transformers' classes, and in the layout of their authors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,14 +12,19 @@ from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Geometry, Preprocessing, Resizing
-from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.core.models import Geometry
+from vitwire_server.towers.configs import Config, changed, dtype_of, usual_fields
+from vitwire_server.towers.family import Accepts, Parts, in_model, stripped
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Boundaries, Kind, Order, Rows, Sources
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded
+from vitwire_server.towers.processors.settings import HALF, images, unsized
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.learned import positioned
+from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.resampled import ResampledTower
+from vitwire_server.towers.shared.resampler import Resampler
+from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
 
 _SIDE = 2
 """Of the windows that become one patch, and of the squares that become one token."""
@@ -65,10 +72,8 @@ class MiniCpmTower(RasterTower):
         }
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
-        model, side = self.model, self.geometry.patch
-        embeddings, inner = model.embeddings, model.config.insert_layer_id
-        patches = embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
-        states = (patches + embeddings.position_embedding(tensors["positions"])).unsqueeze(0)
+        model, inner = self.model, self.model.config.insert_layer_id
+        states = positioned(model.embeddings, pixels, tensors["positions"], self.geometry.patch)
         boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
         for number, layer in enumerate(model.encoder.layers):
             states = layer(states, None, cu_seqlens=boundaries, max_seqlen=longest)
@@ -86,54 +91,120 @@ class MiniCpmTower(RasterTower):
         return merged
 
 
-def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    del config
-    given = {Modality.IMAGE: files.image, Modality.VIDEO: files.video}
-    return {modality: replace(bounded(own, (1, 1), HALF), resizing=Resizing.OTHER) for modality, own in given.items()}
+def _nearest(count: int, side: int) -> Tensor:
+    """Of each of `count` patches along an axis, the learned position, of `side`, that its share of the axis falls on.
+
+    The step is a float32, as the authors compute it: where a patch begins on a boundary, its rounding decides.
+    """
+    step = float(1 / torch.tensor(count, dtype=torch.int32))
+    return torch.bucketize(torch.arange(0, 1 - 1e-6, step), torch.arange(1 / side, 1.0, 1 / side), right=True)
 
 
-def _row(model_type: str, title: str, package: str, name: str) -> RasterFamily:
+class OriginalMiniCpmTower(ResampledTower):
+    """SigLIP on slices of any size, each patch with the learned position nearest to its own, and a resampler."""
+
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        self._side = self.model.config.image_size // self.geometry.patch
+
+    def _inputs(self) -> dict[str, Kind]:
+        return {"positions": Rows((), torch.int64), **super()._inputs()}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        rows, columns = (_nearest(count, self._side) for count in (grid.h, grid.w))
+        positions = (rows[:, None] * self._side + columns).flatten().repeat(grid.t)
+        return {**super()._compute(grid), "positions": positions}
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model = self.model
+        states = positioned(model.embeddings, pixels, tensors["positions"], self.geometry.patch)
+        states = packed_layers(model.encoder.layers, states, model.config._attn_implementation, attended)  # noqa: SLF001 - set by use_attention
+        return self._resampled(model.post_layernorm(states[0]), tensors, attended)
+
+
+def _original_config(_: Path, settings: Mapping[str, Any], *, versions: Sequence[float]) -> Config:
+    """Of a config.json with the fields of the language model at its top.
+
+    Raises ValueError over a `version` other than these, whose tower takes positions in another way.
+    """
+    version = settings.get("version")
+    if version is None or float(version) not in versions:
+        known = ", ".join(map(str, versions))
+        raise ValueError(f"version is {version!r}, but must be one of {known}")
+    vision = dict(settings["vision_config"])
+    dropped = int(bool(settings.get("drop_vision_last_layer")))
+    config = siglip_config(
+        {
+            **usual_fields(vision, "hidden_act", "layer_norm_eps", "num_channels"),
+            "num_hidden_layers": vision["num_hidden_layers"] - dropped,
+        },
+        width=settings["hidden_size"],
+        dtype=dtype_of(settings),
+    )
+    return changed(config, {"query_num": settings["query_num"]})
+
+
+_WINDOWS = (
+    Served("window_kernel_size", _of_two, _SQUARES),
+    Served(
+        "insert_layer_id",
+        lambda at, vision: 0 <= at < vision.num_hidden_layers,
+        "the number of a layer, counted from 0",
+    ),
+)
+_MERGER = (
+    Served("downsample_mode", lambda mode, _: mode in ("4x", _MERGED), "'4x' or '16x'"),
+    Served("merge_kernel_size", _of_two, _SQUARES),
+    Served("merger_times", lambda times, _: times == 1, "1"),
+)
+
+
+def _row(model_type: str, title: str, name: str) -> RasterFamily:
     return RasterFamily(
         model_type=model_type,
         title=title,
-        architecture="27 x 1152, patch 14",
-        tower=Module(
-            source=f"{package}:{name}VisionModel",
-            prefixes=in_model("vision_tower."),
-            served=(
-                Served("window_kernel_size", _of_two, _SQUARES),
-                Served(
-                    "insert_layer_id",
-                    lambda at, vision: 0 <= at < vision.num_hidden_layers,
-                    "the number of a layer, counted from 0",
-                ),
-            ),
-        ),
-        beside={
-            "projector": Module(
-                source=f"{package}:{name}Merger",
-                prefixes=in_model("merger."),
-                config="",
-                served=(
-                    Served("downsample_mode", lambda mode, _: mode in ("4x", _MERGED), "'4x' or '16x'"),
-                    Served("merge_kernel_size", _of_two, _SQUARES),
-                    Served("merger_times", lambda times, _: times == 1, "1"),
-                ),
-            )
-        },
-        width="text_config.hidden_size",
+        tower=stock(f"{model_type}.{name}VisionModel", in_model("vision_tower."), served=_WINDOWS),
+        beside=projector(f"{model_type}.{name}Merger", in_model("merger."), served=_MERGER),
         forward=MiniCpmTower,
-        layers="encoder.layers",
-        processor=_settings,
+        processor=lambda files, _: {
+            Modality.IMAGE: unsized(files.image, HALF),
+            Modality.VIDEO: unsized(files.video, HALF),
+        },
         images=Accepts.PIXELS,
         videos=Accepts.PIXELS,
-        special="each slice of an image is an item, as is its overview; windows are merged between layers",
         transformers="5.23.0",
     )
 
 
-ROWS: tuple[Family, ...] = (
-    _row("minicpmv4_6", "MiniCPM-V 4.6", "minicpmv4_6.modeling_minicpmv4_6", "MiniCPMV4_6"),
-    _row("minicpmv4_7", "MiniCPM-V 4.7", "minicpmv4_7.modeling_minicpmv4_7", "MiniCPMV4_7"),
-    _row("minicpm_ocr", "MiniCPM-OCR", "minicpm_ocr.modeling_minicpm_ocr", "MiniCPMOcr"),
+_MINICPMV = RasterFamily(
+    model_type="minicpmv",
+    title="MiniCPM-V 2.6, 4.0 and 4.5",
+    configuration=partial(_original_config, versions=(2.6, 4.0, 4.5)),
+    tower=siglip("vpm."),
+    beside={
+        "resampler": part(
+            Resampler,
+            stripped("resampler."),
+            served=(Served("query_num", lambda count, _: 0 < count < 4096, "from 1 to 4095"),),
+        )
+    },
+    forward=OriginalMiniCpmTower,
+    # The authors' processor cuts slices; their mean and deviation have names of their own.
+    processor=images(
+        lambda image, _: unsized({"image_mean": image.get("norm_mean"), "image_std": image.get("norm_std")}, HALF)
+    ),
+    images=Accepts.PIXELS,
+)
+
+ROWS = (
+    _row("minicpmv4_6", "MiniCPM-V 4.6", "MiniCPMV4_6"),
+    _row("minicpmv4_7", "MiniCPM-V 4.7", "MiniCPMV4_7"),
+    _row("minicpm_ocr", "MiniCPM-OCR", "MiniCPMOcr"),
+    _MINICPMV,
+    replace(
+        _MINICPMV,
+        model_type="minicpmo",
+        title="MiniCPM-o 2.6 and 4.5",
+        configuration=partial(_original_config, versions=(2.6, 4.5)),
+    ),
 )

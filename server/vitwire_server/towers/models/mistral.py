@@ -1,7 +1,7 @@
 """Pixtral and Mistral 3, and models of other makers with their tower."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, last_layer
-from vitwire_server.towers.family import Accepts, Family, Module, Weights, in_model, projector
+from vitwire_server.towers.family import Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, bounded_above, square
+from vitwire_server.towers.processors.settings import CLIP, bounded_above, images, square
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import rotary_halves
+from vitwire_server.towers.shared.parts import projector, stock, variant
 
 
-def _pixtral_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    longest = square(files.image)
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    longest = square(image)
     factor = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
     if longest < factor:
         raise ValueError(f"size {longest} is less than one token of {factor} pixels")
-    return {Modality.IMAGE: bounded_above(files.image, longest**2, factor, Resizing.LONGEST_SIDE, CLIP)}
+    return bounded_above(image, longest**2, factor, Resizing.LONGEST_SIDE, CLIP)
 
 
 class PixtralTower(RasterTower):
@@ -64,15 +64,11 @@ class PixtralTower(RasterTower):
         return projector.linear_2(hidden)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PixtralFamily(RasterFamily):
-    """Checkpoints of which only those with rows of the last layer are served."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over another layer."""
-        config = super().read_config(folder, settings)
-        last_layer(config)
-        return config
+def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Raises ValueError unless rows are those of the last layer."""
+    config = of_transformers(folder, settings)
+    last_layer(config)
+    return config
 
 
 _ORIGINAL = {
@@ -99,82 +95,57 @@ def _from_original(weights: Weights, config: Config) -> Weights:
     return renamed
 
 
-_PIXTRAL = PixtralFamily(
+_PIXTRAL = RasterFamily(
     model_type="llava",
     tower_type="pixtral",
     title="Pixtral",
-    architecture="24 x 1024, patch 16",
-    tower=Module(
-        source="pixtral.modeling_pixtral:PixtralVisionModel", prefixes=in_model("vision_tower.", "vision_encoder.")
-    ),
+    configuration=_config,
+    tower=stock("pixtral.PixtralVisionModel", in_model("vision_tower.", "vision_encoder.")),
     beside=projector(
-        "llava.modeling_llava:LlavaMultiModalProjector",
+        "llava.LlavaMultiModalProjector",
         served=(Served("vision_feature_select_strategy", lambda strategy, _: strategy == "full", "'full'"),),
     ),
-    width="text_config.hidden_size",
     forward=PixtralTower,
     layers="transformer.layers",
-    processor=_pixtral_settings,
-    videos=Accepts.NOTHING,
-    special="LLaVA's layout with Pixtral's tower",
+    processor=images(_settings),
 )
 
-_MISTRAL3 = PixtralFamily(
-    model_type="mistral3",
-    title="Mistral Small 3.1",
-    architecture="24 x 1024, patch 14",
-    tower=_PIXTRAL.tower,
-    beside={
-        "projector": Module(
-            source="mistral3.modeling_mistral3:Mistral3MultiModalProjector",
-            prefixes=in_model("multi_modal_projector.", "vision_projection."),
-            config="",
-        )
-    },
-    width="text_config.hidden_size",
-    forward=PixtralTower,
+_MISTRAL3 = variant(
+    _PIXTRAL,
+    "mistral3",
+    "Mistral Small 3.1",
+    tower_type="",
+    beside=projector("mistral3.Mistral3MultiModalProjector", in_model("multi_modal_projector.", "vision_projection.")),
     merge="spatial_merge_size",
-    layers="transformer.layers",
-    processor=_pixtral_settings,
-    videos=Accepts.NOTHING,
 )
 
-_MISTRAL_LARGE4 = replace(
+_MISTRAL_LARGE4 = variant(
     _MISTRAL3,
-    model_type="mistral_large4",
-    title="Mistral Large 4",
-    architecture="30 x 2048, patch 14",
-    tower=replace(_PIXTRAL.tower, convert=_from_original, prefixes=in_model("vision_tower.", "vision_encoder.")),
-    beside={
-        "projector": Module(
-            source="mistral_large4.modeling_mistral_large4:MistralLarge4MultiModalProjector",
-            prefixes={
-                **in_model("multi_modal_projector."),
-                "pre_mm_projector_norm.": "norm.",
-                "patch_merger.": "patch_merger.",
-                "vision_language_adapter.w_in.": "linear_1.",
-                "vision_language_adapter.w_out.": "linear_2.",
-            },
-            config="",
-        )
-    },
+    "mistral_large4",
+    "Mistral Large 4",
+    tower=replace(_PIXTRAL.tower, convert=_from_original),
+    beside=projector(
+        "mistral_large4.MistralLarge4MultiModalProjector",
+        {
+            **in_model("multi_modal_projector."),
+            "pre_mm_projector_norm.": "norm.",
+            "patch_merger.": "patch_merger.",
+            "vision_language_adapter.w_in.": "linear_1.",
+            "vision_language_adapter.w_out.": "linear_2.",
+        },
+    ),
     transformers="5.23.0",
 )
 
-_LIGHTON_OCR = replace(
+# Images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token.
+_LIGHTON_OCR = variant(
     _MISTRAL3,
-    model_type="lighton_ocr",
-    title="LightOnOCR",
-    architecture="24 x 1024, patch 14",
-    beside={
-        "projector": Module(
-            source="lighton_ocr.modeling_lighton_ocr:LightOnOcrMultiModalProjector",
-            prefixes=in_model("vision_projection.", "multi_modal_projector."),
-            config="",
-        )
-    },
+    "lighton_ocr",
+    "LightOnOCR",
+    beside=projector(
+        "lighton_ocr.LightOnOcrMultiModalProjector", in_model("vision_projection.", "multi_modal_projector.")
+    ),
     transformers="5.23.0",
-    special="images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token",
 )
 
-ROWS: tuple[Family, ...] = (_PIXTRAL, _MISTRAL3, _MISTRAL_LARGE4, _LIGHTON_OCR)
+ROWS = (_PIXTRAL, _MISTRAL3, _MISTRAL_LARGE4, _LIGHTON_OCR)

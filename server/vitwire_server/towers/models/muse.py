@@ -13,20 +13,15 @@ from transformers import vision_utils
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Geometry, Preprocessing, Resizing
+from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model
-from vitwire_server.towers.layouts.patches import TAPS, most_windows, neighbours
+from vitwire_server.towers.family import Accepts, Parts, in_model
+from vitwire_server.towers.layouts.patches import most_windows, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, bounded, per_channel, read_settings
-
-
-class Projection(nn.Linear):
-    """The last projection, which transformers keeps as a bare layer of the whole model."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.projector_hidden_size, config.text_config.hidden_size, bias=False)
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel, read_settings, unsized
+from vitwire_server.towers.shared.learned import TAPPED
+from vitwire_server.towers.shared.parts import part, stock, variant
 
 
 class MuseTower(RasterTower):
@@ -44,12 +39,10 @@ class MuseTower(RasterTower):
         return replace(super()._geometry(config), channels=3 * config.vision_config.patch_temporal)
 
     def capacity(self, budget: Budget) -> Capacity:
-        """See Tower."""
         own = super().capacity(budget)
         return replace(own, windows=most_windows(own.patches, budget.max_segments, self._side))
 
     def exact(self, grids: Sequence[Grid]) -> Capacity:
-        """See Tower."""
         windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids)
         return replace(super().exact(grids), windows=windows)
 
@@ -57,8 +50,7 @@ class MuseTower(RasterTower):
         window = self._side**2
         return {
             "positions": Rows((2,), torch.int64),
-            "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
-            "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
+            **TAPPED,
             "window_index": Order(per_patch=True),
             "cu_window_seqlens": Boundaries(slots=lambda c: c.windows, longest=lambda _: window),
             "neighbours": Sources(self.geometry.merge**2),
@@ -126,7 +118,7 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
             for key, default in zip(("image_mean", "image_std"), HALF, strict=True)
         )
         rest = {**own, "image_mean": mean, "image_std": std}
-        return replace(bounded(rest, (1, 1), (mean, std)), resizing=Resizing.OTHER)
+        return unsized(rest, (mean, std))
 
     return {Modality.IMAGE: of(files.image), Modality.VIDEO: of(files.video)}
 
@@ -136,7 +128,6 @@ class MuseFamily(RasterFamily):
     """Muse, whose patches have a mean and a deviation for each channel of each frame."""
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        """See Family."""
         channels = 3 * config.vision_config.patch_temporal
         return read_settings(folder, lambda files: self.processor(files, config), channels=channels)
 
@@ -144,37 +135,25 @@ class MuseFamily(RasterFamily):
 _GLIMMER = MuseFamily(
     model_type="muse_glimmer",
     title="Muse Glimmer",
-    architecture="50 x 1536, patch 14",
-    attention="within windows, full in some layers",
-    tower=Module(
-        source="muse_glimmer.modeling_muse_glimmer:MuseGlimmerVisionModel", prefixes=in_model("vision_tower.")
-    ),
+    tower=stock("muse_glimmer.MuseGlimmerVisionModel", in_model("vision_tower.")),
     beside={
-        "adapter": Module(
-            source="muse_glimmer.modeling_muse_glimmer:MuseGlimmerVisionAdapter",
-            prefixes=in_model("vision_adapter."),
-            config="",
+        "adapter": part("muse_glimmer.MuseGlimmerVisionAdapter", in_model("vision_adapter.")),
+        "projector": part(
+            nn.Linear,
+            in_model("vision_projection."),
+            arguments=lambda config: (config.projector_hidden_size, config.text_config.hidden_size, False),
         ),
-        "projector": Module(source=f"{__name__}:Projection", prefixes=in_model("vision_projection."), config=""),
     },
-    width="text_config.hidden_size",
     forward=MuseTower,
     merge="vision_config.merge_size",
     layers="layers",
     processor=_settings,
     images=Accepts.PIXELS,
     videos=Accepts.PIXELS,
-    special="columns of a patch are (T, C, p, p); projector",
     transformers="5.23.0",
 )
 
-_SPARK = replace(
+ROWS = (
     _GLIMMER,
-    model_type="muse_spark",
-    title="Muse Spark",
-    tower=Module(source="muse_spark.modeling_muse_spark:MuseSparkVisionModel", prefixes=in_model("vision_tower.")),
-    forward=MuseSparkTower,
-    special="columns of a patch are (T, C, p, p); projector; audio stays with the LLM",
+    variant(_GLIMMER, "muse_spark", "Muse Spark", "muse_spark.MuseSparkVisionModel", forward=MuseSparkTower),
 )
-
-ROWS: tuple[Family, ...] = (_GLIMMER, _SPARK)

@@ -1,28 +1,26 @@
 """Ovis 2 (AIDC-AI), in transformers' layout and in the authors' own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers.models.ovis2.configuration_ovis2 import Ovis2Config
-from transformers.models.ovis2.modeling_ovis2 import Ovis2VisualEmbeddingTable
 
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, dtype_of
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, Weights, in_model, stripped
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, heads_of, side
-from vitwire_server.towers.processors.settings import CLIP, ProcessorFiles, per_channel, whole
+from vitwire_server.towers.configs import Config, dtype_of, new_config, usual_fields
+from vitwire_server.towers.family import Parts, Weights, in_model, stripped
+from vitwire_server.towers.layouts.tiles import TileFamily, side
+from vitwire_server.towers.processors.settings import CLIP, images, per_channel, whole
 from vitwire_server.towers.processors.tiles import fits_tower, shade, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
+from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 
 
-def _ovis2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    image = files.image
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     tile = (side(config.vision_config.image_size),) * 2
     fits_tower(image, tile[0])
     most = whole(image, "max_patches", 12)
@@ -36,27 +34,16 @@ def _ovis2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
             min_tiles=1 if covering else whole(image, "min_patches", 1),
             max_tiles=most,
         )
-    return {Modality.IMAGE: tiled(image, tiling, CLIP)}
+    return tiled(image, tiling, CLIP)
 
 
 _INDICATORS = 5
 """Words of the visual vocabulary that mark an image's layout."""
-_BACKBONE = (
-    "hidden_size",
-    "image_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_channels",
-    "num_hidden_layers",
-    "patch_size",
-    "qkv_bias",
-    "rms_norm_eps",
-)
 _MOST_PARTS = 9
 """That the authors' code cuts an image in, unless it is asked for another number."""
 
 
-def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _original_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """The authors' code cuts images, and has their processor resize and normalise the parts."""
     size = side(config.vision_config.image_size)
     tiling = Tiling(
@@ -64,107 +51,88 @@ def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, 
         (size, size),
         overview=Overview.FIRST,
         max_tiles=_MOST_PARTS,
-        background=shade(per_channel(files.image, "image_mean", CLIP[0])),
+        background=shade(per_channel(image, "image_mean", CLIP[0])),
     )
-    return {Modality.IMAGE: tiled(files.image, tiling, CLIP)}
+    return tiled(image, tiling, CLIP)
 
 
-def _divides(stride: int, vision: Config) -> bool:
-    return side(vision.image_size) // side(vision.patch_size) % stride == 0
+class Ovis2(ProjectedTiles):
+    """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them.
 
-
-class VisualEmbeddings(Ovis2VisualEmbeddingTable):
-    """An embedding for each word of the visual vocabulary; the last ones are of tokens that mark an image's layout."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.vocab_size, config.hidden_size)
-
-
-class Ovis2(Encoder):
-    """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them."""
+    The last words of the vocabulary mark an image's layout.
+    """
 
     def __init__(self, parts: Parts, config: Config) -> None:
-        vision = config.vision_config
-        size, self.patch = side(vision.image_size), side(vision.patch_size)
-        self.merge = vision.hidden_stride
-        self.tile = TileShape(size, size, (size // self.patch // self.merge) ** 2)
-        self.channels = vision.num_channels
-        self.width = config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._table: Any = parts["projector"]
-        self._words = vision.vocab_size - vision.num_visual_indicator_tokens
-        self.blocks = list(self._tower.transformer.encoder.layers)
+        super().__init__(
+            parts,
+            config,
+            merged_by="vision_config.hidden_stride",
+            layers="transformer.encoder.layers",
+            width="hidden_size",
+        )
+        self._words = config.vision_config.vocab_size - config.vision_config.num_visual_indicator_tokens
 
     def encode(self, tiles: Tensor) -> Tensor:
         probabilities: Tensor = self._tower(pixel_values=tiles).pooler_output
-        return probabilities @ self._table.weight[: self._words]  # type: ignore[no-any-return]
+        return probabilities @ self._projector.weight[: self._words]  # type: ignore[no-any-return]
 
 
 _OVIS2 = TileFamily(
     model_type="ovis2",
     title="Ovis 2",
-    architecture="24 x 1024, patch 14, SwiGLU",
-    tower=Module(
-        source="ovis2.modeling_ovis2:Ovis2VisionModel",
-        prefixes=in_model("vision_tower."),
+    tower=stock(
+        "ovis2.Ovis2VisionModel",
+        in_model("vision_tower."),
         served=(
             Served("tokenize_function", lambda name, _: name == "softmax", "'softmax'"),
-            Served("hidden_stride", _divides, "a divisor of image_size / patch_size"),
+            whole_squares("hidden_stride"),
         ),
     ),
-    beside={
-        "projector": Module(
-            source="vitwire_server.towers.models.ovis:VisualEmbeddings",
-            prefixes=in_model("visual_embeddings_table."),
-            config="",
-        )
-    },
+    beside=projector(
+        "ovis2.Ovis2VisualEmbeddingTable",
+        in_model("visual_embeddings_table."),
+        arguments=lambda config: (config.vision_config.vocab_size, config.hidden_size),
+    ),
     encoder=Ovis2,
-    processor=_ovis2_settings,
-    videos=Accepts.NOTHING,
-    special="rows are means of visual embeddings; those of the tokens between tiles stay with the LLM",
+    processor=images(_settings),
 )
 
 
-def _converted(weights: Weights, config: Config) -> Weights:
-    del config
+def _converted(weights: Weights, _: Config) -> Weights:
     return position_tables(split_qkv(weights, ".attn.qkv.", ".attention.{}_proj."))
 
 
-@dataclass(frozen=True, kw_only=True)
-class OriginalOvis(TileFamily):
-    """Checkpoints whose config.json names the tower's fields in AIDC-AI's way."""
+def _config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Of a config.json that names the tower's fields in AIDC-AI's way.
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
-        del folder
-        own = settings["visual_tokenizer_config"]
-        backbone = own["backbone_config"]
-        if backbone["model_type"] != "aimv2":
-            raise ValueError(
-                f"visual_tokenizer_config.backbone_config.model_type is {backbone['model_type']!r}, but must be 'aimv2'"
-            )
-        config: Config = Ovis2Config(
-            hidden_size=settings["hidden_size"],
-            vision_config={
-                **{name: backbone[name] for name in _BACKBONE if name in backbone},
-                **{name: own[name] for name in ("hidden_stride", "tokenize_function", "vocab_size") if name in own},
-                "mlp_bias": backbone.get("use_bias", False),
-                "num_visual_indicator_tokens": _INDICATORS,
-            },
-            dtype=dtype_of(settings),
+    Raises KeyError, TypeError or ValueError if it is not of a model that is supported.
+    """
+    own = settings["visual_tokenizer_config"]
+    backbone = own["backbone_config"]
+    if backbone["model_type"] != "aimv2":
+        raise ValueError(
+            f"visual_tokenizer_config.backbone_config.model_type is {backbone['model_type']!r}, but must be 'aimv2'"
         )
-        return config
+    return new_config(
+        "ovis2",
+        hidden_size=settings["hidden_size"],
+        vision_config={
+            **usual_fields(backbone, "num_channels", "qkv_bias", "rms_norm_eps"),
+            **{name: own[name] for name in ("hidden_stride", "tokenize_function", "vocab_size") if name in own},
+            "mlp_bias": backbone.get("use_bias", False),
+            "num_visual_indicator_tokens": _INDICATORS,
+        },
+        dtype=dtype_of(settings),
+    )
 
 
-_OVIS = OriginalOvis(
+_OVIS = replace(
+    _OVIS2,
     model_type="ovis",
-    title="Ovis 2",
-    architecture="24 x 1024, patch 14, SwiGLU",
-    tower=Module(
-        source="ovis2.modeling_ovis2:Ovis2VisionModel",
-        prefixes={"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
+    configuration=_config,
+    tower=stock(
+        "ovis2.Ovis2VisionModel",
+        {"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
         renames=(
             (r"^head\.0\.", "head_linear."),
             (r"^head\.1\.", "head_norm."),
@@ -182,15 +150,8 @@ _OVIS = OriginalOvis(
         convert=_converted,
         served=_OVIS2.tower.served,
     ),
-    beside={
-        "projector": Module(
-            source="vitwire_server.towers.models.ovis:VisualEmbeddings", prefixes=stripped("vte."), config=""
-        )
-    },
-    encoder=Ovis2,
-    processor=_original_settings,
-    videos=Accepts.NOTHING,
-    special="AIDC-AI's layout",
+    beside={"projector": replace(_OVIS2.modules["projector"], prefixes=stripped("vte."))},
+    processor=images(_original_settings),
 )
 
-ROWS: tuple[Family, ...] = (_OVIS2, _OVIS)
+ROWS = (_OVIS2, _OVIS)

@@ -1,12 +1,20 @@
-"""Qwen's vision towers, the Omni models' included (Alibaba)."""
+"""Qwen's vision towers, the Omni models' included (Alibaba), and models of other makers that have them."""
 
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from vitwire_server.towers.family import Accepts, Family, Module, in_model, stripped
-from vitwire_server.towers.layouts.heads import Deepstack, Head
+from torch import nn
+
+from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Accepts, in_model, stripped
+from vitwire_server.towers.layouts.heads import Deepstack, Head, ProjectedTokens
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.parts import projector, stock, variant
 
 _OUT = "vision_config.out_hidden_size"
 _VISUAL = in_model("visual.")
@@ -16,155 +24,129 @@ _WINDOWS = Served(
     lambda pixels, vision: pixels >= vision.patch_size * vision.spatial_merge_size,
     "at least the pixels of one token's side, patch_size * spatial_merge_size",
 )
+_HYPERCLOVA_TOWERS = ("qwen2_5_vl", "qwen2_5_vl_vision")
+_COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
+"""Beginnings of the weights of Cosmos 3's tower, which checkpoints hold beside a generator's, without a prefix."""
+
+
+def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name where the tower's belongs.
+
+    Raises ValueError over another tower or projector.
+    """
+    from transformers import HyperCLOVAXVisionV2Config  # noqa: PLC0415 - older releases lack it
+
+    tower, kind = settings["vision_config"].get("model_type"), settings.get("mm_projector_type", "linear")
+    if tower not in _HYPERCLOVA_TOWERS:
+        raise ValueError(f"vision_config.model_type is {tower!r}; supported: {', '.join(_HYPERCLOVA_TOWERS)}")
+    if kind != "linear":
+        raise ValueError(f"mm_projector_type is {kind!r}, but must be 'linear'")
+    config: Config = HyperCLOVAXVisionV2Config.from_dict(deepcopy(dict(settings)))
+    return config
 
 
 _QWEN2_VL = PackedFamily(
     model_type="qwen2_vl",
     title="Qwen2-VL",
-    tower=Module(source="qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel", prefixes=_VISUAL),
+    video_processor="Qwen2VL",
+    tower=stock("qwen2_vl.Qwen2VisionTransformerPretrainedModel", _VISUAL),
     width="vision_config.hidden_size",
-    architecture="32 x 1280, patch 14",
-    attention="per frame",
 )
 
-
-QWEN2_5_VL = PackedFamily(
+_QWEN2_5_VL = PackedFamily(
     model_type="qwen2_5_vl",
     title="Qwen2.5-VL",
-    tower=Module(
-        source="qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
-        prefixes=_VISUAL,
-        served=(_WINDOWS,),
-    ),
+    video_processor="Qwen2VL",
+    tower=stock("qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", _VISUAL, served=(_WINDOWS,)),
     width=_OUT,
     span=AttentionSpan.WINDOWS,
-    architecture="32 x 1280, patch 14, SwiGLU",
-    attention="within windows, full in some layers",
 )
 
-
-QWEN3_VL = PackedFamily(
+_QWEN3_VL = PackedFamily(
     model_type="qwen3_vl",
     title="Qwen3-VL",
-    tower=Module(source="qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel", prefixes=_VISUAL),
+    video_processor="Qwen3VL",
+    tower=stock("qwen3_vl.Qwen3VLVisionModel", _VISUAL),
     width=_OUT,
     head=Deepstack,
     inputs=Inputs(learned_positions=""),
     video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),
-    architecture="27 x 1152 or 24 x 1024, patch 16",
-    attention="per frame",
-    special="deepstack: rows are `[main, 0, 1, 2]`",
 )
 
+_QWEN3_5 = variant(_QWEN3_VL, "qwen3_5", "Qwen3.5, Qwen3.6", "qwen3_5.Qwen3_5VisionModel", head=Head)
 
-_QWEN3_VL_MOE = replace(
-    QWEN3_VL,
-    model_type="qwen3_vl_moe",
-    title="Qwen3-VL MoE",
-    tower=Module(source="qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen3VLMoeVisionModel", prefixes=_VISUAL),
+_QWEN2_5_THINKER = variant(
+    _QWEN2_5_VL,
+    "qwen2_5_omni_thinker",
+    "Qwen2.5-Omni (thinker alone)",
+    tower=stock("qwen2_5_omni.Qwen2_5OmniVisionEncoder", _THINKER, served=(_WINDOWS,)),
 )
 
-
-_QWEN3_5 = replace(
-    QWEN3_VL,
-    model_type="qwen3_5",
-    title="Qwen3.5, Qwen3.6",
-    tower=Module(source="qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel", prefixes=_VISUAL),
-    head=Head,
-    special="Qwen3-VL without deepstack",
-)
-
-
-_QWEN3_5_MOE = replace(
-    _QWEN3_5,
-    model_type="qwen3_5_moe",
-    title="Qwen3.5 MoE, Qwen3.6 MoE",
-    tower=Module(source="qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel", prefixes=_VISUAL),
-)
-
-
-_QWEN4_EXP = replace(
-    _QWEN3_5,
-    model_type="qwen4_exp",
-    title="Qwen4 (experimental)",
-    tower=Module(source="qwen4_exp.modeling_qwen4_exp:Qwen4ExpVisionModel", prefixes=_VISUAL),
-    transformers="5.23.0",
-)
-
-
-_QWEN2_5_OMNI = replace(
-    QWEN2_5_VL,
-    model_type="qwen2_5_omni",
-    title="Qwen2.5-Omni",
-    tower=Module(
-        source="qwen2_5_omni.modeling_qwen2_5_omni:Qwen2_5OmniVisionEncoder",
-        prefixes=_THINKER,
-        served=(_WINDOWS,),
-        config="thinker_config.vision_config",
-    ),
-    width="thinker_config.vision_config.out_hidden_size",
-    special="the thinker's tower; audio stays with the LLM",
-)
-
-
-_QWEN2_5_OMNI_THINKER = replace(
-    _QWEN2_5_OMNI,
-    model_type="qwen2_5_omni_thinker",
-    title="Qwen2.5-Omni (thinker alone)",
-    tower=replace(_QWEN2_5_OMNI.tower, config="vision_config"),
-    width=_OUT,
-)
-
-
-_QWEN3_OMNI = replace(
-    QWEN3_VL,
-    model_type="qwen3_omni_moe",
-    title="Qwen3-Omni",
-    tower=Module(
-        source="qwen3_omni_moe.modeling_qwen3_omni_moe:Qwen3OmniMoeVisionEncoder",
-        prefixes=_THINKER,
-        config="thinker_config.vision_config",
-    ),
-    width="thinker_config.vision_config.out_hidden_size",
+_QWEN3_THINKER = variant(
+    _QWEN3_VL,
+    "qwen3_omni_moe_thinker",
+    "Qwen3-Omni (thinker alone)",
+    video_processor="Qwen2VL",
+    tower=stock("qwen3_omni_moe.Qwen3OmniMoeVisionEncoder", _THINKER),
     video_areas=AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28)),
-    special="the thinker's tower, with deepstack; audio stays with the LLM",
 )
 
 
-_QWEN3_OMNI_THINKER = replace(
-    _QWEN3_OMNI,
-    model_type="qwen3_omni_moe_thinker",
-    title="Qwen3-Omni (thinker alone)",
-    tower=replace(_QWEN3_OMNI.tower, config="vision_config"),
-    width=_OUT,
-)
+def _whole(thinker: PackedFamily, model_type: str, title: str) -> PackedFamily:
+    """The row of an Omni model, of which the thinker is a part."""
+    tower = replace(thinker.tower, config="thinker_config.vision_config")
+    return variant(thinker, model_type, title, tower=tower, width=f"thinker_config.{_OUT}")
 
 
-_COLQWEN2 = replace(
-    _QWEN2_VL,
-    model_type="colqwen2",
-    title="ColQwen2",
-    tower=replace(
-        _QWEN2_VL.tower, prefixes=stripped("vlm.visual.", "vlm.model.visual."), config="vlm_config.vision_config"
+_HYPERCLOVA = variant(
+    _QWEN2_5_VL,
+    "hyperclovax_vision_v2",
+    "HyperCLOVA X SEED Think",
+    configuration=_hyperclova_config,
+    tower=replace(_QWEN2_5_VL.tower, prefixes=in_model("vision_model.")),
+    beside=projector(
+        nn.Linear,
+        in_model("projector.", "vision_projector."),
+        arguments=lambda config: (config.vision_config.out_hidden_size, config.text_config.hidden_size),
     ),
-    width="vlm_config.vision_config.hidden_size",
-    videos=Accepts.NOTHING,
+    head=ProjectedTokens,
+    width="text_config.hidden_size",
     transformers="5.23.0",
-    special="rows of the tower, which the retrieval model reads",
 )
 
-
-ROWS: tuple[Family, ...] = (
+ROWS = (
     _QWEN2_VL,
-    QWEN2_5_VL,
-    QWEN3_VL,
-    _QWEN3_VL_MOE,
+    _QWEN2_5_VL,
+    _QWEN3_VL,
+    variant(_QWEN3_VL, "qwen3_vl_moe", "Qwen3-VL MoE", "qwen3_vl_moe.Qwen3VLMoeVisionModel"),
     _QWEN3_5,
-    _QWEN3_5_MOE,
-    _QWEN4_EXP,
-    _QWEN2_5_OMNI,
-    _QWEN2_5_OMNI_THINKER,
-    _QWEN3_OMNI,
-    _QWEN3_OMNI_THINKER,
-    _COLQWEN2,
+    variant(_QWEN3_5, "qwen3_5_moe", "Qwen3.5 MoE, Qwen3.6 MoE", "qwen3_5_moe.Qwen3_5MoeVisionModel"),
+    variant(_QWEN3_5, "qwen4_exp", "Qwen4 (experimental)", "qwen4_exp.Qwen4ExpVisionModel", transformers="5.23.0"),
+    _whole(_QWEN2_5_THINKER, "qwen2_5_omni", "Qwen2.5-Omni"),
+    _QWEN2_5_THINKER,
+    _whole(_QWEN3_THINKER, "qwen3_omni_moe", "Qwen3-Omni"),
+    _QWEN3_THINKER,
+    variant(
+        _QWEN2_VL,
+        "colqwen2",
+        "ColQwen2",
+        tower=replace(
+            _QWEN2_VL.tower, prefixes=stripped("vlm.visual.", "vlm.model.visual."), config="vlm_config.vision_config"
+        ),
+        width="vlm_config.vision_config.hidden_size",
+        videos=Accepts.NOTHING,
+        transformers="5.23.0",
+    ),
+    _HYPERCLOVA,
+    replace(_HYPERCLOVA, model_type="vlm"),
+    variant(
+        _QWEN3_VL,
+        "cosmos3_omni",
+        "Cosmos 3 (reasoner)",
+        tower=replace(_QWEN3_VL.tower, prefixes={**_QWEN3_VL.tower.prefixes, **{name: name for name in _COSMOS}}),
+        transformers="5.23.0",
+    ),
+    variant(
+        _QWEN3_VL, "cohere_compass", "Cohere Compass", "cohere_compass.CohereCompassVisionModel", transformers="5.23.0"
+    ),
 )

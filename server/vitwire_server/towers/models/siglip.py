@@ -1,7 +1,7 @@
-"""SigLIP and SigLIP 2 (Google)."""
+"""SigLIP, SigLIP 2, Pix2Struct, MatCha and DePlot (Google)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -10,36 +10,40 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, Pooler, stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
-from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
+from vitwire_server.towers.family import Accepts, Parts, Pooler, of_transformers, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
+from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, ProcessorFiles, bounded_above, whole
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded_above, images, whole
+from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _SIGLIP2_PATCHES = 256
-_SIGLIP_TOWER = "siglip.modeling_siglip:SiglipVisionModel"
+_TOWER, _HEAD = "siglip.SiglipVisionModel", "siglip.SiglipMultiheadAttentionPoolingHead"
 _NOT_TOWER = ("head.", "embeddings.position_ids")
 
 
-def _head(stem: str, prefixes: Mapping[str, str], config: str = "vision_config") -> Module:
-    """The pooling head of a tower whose weights have these prefixes."""
-    return Module(
-        source=f"{stem}MultiheadAttentionPoolingHead",
-        prefixes={f"{prefix}head.": "" for prefix in prefixes},
-        config=config,
-    )
+def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Without the pooling head, which is not a part of the tower.
+
+    Raises ValueError over a table of positions that is not square.
+    """
+    config = of_transformers(folder, settings)
+    vision = config.vision_config
+    if isqrt(vision.num_patches) ** 2 != vision.num_patches:
+        raise ValueError(f"{vision.num_patches} positions are not a square")
+    used = bool(getattr(vision, "vision_use_head", True))
+    return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
 
 
-def _siglip2_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     patch = config.vision_config.patch_size
-    most = whole(files.image, "max_num_patches", _SIGLIP2_PATCHES)
-    return {Modality.IMAGE: bounded_above(files.image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)}
+    most = whole(image, "max_num_patches", _SIGLIP2_PATCHES)
+    return bounded_above(image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)
 
 
 class Siglip2Tower(RasterTower):
@@ -69,62 +73,100 @@ class Siglip2Tower(RasterTower):
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Siglip2Family(RasterFamily):
-    """SigLIP 2, whose pooling head is not a part of the tower."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises ValueError over a table of positions that is not square."""
-        config = super().read_config(folder, settings)
-        vision = config.vision_config
-        if isqrt(vision.num_patches) ** 2 != vision.num_patches:
-            raise ValueError(f"{vision.num_patches} positions are not a square")
-        used = bool(getattr(vision, "vision_use_head", True))
-        return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
+def _pix2struct_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    """Clients send pixels, as the processor normalises each image by its own mean and deviation."""
+    patch = config.vision_config.patch_size
+    most = whole(image, "max_patches", 2048) * patch**2
+    return bounded_above(image, most, patch, Resizing.OTHER, IDENTITY)
 
 
-_SIGLIP2 = Siglip2Family(
+class Pix2StructTower(RasterTower):
+    """Learned positions by row and by column, which are counted from 1."""
+
+    def _geometry(self, config: Config) -> Geometry:
+        return replace(super()._geometry(config), longest_side=self.model.config.seq_len - 1)
+
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        config: Config = self.model.config
+        return config.num_attention_heads, config.d_kv
+
+    def _inputs(self) -> dict[str, Kind]:
+        return {"positions": Rows((2,), torch.int64)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        return {**super()._compute(grid), "positions": places(grid) + 1}
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        embeddings, (rows, columns) = self.model.embeddings, tensors["positions"].unbind(1)
+        states = embeddings.patch_projection(pixels)
+        states = states + embeddings.row_embedder(rows) + embeddings.column_embedder(columns)
+        states = states.unsqueeze(0)
+        for layer in self.model.encoder.layer:
+            states, _ = layer(states, None, **attended)
+        return self.model.layernorm(states[0])  # type: ignore[no-any-return]
+
+
+def _pix2struct_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Checkpoints say how many columns a patch has, and not its side. Raises ValueError unless patches are square."""
+    config = of_transformers(folder, settings)
+    columns = config.vision_config.patch_embed_hidden_size
+    side = isqrt(columns // 3)
+    if 3 * side**2 != columns:
+        raise ValueError(f"vision_config.patch_embed_hidden_size is {columns}, but must be 3 times a square")
+    return changed(config, {"vision_config.patch_size": side})
+
+
+_SIGLIP2 = RasterFamily(
     model_type="siglip2",
     title="SigLIP 2 NaFlex",
-    architecture="12 x 768 or 27 x 1152, patch 16",
-    tower=Module(
-        source="siglip2.modeling_siglip2:Siglip2VisionModel",
-        prefixes=stripped("vision_model."),
-        ignored=("head.",),
-    ),
+    configuration=siglip2_config,
+    tower=stock("siglip2.Siglip2VisionModel", stripped("vision_model."), ignored=("head.",)),
     width="vision_config.hidden_size",
     forward=Siglip2Tower,
     converts=False,
     channels_last=True,
-    layers="encoder.layers",
-    processor=_siglip2_settings,
-    videos=Accepts.NOTHING,
+    processor=images(_settings),
     poolers=(
-        replace(attention(_head("siglip2.modeling_siglip2:Siglip2", stripped("vision_model."))), make=SegmentAttention),
+        replace(
+            attention(stock("siglip2.Siglip2MultiheadAttentionPoolingHead", stripped("vision_model.head."))),
+            make=SegmentAttention,
+        ),
         Pooler(pooling=Pooling.MEAN, make=SegmentMean),
     ),
-    special="rows of the patches, after the last norm",
 )
 
 _SIGLIP = PlainFamily(
     model_type="siglip",
     title="SigLIP, SigLIP 2 of fixed resolution",
-    architecture="12 x 768, 24 x 1024, 27 x 1152 or 40 x 1536, patch 14, 16 or 32",
-    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model."), ignored=_NOT_TOWER),
+    tower=stock(_TOWER, stripped("vision_model."), ignored=_NOT_TOWER),
     encoder=PlainEncoder,
-    leading=no_leading_tokens,
+    leading=0,
     head="vision_use_head",
-    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model."))), MEAN),
+    poolers=(attention(stock(_HEAD, stripped("vision_model.head."))), MEAN),
     processor="Siglip",
-    special="rows of the patches, after the last norm",
 )
 
-_SIGLIP_VISION = replace(
+ROWS = (
+    _SIGLIP2,
     _SIGLIP,
-    model_type="siglip_vision_model",
-    title="SigLIP (vision alone)",
-    tower=Module(source=_SIGLIP_TOWER, prefixes=stripped("vision_model.", ""), ignored=_NOT_TOWER, config=""),
-    poolers=(attention(_head("siglip.modeling_siglip:Siglip", stripped("vision_model.", ""), config="")), MEAN),
+    variant(
+        _SIGLIP,
+        "siglip_vision_model",
+        "SigLIP (vision alone)",
+        tower=part(_TOWER, stripped("vision_model.", ""), ignored=_NOT_TOWER),
+        poolers=(attention(part(_HEAD, stripped("vision_model.head.", "head."))), MEAN),
+    ),
+    RasterFamily(
+        model_type="pix2struct",
+        title="Pix2Struct, MatCha, DePlot",
+        configuration=_pix2struct_config,
+        tower=stock("pix2struct.Pix2StructVisionModel", stripped("encoder.")),
+        width="vision_config.hidden_size",
+        forward=Pix2StructTower,
+        channels_last=True,
+        layers="encoder.layer",
+        processor=images(_pix2struct_settings),
+        images=Accepts.PIXELS,
+    ),
 )
-
-ROWS: tuple[Family, ...] = (_SIGLIP2, _SIGLIP, _SIGLIP_VISION)

@@ -1,7 +1,7 @@
-"""Step3's vision towers (StepFun)."""
+"""Step3's vision towers and GOT-OCR 2 (StepFun)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.vision_utils import get_vision_position_ids
 
-from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of
-from vitwire_server.towers.family import Accepts, Family, Module, Parts, in_model, stripped
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
+from vitwire_server.towers.family import Parts, in_model, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
-from vitwire_server.towers.layouts.tiles import TileShape, heads_of
-from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, whole
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of, merged_tile, side
+from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, images, whole
+from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
 from vitwire_server.towers.shared.modules import Constants
+from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.sam import gather_relative_positions
 
 
-def _step3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Checkpoints of the hub's own code and of transformers differ in the names of their fields."""
+    text = settings.get("text_config") or {}
+    config = new_config(
+        "step3p7",
+        vision_config=dict(settings["vision_config"]),
+        text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
+        projector_bias=settings.get("projector_bias", False),
+        dtype=dtype_of(settings),
+    )
+    return changed(config, {"crop_size": ProcessorFiles.read(folder).square("patch_size", 504)})
+
+
+def _step3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     overview, crop = config.vision_config.image_size, config.crop_size
-    most = whole(files.image, "max_image_size", 3024)
+    most = whole(image, "max_image_size", 3024)
     tiling = Tiling(
         TilingRule.WINDOWS,
         (overview, overview),
@@ -32,14 +47,11 @@ def _step3_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
         max_side=most,
         crop=(crop, crop),
     )
-    return {Modality.IMAGE: tiled(files.image, tiling, CLIP, BILINEAR)}
+    return tiled(image, tiling, CLIP, BILINEAR)
 
 
-class Projection(nn.Linear):
-    """Step3-VL's projector, which transformers keeps as a bare layer of the whole model."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.vision_config.hidden_size * 4, config.text_config.hidden_size, config.projector_bias)
+def _got_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    return tiled(image, nearest_ratio(image, side(config.vision_config.image_size), cuts=False), CLIP)
 
 
 def _resampled(table: Tensor, side: int) -> Tensor:
@@ -97,43 +109,46 @@ class Step3(CropEncoder):
         return self.encode(crops)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step3Family(CropFamily):
-    """Checkpoints of the hub's own code and of transformers, whose configurations differ in their names."""
+class GotOcr2(ProjectedTiles):
+    """SAM's tower, and a projector of two convolutions of stride 2, which makes one row of 4 x 4 patches."""
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family."""
-        # not in the oldest transformers that other rows are served with
-        from transformers.models.step3p7.configuration_step3p7 import Step3p7Config  # noqa: PLC0415
-
-        text = settings.get("text_config") or {}
-        config: Config = Step3p7Config(
-            vision_config=dict(settings["vision_config"]),
-            text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
-            projector_bias=settings.get("projector_bias", False),
-            dtype=dtype_of(settings),
-        )
-        return changed(config, {"crop_size": ProcessorFiles.read(folder).square("patch_size", 504)})
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config, layers="layers")
+        self.merge = 4
+        self.tile = merged_tile(self.tile.width, self.patch, self.merge, "the stride of the projector")
+        if config.vision_config.use_rel_pos:
+            gather_relative_positions(self._tower, (self.tile.width // self.patch,))
 
 
-_STEP3P7 = Step3Family(
+_STEP3P7 = CropFamily(
     model_type="step3p7",
     title="Step-3.7",
-    architecture="47 x 1536, patch 14",
-    tower=Module(source="step3p7.modeling_step3p7:Step3p7VisionModel", prefixes=in_model("vision_model.")),
-    beside={
-        "projector": Module(
-            source=f"{__name__}:Projection",
-            prefixes=stripped("model.multi_modal_projector.", "vit_large_projector.", "model.vit_large_projector."),
-            config="",
-        )
-    },
+    configuration=_step3_config,
+    tower=stock("step3p7.Step3p7VisionModel", in_model("vision_model.")),
+    beside=projector(
+        nn.Linear,
+        stripped("model.multi_modal_projector.", "vit_large_projector.", "model.vit_large_projector."),
+        arguments=lambda config: (
+            config.vision_config.hidden_size * 4,
+            config.text_config.hidden_size,
+            config.projector_bias,
+        ),
+    ),
     encoder=Step3,
-    processor=_step3_settings,
-    videos=Accepts.NOTHING,
-    special="the overview of each image as pixels, windows of large ones as crops; rows of the crops come first",
+    processor=images(_step3_settings),
 )
 
-_STEP3 = [replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")]
+_GOT_OCR2 = TileFamily(
+    model_type="got_ocr2",
+    title="GOT-OCR 2",
+    tower=stock("got_ocr2.GotOcr2VisionEncoder", in_model("vision_tower.")),
+    beside=projector("got_ocr2.GotOcr2MultiModalProjector"),
+    encoder=GotOcr2,
+    processor=images(_got_settings),
+)
 
-ROWS: tuple[Family, ...] = (_STEP3P7, *_STEP3)
+ROWS = (
+    _STEP3P7,
+    *(replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")),
+    _GOT_OCR2,
+)

@@ -1,23 +1,23 @@
 """VideoLLaMA 3 (Alibaba DAMO Academy), in transformers' layout and in the authors' own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, dtype_of
-from vitwire_server.towers.family import Accepts, Family, Module, in_model
+from vitwire_server.towers.configs import Config, dtype_of, new_config
+from vitwire_server.towers.family import Accepts, Parts, in_model, of_transformers
 from vitwire_server.towers.files import CheckpointError, optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import PackedFamily
 from vitwire_server.towers.metadata import Kind, Sources
 from vitwire_server.towers.processors.settings import ProcessorFiles
+from vitwire_server.towers.shared.parts import projector, stock
 
 _OF_CLIPS = 2
 """Root of the patches of a clip's token; an image's token is one patch."""
@@ -32,6 +32,11 @@ class SquareMeans(Head):
     """
 
     pools_clips = True
+
+    def __init__(self, parts: Parts, bare: Geometry) -> None:
+        super().__init__(parts, bare)
+        # The stock tower merges item by item, by numbers that it reads on the host.
+        parts["tower"].pixel_unshuffle = lambda states, *_: states
 
     def sizes(self, bare: Geometry) -> Geometry:
         return of_clips(bare, clip_merge=_OF_CLIPS)
@@ -55,38 +60,32 @@ class SquareMeans(Head):
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class VideoLlama3Family(PackedFamily):
-    """Checkpoints whose processors merge as the published ones do."""
-
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises CheckpointError over processors that merge other squares of patches."""
-        files = ProcessorFiles.read(folder)
-        _check_merged(files.image_path, "merge_size", files.image, 1)
-        _check_merged(files.video_path, "merge_size", files.own_video, _OF_CLIPS)
-        return super().read_config(folder, settings)
+def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Raises CheckpointError over processors that merge other squares of patches than the published ones do."""
+    files = ProcessorFiles.read(folder)
+    _check_merged(files.image_path, "merge_size", files.image, 1)
+    _check_merged(files.video_path, "merge_size", files.own_video, _OF_CLIPS)
+    return of_transformers(folder, settings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OriginalVideoLlama(PackedFamily):
-    """Checkpoints of the authors' own code, whose config.json has the fields of the language model at its top."""
+def _original_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Of the authors' own code, whose config.json has the fields of the language model at its top.
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family. Raises KeyError, TypeError or ValueError if config.json is not of a model that is served."""
-        path = folder / "processor_config.json"
-        processor = optional_json(path)
-        _check_merged(path, "image_merge_size", processor, 1)
-        _check_merged(path, "video_merge_size", processor, _OF_CLIPS)
-        if (projector := settings.get("mm_projector_type")) != "mlp2x_gelu":
-            raise ValueError(f"mm_projector_type is {projector!r}, but must be 'mlp2x_gelu'")
-        vision = settings["vision_encoder_config"]
-        config_class: Any = CONFIG_MAPPING["video_llama_3"]
-        config: Config = config_class(
-            vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
-            text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
-            dtype=dtype_of(settings),
-        )
-        return config
+    Raises KeyError, TypeError or ValueError if it is not of a model that is supported.
+    """
+    path = folder / "processor_config.json"
+    processor = optional_json(path)
+    _check_merged(path, "image_merge_size", processor, 1)
+    _check_merged(path, "video_merge_size", processor, _OF_CLIPS)
+    if (kind := settings.get("mm_projector_type")) != "mlp2x_gelu":
+        raise ValueError(f"mm_projector_type is {kind!r}, but must be 'mlp2x_gelu'")
+    vision = settings["vision_encoder_config"]
+    return new_config(
+        "video_llama_3",
+        vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
+        text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
+        dtype=dtype_of(settings),
+    )
 
 
 def _check_merged(path: Path, key: str, settings: Mapping[str, Any], merge: int) -> None:
@@ -96,42 +95,24 @@ def _check_merged(path: Path, key: str, settings: Mapping[str, Any], merge: int)
         raise CheckpointError(f"{path}: {key} is {found!r}, but must be {merge}")
 
 
-_VIDEO_LLAMA_3 = VideoLlama3Family(
+_VIDEO_LLAMA_3 = PackedFamily(
     model_type="video_llama_3",
     title="VideoLLaMA 3",
-    tower=Module(
-        source="vitwire_server.towers.models.videollama_tower:UnmergedTower", prefixes=in_model("vision_model.")
-    ),
-    beside={
-        "projector": Module(
-            source="video_llama_3.modeling_video_llama_3:VideoLlama3Projector",
-            prefixes=in_model("projector."),
-            config="",
-        )
-    },
+    configuration=_config,
+    tower=stock("video_llama_3.VideoLlama3VisionModel", in_model("vision_model.")),
+    beside=projector("video_llama_3.VideoLlama3Projector", in_model("projector.")),
     head=SquareMeans,
-    width="text_config.hidden_size",
     layers="encoder.layers",
     videos=Accepts.PIXELS,
-    architecture="27 x 1152, patch 14",
-    attention="per frame",
-    special="a token of an image is one patch, a token of a clip four; clips have two frames or more; "
-    "the LLM drops tokens by `video_compression_mask`",
 )
 
-_ORIGINAL = OriginalVideoLlama(
+_ORIGINAL = replace(
+    _VIDEO_LLAMA_3,
     model_type="videollama3_qwen2",
-    title="VideoLLaMA 3",
+    configuration=_original_config,
     tower=replace(_VIDEO_LLAMA_3.tower, prefixes=in_model("vision_encoder.")),
-    beside={"projector": replace(_VIDEO_LLAMA_3.modules["projector"], prefixes=in_model("mm_projector."))},
-    head=SquareMeans,
-    width="text_config.hidden_size",
-    layers="encoder.layers",
+    beside=projector("video_llama_3.VideoLlama3Projector", in_model("mm_projector.")),
     images=Accepts.PIXELS,
-    videos=Accepts.PIXELS,
-    architecture=_VIDEO_LLAMA_3.architecture,
-    attention="per frame",
-    special="the layout of the authors' own code, whose processor sizes the images of a prompt together",
 )
 
-ROWS: tuple[Family, ...] = (_VIDEO_LLAMA_3, _ORIGINAL)
+ROWS = (_VIDEO_LLAMA_3, _ORIGINAL)

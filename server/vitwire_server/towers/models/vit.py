@@ -1,13 +1,11 @@
 """ViT (Google), and towers of its form: DeiT, ViT-MSN, I-JEPA and the encoder of ViT-MAE (Meta)."""
 
 from dataclasses import replace
-from types import MethodType
-
-from torch import Tensor
 
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, Parts, stripped
-from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily, no_leading_tokens
+from vitwire_server.towers.family import Parts, stripped
+from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
+from vitwire_server.towers.shared.parts import part, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 
@@ -16,23 +14,17 @@ class Mae(PlainEncoder):
 
     def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
-        embeddings = self._tower.embeddings
-        embeddings.random_masking = MethodType(_unmasked, embeddings)
-
-
-def _unmasked(embeddings: object, patches: Tensor, noise: None) -> tuple[Tensor, None, None]:
-    """In place of the stock function: all patches, no mask, and no order to restore."""
-    del embeddings, noise
-    return patches, None, None
+        # All patches, no mask, and no order to restore.
+        self._tower.embeddings.random_masking = lambda patches, noise: (patches, None, None)  # noqa: ARG005
 
 
 _VIT = PlainFamily(
     model_type="vit",
     title="ViT",
-    architecture="12 x 768, 24 x 1024 or 32 x 1280, patch 14, 16 or 32",
-    tower=Module(
-        source="vitwire_server.towers.models.vit_tower:Vit",
-        prefixes=stripped("vit.", ""),
+    tower=part(
+        "vit.ViTModel",
+        stripped("vit.", ""),
+        arguments=lambda config: (config, False),  # without the layer behind the class token, which classifiers lack
         renames=(
             (r"^encoder\.layer\.", "layers."),
             (r"\.attention\.attention\.(q|k|v)(uery|ey|alue)\.", r".attention.\1_proj."),
@@ -41,57 +33,42 @@ _VIT = PlainFamily(
             (r"\.output\.dense\.", ".mlp.fc2."),
         ),
         ignored=("classifier.", "pooler."),
-        config="",
     ),
     encoder=PlainEncoder,
     layers="layers",
     poolers=(class_token(), MEAN),
     processor="ViT",
-    special="rows of the patches, after the last norm",
 )
 
-_DEIT = replace(
+ROWS = (
     _VIT,
-    model_type="deit",
-    title="DeiT",
-    architecture="12 x 192, 12 x 384 or 12 x 768, patch 16",
-    tower=replace(
-        _VIT.tower,
-        source="vitwire_server.towers.models.vit_tower:Deit",
-        prefixes=stripped("deit.", ""),
-        ignored=("classifier.", "cls_classifier.", "distillation_classifier.", "pooler."),
+    variant(
+        _VIT,
+        "deit",
+        "DeiT",
+        tower=replace(
+            _VIT.tower,
+            source="deit.modeling_deit:DeiTModel",
+            prefixes=stripped("deit.", ""),
+            ignored=("classifier.", "cls_classifier.", "distillation_classifier.", "pooler."),
+        ),
+        leading=2,  # class and distillation tokens
+        processor="DeiT",
     ),
-    leading=lambda _: 2,
-    processor="DeiT",
-    special="class and distillation tokens; rows of the patches, after the last norm",
+    variant(_VIT, "vit_msn", "ViT-MSN", "vit_msn.ViTMSNModel"),
+    variant(
+        _VIT,
+        "ijepa",
+        "I-JEPA",
+        tower=replace(_VIT.tower, source="ijepa.modeling_ijepa:IJepaModel", prefixes=stripped("ijepa.", "")),
+        leading=0,
+        poolers=(MEAN,),
+    ),
+    variant(
+        _VIT,
+        "vit_mae",
+        "ViT-MAE",
+        tower=replace(_VIT.tower, source="vit_mae.modeling_vit_mae:ViTMAEModel", arguments=None, ignored=("decoder.",)),
+        encoder=Mae,
+    ),
 )
-
-_VIT_MSN = replace(
-    _VIT,
-    model_type="vit_msn",
-    title="ViT-MSN",
-    architecture="12 x 384, 12 x 768 or 24 x 1024, patch 4, 7 or 16",
-    tower=replace(_VIT.tower, source="vit_msn.modeling_vit_msn:ViTMSNModel"),
-)
-
-_IJEPA = replace(
-    _VIT,
-    model_type="ijepa",
-    title="I-JEPA",
-    architecture="32 x 1280 or 40 x 1408, patch 14 or 16",
-    tower=replace(_VIT.tower, source="ijepa.modeling_ijepa:IJepaModel", prefixes=stripped("ijepa.", "")),
-    leading=no_leading_tokens,
-    poolers=(MEAN,),
-)
-
-_VIT_MAE = replace(
-    _VIT,
-    model_type="vit_mae",
-    title="ViT-MAE",
-    architecture="12 x 768, 24 x 1024 or 32 x 1280, patch 14 or 16",
-    tower=replace(_VIT.tower, source="vit_mae.modeling_vit_mae:ViTMAEModel", ignored=("decoder.",)),
-    encoder=Mae,
-    special="the encoder, without masking; rows of the patches, after the last norm",
-)
-
-ROWS: tuple[Family, ...] = (_VIT, _DEIT, _VIT_MSN, _IJEPA, _VIT_MAE)

@@ -1,20 +1,13 @@
 """Preprocessing by area: images and clips resized within bounds of their areas, then cut into patches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.processors.settings import (
-    BICUBIC,
-    ProcessorFiles,
-    normalised,
-    read_settings,
-    rescale_factor,
-    whole,
-)
+from vitwire_server.towers.processors.settings import ProcessorFiles, bounded, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +40,8 @@ def read_preprocessing(
 def _settings(config: Mapping[str, Any], rule: AreaRule) -> Preprocessing:
     """May raise what `read_settings` catches."""
     own = config.get("media_proc_cfg") or config
-    smallest, largest = _bounds(own, rule)
-    mean, std = normalised(own, (own["image_mean"], own["image_std"]))
-    return Preprocessing(
-        min_pixels=smallest,
-        max_pixels=largest,
-        mean=mean,
-        std=std,
-        rescale_factor=rescale_factor(own),
-        resample=whole(own, "resample", BICUBIC),
-        bounds_span_frames=rule.spans_frames,
-        resizing=rule.resizing,
-    )
+    settings = bounded(own, _bounds(own, rule), (own["image_mean"], own["image_std"]))
+    return replace(settings, bounds_span_frames=rule.spans_frames, resizing=rule.resizing)
 
 
 def _bounds(config: Mapping[str, Any], rule: AreaRule) -> tuple[int, int]:

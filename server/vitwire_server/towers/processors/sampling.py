@@ -21,46 +21,17 @@ _PROCESSORS = {
     "SmolVLMVideoProcessor": Sampling(SamplingRule.RATE_WITHIN, fps=1.0, max_frames=64),
 }
 """Defaults of each class. Where a class samples only if the caller names a rate or a number, those of its examples."""
-_OF_MODELS = {
-    "qwen2_vl": "Qwen2VLVideoProcessor",
-    "qwen2_5_vl": "Qwen2VLVideoProcessor",
-    "qwen2_5_omni": "Qwen2VLVideoProcessor",
-    "qwen2_5_omni_thinker": "Qwen2VLVideoProcessor",
-    "qwen3_omni_moe": "Qwen2VLVideoProcessor",
-    "qwen3_omni_moe_thinker": "Qwen2VLVideoProcessor",
-    "qwen3_vl": "Qwen3VLVideoProcessor",
-    "qwen3_vl_moe": "Qwen3VLVideoProcessor",
-    "qwen3_5": "Qwen3VLVideoProcessor",
-    "qwen3_5_moe": "Qwen3VLVideoProcessor",
-    "qwen4_exp": "Qwen3VLVideoProcessor",
-    "cosmos3_omni": "Qwen3VLVideoProcessor",
-    "cosmos3_edge": "Cosmos3EdgeVideoProcessor",
-    "cohere_compass": "Qwen3VLVideoProcessor",
-    "lfm3_vl": "Qwen3VLVideoProcessor",
-    "hyperclovax_vision_v2": "Qwen2VLVideoProcessor",
-    "vlm": "Qwen2VLVideoProcessor",
-    "glm4v": "Glm4vVideoProcessor",
-    "glm4v_moe": "Glm4vVideoProcessor",
-    "glm46v": "Glm46VVideoProcessor",
-    "glm_ocr": "Glm46VVideoProcessor",
-    "internvl": "InternVLVideoProcessor",
-    "internvl_chat": "InternVLVideoProcessor",
-    "llava_next_video": "LlavaNextVideoVideoProcessor",
-    "llava_onevision": "LlavaOnevisionVideoProcessor",
-    "gemma4": "Gemma4VideoProcessor",
-    "smolvlm": "SmolVLMVideoProcessor",
-}
 _COUNTED = (SamplingRule.COUNT, SamplingRule.MIDDLES, SamplingRule.RATE, SamplingRule.RATE_TO_LAST)
 
 
-def read_sampling(model_type: str, config: Mapping[str, Any]) -> Sampling | None:
+def read_sampling(stem: str, config: Mapping[str, Any]) -> Sampling | None:
     """The rule for clips, by the keys of the videos' file; None if the model has none. Raises ValueError.
 
-    The class that the file names decides; a class that is not known here, or none, leaves it to the model_type.
+    The class that the file names decides. If it names none, or one that is not known here, the class of the model's
+    processor does, whose name begins with `stem`.
     """
-    default = _PROCESSORS.get(str(config.get("video_processor_type"))) or _PROCESSORS.get(
-        _OF_MODELS.get(model_type, "")
-    )
+    named = str(config.get("video_processor_type"))
+    default = _PROCESSORS.get(named) or _PROCESSORS.get(f"{stem}VideoProcessor")
     if default is None:
         return None
     if default.rule is SamplingRule.RATE_WITHIN:

@@ -119,6 +119,16 @@ def bounded(
     )
 
 
+def images(settings: Callable[[Mapping[str, Any], Config], Preprocessing]) -> ReadProcessor:
+    """A processor of images alone, by what `settings` makes of its keys for images."""
+    return lambda files, config: {Modality.IMAGE: settings(files.image, config)}
+
+
+def unsized(config: Mapping[str, Any], normalisation: Normalisation, resample: int = BICUBIC) -> Preprocessing:
+    """Settings of images that the model's own processor sizes by a rule of its own, so that clients send pixels."""
+    return replace(bounded(config, (1, 1), normalisation, resample), resizing=Resizing.OTHER)
+
+
 def bounded_above(
     config: Mapping[str, Any],
     most: int,

@@ -62,7 +62,7 @@ def class_of(files: ProcessorFiles, default: str) -> ProcessorClass:
     stem = next((str(named).removesuffix(suffix) for suffix in _SUFFIXES if str(named).endswith(suffix)), "")
     if stem not in CLASSES:
         known = ", ".join(f"{name}ImageProcessor" for name in CLASSES)
-        raise ValueError(f"image_processor_type {named!r} is not served, only {known} are")
+        raise ValueError(f"unsupported image_processor_type {named!r}; supported: {known}")
     return CLASSES[stem]
 
 
@@ -72,11 +72,25 @@ def one_tile(files: ProcessorFiles, default: str) -> Preprocessing:
     image = {key: value for key, value in files.image.items() if value is not None or key.startswith("do_")}
     for step in ("do_resize", "do_rescale"):
         if not image.get(step, True):  # processors take null as false
-            raise ValueError(f"{step} {json.dumps(image[step])} is not served")
+            raise ValueError(f"unsupported {step}: {json.dumps(image[step])}")
     normalisation = own.normalisation
     if not image.get("do_normalize", True):
         image, normalisation = {**image, "image_mean": None, "image_std": None}, IDENTITY
     return tiled(image, _tiling(image, own), normalisation, own.resample)
+
+
+def tile_of(config: Mapping[str, Any], side: int, normalisation: Normalisation, *, crops: bool = True) -> Preprocessing:
+    """Settings of a processor that makes one square tile of an image, of the side that a tower takes.
+
+    `normalisation` and `crops`, whether the middle is cut out, are the defaults of its class. Raises ValueError over
+    tiles of another size.
+    """
+    own = ProcessorClass(normalisation, BICUBIC, {"shortest_edge": side}, crops=crops)
+    tiling = _tiling({"crop_size": side, **config}, own)
+    if tiling.tile != (side, side):
+        size, cut = config.get("size"), config.get("crop_size")
+        raise ValueError(f"size {size} with crop_size {cut} does not make tiles of {side} x {side}")
+    return tiled(config, tiling, normalisation)
 
 
 def _tiling(image: Mapping[str, Any], own: ProcessorClass) -> Tiling:

@@ -9,7 +9,13 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.processors.settings import BICUBIC, Normalisation, bounded, per_channel, square, whole
 
-_RESIZING = (TilingRule.STRETCH, TilingRule.CENTER_CROP, TilingRule.SQUARE, TilingRule.WHOLE_TILES)
+_RESIZING = (
+    TilingRule.STRETCH,
+    TilingRule.CENTER_CROP,
+    TilingRule.STRETCHED_CROP,
+    TilingRule.SQUARE,
+    TilingRule.WHOLE_TILES,
+)
 """Rules whose tiles are not of one size unless images are resized."""
 
 
@@ -21,7 +27,7 @@ def tiled(
     Raises ValueError if the file says not to resize images, which the rule does.
     """
     if not config.get("do_resize", True) and tiling.rule in _RESIZING:  # processors take null as false
-        raise ValueError(f"do_resize {json.dumps(config['do_resize'])} is not served")
+        raise ValueError(f"unsupported do_resize: {json.dumps(config['do_resize'])}")
     area = tiling.tile[0] * tiling.tile[1]
     settings = bounded(config, (area, area * max(1, tiling.max_tiles)), normalisation, resample)
     return replace(settings, tiling=tiling)
@@ -30,29 +36,6 @@ def tiled(
 def stretched(settings: Preprocessing, tile: tuple[int, int]) -> Preprocessing:
     """The same, of pictures that are one tile whatever their shape: frames of a clip."""
     return replace(settings, tiling=Tiling(TilingRule.STRETCH, tile))
-
-
-def one_tile(
-    config: Mapping[str, Any],
-    side: int,
-    normalisation: Normalisation,
-    resample: int = BICUBIC,
-    *,
-    crops: bool = True,
-) -> Preprocessing:
-    """Settings of a processor that makes one square tile of an image: stretched to it, or cut out of its middle.
-
-    `normalisation`, `resample` and `crops`, which is whether the middle is cut out, are the defaults of its class.
-    Raises ValueError over tiles of another size than `side`.
-    """
-    size = config.get("size")
-    resized = square(config, default=side)
-    stretches = isinstance(size, Mapping) and "height" in size
-    if config.get("do_center_crop", crops) and not (stretches and resized == side):
-        return tiled(config, _cropping(config, side, resized, stretches=stretches), normalisation, resample)
-    if not stretches or resized != side:
-        raise ValueError(f"size {size} does not make tiles of {side} x {side}")
-    return tiled(config, Tiling(TilingRule.STRETCH, (side, side)), normalisation, resample)
 
 
 def squared(config: Mapping[str, Any], side: int, normalisation: Normalisation) -> Preprocessing:
@@ -87,13 +70,6 @@ def nearest_ratio(config: Mapping[str, Any], side: int, *, cuts: bool) -> Tiling
         min_tiles=whole(config, "min_patches", 1),
         max_tiles=whole(config, "max_patches", 12),
     )
-
-
-def _cropping(config: Mapping[str, Any], side: int, resized: int, *, stretches: bool) -> Tiling:
-    cropped = square(config, "crop_size", side)
-    if stretches or cropped != side or resized < side:
-        raise ValueError(f"crop_size {cropped} of size {config.get('size')} does not make tiles of {side} x {side}")
-    return Tiling(TilingRule.CENTER_CROP, (side, side), min_side=resized)
 
 
 def shade(mean: Sequence[float]) -> tuple[int, ...]:

@@ -1,7 +1,10 @@
 """Weights as authors store them, in the form that transformers' modules hold."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Weights
 
 
@@ -15,6 +18,11 @@ def split_qkv(weights: Weights, fused: str, apart: str) -> Weights:
         else:
             split[name] = tensor
     return split
+
+
+def unfused(fused: str, apart: str) -> Callable[[Weights, Config], Weights]:
+    """A conversion that only splits query, key and value."""
+    return lambda weights, _: split_qkv(weights, fused, apart)
 
 
 def position_tables(weights: Weights) -> Weights:

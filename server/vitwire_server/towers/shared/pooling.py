@@ -13,20 +13,19 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Parts, Pooler, always
 from vitwire_server.towers.shared.segments import numbers, summed
 
-
-class Projection(nn.Linear):
-    """The projection to the space that images share with texts, which transformers keeps on the whole model."""
-
-    def __init__(self, config: Config) -> None:
-        vision = getattr(config, "vision_config", config)
-        super().__init__(vision.hidden_size, config.projection_dim, bias=False)
-
-
 PROJECTION = {
     "projection": Module(
-        source="vitwire_server.towers.shared.pooling:Projection", prefixes={"visual_projection.": ""}, config=""
+        source=nn.Linear,
+        prefixes={"visual_projection.": ""},
+        config="",
+        arguments=lambda config: (
+            getattr(config, "vision_config", config).hidden_size,
+            config.projection_dim,
+            False,
+        ),
     )
 }
+"""To the space that images share with texts; transformers keeps it on the whole model."""
 
 
 class _TilePool:

@@ -1,16 +1,14 @@
-"""SigLIP's towers: of tiles with a projector of every patch, the layers of packed patches, and those with a mask."""
+"""SigLIP's towers: the module and its configuration, the layers of packed patches, and those with a mask."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vitwire_server.towers.configs import Config, last_layer
-from vitwire_server.towers.family import Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileShape, heads_of
+from vitwire_server.towers.configs import Config, new_config
+from vitwire_server.towers.family import Module, in_model
 
 
 def siglip(name: str) -> Module:
@@ -21,40 +19,12 @@ def siglip(name: str) -> Module:
 
 def siglip_config(vision: Mapping[str, object], *, width: int, dtype: str | None) -> Config:
     """A configuration that transformers has no class for: SigLIP's tower with these fields, and rows of this width."""
-    config_class: Any = CONFIG_MAPPING["deepseek_vl"]
-    config: Config = config_class(
+    return new_config(
+        "deepseek_vl",
         vision_config={**vision, "vision_use_head": False},
         text_config={"model_type": "llama", "hidden_size": width},
         dtype=dtype,
     )
-    return config
-
-
-class Siglip(Encoder):
-    """A SigLIP tower without its head, and a projector of every patch."""
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        last_layer(config)
-        vision = config.vision_config
-        self.patch = vision.patch_size
-        side = vision.image_size // self.patch
-        self.merge = self._merge(config, side)
-        self.tile = TileShape(vision.image_size, vision.image_size, (side // self.merge) ** 2)
-        self.channels = vision.num_channels
-        self.width = config.text_config.hidden_size
-        self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
-        self.blocks = list(self._tower.encoder.layers)
-
-    def _merge(self, config: Config, side: int) -> int:
-        """Root of the patches that the projector makes one token of; `side` is the patches a side of a tile."""
-        del config, side
-        return 1
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        rows: Tensor = self._projector(self._tower(pixel_values=tiles).last_hidden_state)
-        return rows.flatten(1, -2)
 
 
 class SiglipAttention(Protocol):

@@ -11,7 +11,7 @@ from vitwire_server.core.capacities import ResampledCapacities
 from vitwire_server.core.footprints import ResampledFootprints
 from vitwire_server.core.geometries import ResampledGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.models.minicpm_original import _nearest
+from vitwire_server.towers.models.minicpm import _nearest
 
 SIDE = 4
 SIZES = [[(3, 5), (2, 2)], [], [(1, 7)]]

@@ -1,8 +1,6 @@
-"""LFM3-VL (Liquid AI): convolutions over the patches of a frame between layers of attention."""
+"""LFM2-VL, whose tower is SigLIP 2, and LFM3-VL, which convolves the patches of a frame (Liquid AI)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +9,34 @@ from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Family, Module, Parts, Weights, in_model, projector
+from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.heads import Projected
 from vitwire_server.towers.layouts.packed import Inputs, PackedFamily, PackedTower
+from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.models.siglip import Siglip2Tower, siglip2_config
 from vitwire_server.towers.processors.areas import AreaRule
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, unsized
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.grouped_queries import copied, ungrouped
+from vitwire_server.towers.shared.parts import projector, stock
+
+
+class Lfm2VlTower(Siglip2Tower):
+    """SigLIP 2 with a projector that unshuffles squares of patches."""
+
+    def _inputs(self) -> dict[str, Kind]:
+        return {**super()._inputs(), "squares": Sources(self.geometry.merge**2)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        return {**super()._compute(grid), "squares": neighbours(grid, self.geometry.merge)}
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        """Each token's patches are an image to the projector, which makes one row of it."""
+        patches = super()._rows(pixels, tensors, attended)[tensors["squares"]]
+        rows: Tensor = self._projector(patches.unflatten(1, (self.geometry.merge, -1)))
+        return rows.flatten(0, 2)
 
 
 class GatheredConvolution(nn.Module):
@@ -71,20 +90,14 @@ class ConvolvedHead(Projected):
         return {name: tensors[name] for name in ("neighbours", "inside")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lfm3Family(PackedFamily):
-    """LFM3-VL, whose attention has grouped queries."""
+class Lfm3Tower(PackedTower):
+    """Convolutions are given the neighbours of each patch."""
 
-    def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
-        """See Family."""
-        return ungrouped(super().read_config(folder, settings))
-
-    def build(self, parts: Parts, config: Config) -> PackedTower:
-        """See Family."""
+    def __init__(self, family: PackedFamily, parts: Parts, config: Config) -> None:
         for layer in parts["tower"].layers:
             if not layer.is_attention_layer:
                 layer.conv = GatheredConvolution(layer.conv)
-        return super().build(parts, config)
+        super().__init__(family, parts, config)
 
 
 def _ungrouped_heads(weights: Weights, config: Config) -> Weights:
@@ -92,26 +105,40 @@ def _ungrouped_heads(weights: Weights, config: Config) -> Weights:
     return {name: copied(own, config) if any(map(name.count, grouped)) else own for name, own in weights.items()}
 
 
-_LFM3_VL = Lfm3Family(
-    model_type="lfm3_vl",
-    title="LFM3-VL",
-    tower=Module(
-        source="lfm3_vl.modeling_lfm3_vl:Lfm3VlVisionModel",
-        prefixes=in_model("vision_tower."),
-        renames=((r"^patchifier\.", "patch_embed."), (r"\.([qk])_layernorm\.", r".\1_norm.")),
-        convert=_ungrouped_heads,
-        served=(Served("conv_kernel_size", lambda side, _: side % 2 == 1, "odd"),),
+ROWS = (
+    RasterFamily(
+        model_type="lfm2_vl",
+        title="LFM2-VL",
+        configuration=siglip2_config,
+        tower=stock(
+            "siglip2.Siglip2VisionModel", in_model("vision_tower.vision_model.", "vision_tower."), ignored=("head.",)
+        ),
+        beside=projector("lfm2_vl.Lfm2VlMultiModalProjector"),
+        merge="downsample_factor",
+        forward=Lfm2VlTower,
+        channels_last=True,
+        # The processor makes several images of a large one: parts of one size, and an overview of another.
+        processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
+        images=Accepts.PIXELS,
     ),
-    beside=projector("lfm3_vl.modeling_lfm3_vl:Lfm3VlMultiModalProjector"),
-    head=ConvolvedHead,
-    width="text_config.hidden_size",
-    layers="layers",
-    inputs=Inputs(listed_grids=True),
-    video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),
-    architecture="14 x 1024, patch 16",
-    attention="per frame",
-    special="convolutions over the patches of a frame; projector",
-    transformers="5.23.0",
+    PackedFamily(
+        model_type="lfm3_vl",
+        title="LFM3-VL",
+        video_processor="Qwen3VL",
+        configuration=lambda folder, settings: ungrouped(of_transformers(folder, settings)),
+        tower=stock(
+            "lfm3_vl.Lfm3VlVisionModel",
+            in_model("vision_tower."),
+            renames=((r"^patchifier\.", "patch_embed."), (r"\.([qk])_layernorm\.", r".\1_norm.")),
+            convert=_ungrouped_heads,
+            served=(Served("conv_kernel_size", lambda side, _: side % 2 == 1, "odd"),),
+        ),
+        beside=projector("lfm3_vl.Lfm3VlMultiModalProjector"),
+        head=ConvolvedHead,
+        forward=Lfm3Tower,
+        layers="layers",
+        inputs=Inputs(listed_grids=True),
+        video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),
+        transformers="5.23.0",
+    ),
 )
-
-ROWS: tuple[Family, ...] = (_LFM3_VL,)

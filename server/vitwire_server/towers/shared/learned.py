@@ -1,0 +1,49 @@
+"""Learned positions."""
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import vision_utils
+
+from vitwire_server.towers.layouts.patches import TAPS
+from vitwire_server.towers.metadata import Kind, Rows
+
+TAPPED: Mapping[str, Kind] = {
+    "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
+    "interp_weights": Rows((TAPS["bilinear"],), torch.float32),
+}
+"""Metadata of positions that are resampled in the forward: of each patch, places in the table and their weights."""
+
+
+def positioned(embeddings: Any, pixels: Tensor, positions: Tensor, side: int) -> Tensor:  # noqa: ANN401 - a stock module
+    """Rows of pixels, of patches with this side, through a stock convolution, and their learned positions.
+
+    `pixels (patches, C*p*p)` and `positions (patches,)` to `(1, patches, C)`.
+    """
+    patches = embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
+    states: Tensor = (patches + embeddings.position_embedding(positions)).unsqueeze(0)
+    return states
+
+
+def bilinear(rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+    """Of each patch of a frame, the places in a square table of this side, and their weights: `(patches, 4)` both."""
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([(1, rows, columns)]),
+        num_grid_per_side=side,
+        mode="bilinear",
+        align_corners=False,
+        spatial_merge_size=1,
+    )
+    return indices, weights
+
+
+def fix_positions(embeddings: Any, resampled: Tensor, table: str, resample: str) -> None:  # noqa: ANN401 - a stock module
+    """Give a module the positions of one size of tiles, in place of its `table`.
+
+    Its method `resample`, which it would call in every forward, returns them.
+    """
+    setattr(embeddings, table, nn.Parameter(resampled.clone(), requires_grad=False))
+    setattr(embeddings, resample, MethodType(lambda own, *_: getattr(own, table), embeddings))
