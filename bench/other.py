@@ -7,8 +7,17 @@ from bench.stock import Plain
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.demo.demo_model import TEXT, Json
+from vitwire_server.demo.shrinking import Json
 
+_TEXT: Json = {
+    "vocab_size": 512,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 IMAGE_TOKEN: Json = {"image_token_index": 500}
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 """Where most stock models have them."""
@@ -47,5 +56,5 @@ class Other:
         """config.json."""
         if not self.width:
             return {**self.vision, "model_type": self.model_type}
-        text = {**TEXT, "hidden_size": self.width, "num_hidden_layers": 1, **self.text}
+        text = {**_TEXT, "hidden_size": self.width, "num_hidden_layers": 1, **self.text}
         return {"model_type": self.model_type, "text_config": text, "vision_config": dict(self.vision), **self.fields}

@@ -1,6 +1,7 @@
 """Checkpoints that are broken in the ways they are: one sentence that names the file, never a traceback."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -232,7 +233,10 @@ def reshape(shard: Path) -> None:
         (cut(header), "is not a safetensors file"),
         (cut(lambda raw: len(raw) // 2), "is not a safetensors file"),
         (cut(lambda raw: len(raw) - 1), "is not a safetensors file"),
-        (lambda shard: shutil.copy(shard.with_name(shard.name.replace("2", "1", 1)), shard), "does not contain tensor"),
+        (
+            lambda shard: shutil.copy(shard.with_name(re.sub(r"\d+", "00001", shard.name, count=1)), shard),
+            "does not contain tensor",
+        ),
         (lambda shard: shard.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "is not a safetensors file"),
         (requantise, "is quantised"),
     ],

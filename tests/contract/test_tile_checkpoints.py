@@ -161,7 +161,7 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("eagle_2_5_vl", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
         ("eagle_2_5_vl", edit(CONFIG, vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
         ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "unsupported pad_during_tiling"),
-        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=96), "do not fit the vision projector"),
+        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=80), "do not fit the vision projector"),
     ],
 )
 def test_what_is_not_served_is_named(

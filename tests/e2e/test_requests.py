@@ -18,8 +18,11 @@ from servers import ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, EncodeFailed, InvalidItem, Item, NotCached, Overloaded, Unavailable
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+from vitwire_server.demo.checkpoint import demo_config
 
 COLUMNS = 3 * 2 * 16 * 16
+_VISION: Any = demo_config("qwen3_vl").vision_config
+WIDTH = _VISION.out_hidden_size * (1 + len(_VISION.deepstack_visual_indexes))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,7 @@ def test_a_malformed_request_is_refused_by_name_while_others_go_on(
         list(stub.Encode(request_))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in fields(refused.value)
-    assert [answer.chunk.shape for answer in others] == [[64, 192]]
+    assert [answer.chunk.shape for answer in others] == [[64, WIDTH]]
 
 
 def test_bytes_that_are_no_message_are_refused(server: ServerProcess) -> None:
@@ -352,7 +355,7 @@ def test_a_full_queue_says_when_to_come_back(checkpoints: Checkpoints) -> None:
             assert refused.value.retry_after is not None
             assert 0 < refused.value.retry_after <= 1
             assert len(held.result()) == 3, "a request larger than the queue is served when it is empty"
-        assert client.encode([small] * 2)[0].shape == (4, 192)
+        assert client.encode([small] * 2)[0].shape == (4, WIDTH)
         assert process.metric("vitwire_rejected_total", reason="items") >= 1
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +13,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitwire_server.demo.demo_model import save_plain, write
-from vitwire_server.demo.models.packed import PACKED
+from vitwire_server.demo.checkpoint import random_model
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-5
@@ -92,7 +90,7 @@ class KimiVL(Kimi):
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         with TemporaryDirectory() as folder:
-            write("kimi_vl", replace(PACKED["kimi_vl"], save=save_plain), Path(folder), 0)
+            random_model("kimi_vl").save_pretrained(folder)
             super().__init__(Path(folder), dtype, device)
 
 

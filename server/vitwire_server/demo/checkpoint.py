@@ -1,51 +1,37 @@
-"""The demo models by `model_type`, and the checkpoint of one: random weights of a fixed seed."""
+"""The checkpoint of a demo model: random weights of a fixed seed, in the layout that its authors publish."""
 
 import stat
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
-from vitwire_server.demo.demo_model import DemoModel, write
-from vitwire_server.demo.models.assembled import ASSEMBLED
-from vitwire_server.demo.models.deepseek import DEEPSEEK
-from vitwire_server.demo.models.gemma4 import GEMMA4
-from vitwire_server.demo.models.glm import GLM
-from vitwire_server.demo.models.granite_docling import GRANITE_DOCLING
-from vitwire_server.demo.models.idefics import IDEFICS
-from vitwire_server.demo.models.internvl import INTERNVL
-from vitwire_server.demo.models.lfm2 import LFM2
-from vitwire_server.demo.models.llava import LLAVA
-from vitwire_server.demo.models.packed import PACKED
-from vitwire_server.demo.models.pixtral import PIXTRAL
-from vitwire_server.demo.models.plain import PLAIN
-from vitwire_server.demo.models.published import PUBLISHED
-from vitwire_server.demo.models.qwen import QWEN
-from vitwire_server.demo.models.raster import RASTER
-from vitwire_server.demo.models.readers import READERS
-from vitwire_server.demo.models.single_tiles import SINGLE_TILES
-from vitwire_server.demo.models.tiles import TILES
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForMultimodalLM,
+    AutoModelForPreTraining,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
-DEMO_MODELS: Mapping[str, DemoModel] = MappingProxyType(
-    {
-        **ASSEMBLED,
-        **DEEPSEEK,
-        **GEMMA4,
-        **GLM,
-        **GRANITE_DOCLING,
-        **IDEFICS,
-        **INTERNVL,
-        **LFM2,
-        **LLAVA,
-        **PACKED,
-        **PIXTRAL,
-        **PLAIN,
-        **PUBLISHED,
-        **QWEN,
-        **RASTER,
-        **READERS,
-        **SINGLE_TILES,
-        **TILES,
-    }
+from vitwire_server.demo.models import DEMO_MODELS, DemoModel
+from vitwire_server.demo.processors import image_settings, video_settings
+from vitwire_server.demo.saving import write_json
+from vitwire_server.demo.shrinking import Json, shrunk
+from vitwire_server.towers.family import Accepts
+from vitwire_server.towers.registry import FAMILIES
+
+_AUTOMATIC: tuple[Any, ...] = (
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForPreTraining,
+    AutoModelForMaskedLM,
+    AutoModel,
 )
 
 
@@ -57,7 +43,53 @@ def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
     """
     if model_type not in DEMO_MODELS:
         raise ValueError(f"no demo checkpoint of model_type {model_type!r}; there are: {', '.join(DEMO_MODELS)}")
-    write(model_type, DEMO_MODELS[model_type], out, seed)
+    demo = DEMO_MODELS[model_type]
+    out.mkdir(parents=True, exist_ok=True)
+    demo.save(random_model(model_type, seed), out)
+    for name, content in (demo.files or _processor_files(model_type, demo)).items():
+        write_json(out / name, content)
     mode = (out / "config.json").stat().st_mode
     for path in out.glob("*.safetensors"):  # which safetensors makes readable by their owner alone
         path.chmod(stat.S_IMODE(mode))
+
+
+def _processor_files(model_type: str, demo: DemoModel) -> Mapping[str, Json]:
+    base = demo.base or model_type
+    named, family = demo.processor or base, FAMILIES[base]
+    image = image_settings(named, family, demo_config(model_type), demo.image)
+    clips = FAMILIES[model_type].videos is not Accepts.NOTHING
+    video = video_settings(named, family, image, demo.video) if clips else {}
+    files = {"preprocessor_config.json": image, "video_preprocessor_config.json": video}
+    return {name: settings for name, settings in files.items() if settings}
+
+
+def demo_config(model_type: str) -> PreTrainedConfig:
+    """The configuration of the model that is built for a demo checkpoint of this type."""
+    demo = DEMO_MODELS[model_type]
+    kind = CONFIG_MAPPING[demo.base or model_type]
+    return kind(**shrunk(kind, deepcopy(demo.config)))
+
+
+def random_model(model_type: str, seed: int = 0) -> Any:  # noqa: ANN401 - many classes
+    """The whole model of a demo checkpoint of this type, in bfloat16."""
+    config = demo_config(model_type)
+    auto = DEMO_MODELS[model_type].auto or next(auto for auto in _AUTOMATIC if type(config) in auto._model_mapping)  # noqa: SLF001
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # `randomise` adds to what transformers draws
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    randomise(model, seed)
+    if model.can_generate():
+        model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int) -> None:
+    """Weights that keep the variance of what flows through, so that attention and positions matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, weight in sorted(model.named_parameters()):
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1:
+            weight.copy_(noise * weight[0].numel() ** -0.5)
+        else:
+            weight.add_(noise.to(weight.dtype), alpha=0.1)

@@ -1,12 +1,10 @@
 """Arguments of feature methods that contradict each other."""
 
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
 
 from checkpoints import Checkpoints
 from client_models import client_model
@@ -14,7 +12,7 @@ from prompts import images
 from vitwire import InvalidItem, Item
 from vitwire.integrations.transformers._layout import Call
 from vitwire.integrations.transformers._layouts import LAYOUTS
-from vitwire_server.demo.checkpoint import DEMO_MODELS
+from vitwire_server.demo.checkpoint import demo_config
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_vl", {"image_grid_thw": None}, "grid_thw: is missing"),
@@ -28,7 +26,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 def items_of(model_type: str, changes: dict[str, Any], checkpoints: Checkpoints) -> list[Item]:
-    config = CONFIG_MAPPING[model_type](**deepcopy(DEMO_MODELS[model_type].config))
+    config = demo_config(model_type)
     call = Call(SimpleNamespace(config=config), "image", images(config).arguments | changes)
     return LAYOUTS[model_type].items(call, client_model(checkpoints(model_type)))
 
@@ -49,7 +47,7 @@ def test_images_without_crops_need_no_arguments_for_them(checkpoints: Checkpoint
 
 
 def test_tiles_of_zeros_are_padding_and_prompts_may_have_no_others(checkpoints: Checkpoints) -> None:
-    config = CONFIG_MAPPING["idefics3"](**deepcopy(DEMO_MODELS["idefics3"].config))
+    config = demo_config("idefics3")
     pixels = torch.rand(3, 4, 3, 56, 56) + 1
     for tiles, count in zip(pixels, (2, 0, 4), strict=True):
         tiles[count:] = 0

@@ -5,7 +5,7 @@ import torch
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2SamVisionConfig
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2SamVisionEncoder
 
-from vitwire_server.demo.demo_model import randomise
+from vitwire_server.demo.checkpoint import randomise
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
 SIDES = (16, 12)
