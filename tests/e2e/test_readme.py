@@ -112,7 +112,12 @@ def test_it_is_a_page() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "deploy").rglob("*.md"),
+    *(ROOT / "examples").glob("*/*.md"),
+]
 _CODE = re.compile(r"```.*?```", re.DOTALL)
 
 
