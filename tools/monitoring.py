@@ -1,7 +1,7 @@
 """Files of deploy/monitoring that follow from others: the PrometheusRule from rules.yaml, the dashboard from panels.py.
 
 `python -m tools.monitoring` writes them, `--check` only reports which are out of date. `--docs URL` first sets where
-the alerts of rules.yaml lead: to URL/operations.md.
+the alerts of rules.yaml lead: to URL/operations/alerts.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ Document: TypeAlias = dict[str, Any]
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "monitoring"
 _HEADER = "# Made by tools/monitoring.py from rules.yaml.\n"
-_RUNBOOK = re.compile(r"runbook_url: \S+/operations\.md#")
+_RUNBOOK = re.compile(r"runbook_url: \S+/operations/alerts\.md#")
 _COLUMNS, _HEIGHT = 24, 8
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -144,7 +144,9 @@ def document_at(docs: str) -> None:
     """Let the alerts lead to the runbooks in the folder of documents at this URL."""
     rules = FOLDER / "rules.yaml"
     text = rules.read_text(encoding="utf-8")
-    rules.write_text(_RUNBOOK.sub(lambda _: f"runbook_url: {docs.rstrip('/')}/operations.md#", text), encoding="utf-8")
+    rules.write_text(
+        _RUNBOOK.sub(lambda _: f"runbook_url: {docs.rstrip('/')}/operations/alerts.md#", text), encoding="utf-8"
+    )
 
 
 def _absolute(url: str) -> str:

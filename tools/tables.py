@@ -1,4 +1,4 @@
-"""Tables in README.md and docs/ that follow from the code: models, flags, metrics.
+"""Tables in docs/ that follow from the code: models, flags, metrics.
 
 `python tools/tables.py` writes them, `--check` only reports which are out of date.
 """
@@ -27,15 +27,6 @@ UNWRITTEN = "?"
 """In the table of models, the tower of a row that nobody has described yet."""
 _BYTES = ("_bytes", "_memory")
 _GIB = 1 << 30
-
-
-def short_table() -> Iterator[str]:
-    """Models whose pixels come in one layout share a line."""
-    titles: dict[str, dict[str, None]] = {}
-    for row in FAMILIES.values():
-        kind = "tiles or patches, pooled on request (`--pooling`)" if row.poolers else row.layout
-        titles.setdefault(kind, {})[row.title.partition(" (")[0]] = None
-    return _table(("pixels", "models"), [(kind, ", ".join(own)) for kind, own in titles.items()])
 
 
 def long_table() -> Iterator[str]:
@@ -159,7 +150,6 @@ def _labels(collector: Any) -> str:  # noqa: ANN401 - prometheus_client's collec
 
 
 TABLES: Mapping[tuple[str, str], Callable[[], Iterator[str]]] = {
-    ("README.md", "models"): short_table,
     ("docs/models.md", "models"): long_table,
     ("docs/configuration.md", "flags"): flags_table,
     ("docs/metrics.md", "metrics"): metrics_table,

@@ -1,6 +1,6 @@
 """A fleet of encoders behind routers, simulated: queues, batches, caches, retries, crashes. See docs/scale.md.
 
-The costs of a replica are measured (docs/performance.md). `bench/simulation/study.py` runs the experiments.
+The costs of a replica are measured (docs/performance/service.md). `bench/simulation/study.py` runs the experiments.
 """
 
 import random
@@ -19,7 +19,7 @@ _FIRST_BACKOFF, _MAX_BACKOFF = 0.1, 0.4
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a replica takes: Qwen3-VL-8B on an H200; docs/scale.md derives each value from docs/performance.md."""
+    """Costs of Qwen3-VL-8B on an H200; docs/scale.md derives each value from docs/performance/service.md."""
 
     batch_seconds: float = 1.3e-3
     token_seconds: float = 8.0e-6

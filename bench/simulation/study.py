@@ -25,7 +25,7 @@ Row = dict[str, Any]
 Experiment = Callable[[int], Row]
 PARTS = ("calibration", "routing", "routers", "failures", "scaling")
 MEASURED = ((49, 64, 1664.0), (49, 128, 2195.0), (196, 64, 539.0), (1024, 32, 67.7))
-"""Tokens of an image, requests in flight, images per second that docs/performance.md has for 6 edges."""
+"""Tokens of an image, requests in flight, images per second that docs/performance/service.md has for 6 edges."""
 CRASH_AFTER, CRASH_SECONDS = 2.0, 30.0
 """When the replicas crash, and how long is measured: until some time after they are back."""
 

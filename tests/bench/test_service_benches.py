@@ -1,4 +1,4 @@
-"""The benchmarks of the service run, and every row that docs/performance.md names is there. They judge no time."""
+"""The benchmarks of the service run and report every row of docs/performance/service.md. No time is judged."""
 
 import json
 import sys

@@ -91,7 +91,10 @@ def test_alerts_are_complete() -> None:
     for name, rule in ALERTS.items():
         assert name.startswith("Vitwire")
         assert rule["labels"]["severity"] in {"critical", "warning"}
-        assert rule["annotations"]["runbook_url"] == f"https://vitwire.example.com/docs/operations.md#{name.lower()}"
+        assert (
+            rule["annotations"]["runbook_url"]
+            == f"https://vitwire.example.com/docs/operations/alerts.md#{name.lower()}"
+        )
         assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= {
             "instance", "job", "method", "code", "reason", "state", "process", "upstream",
         }  # fmt: skip
@@ -103,15 +106,15 @@ def test_runbooks_lead_to_where_the_documents_are_published(tmp_path: Path, monk
     assert monitoring.main(["--docs", "https://wiki.local/vitwire/"]) == 0
     for file in ("rules.yaml", "prometheusrule.yaml"):
         runbooks = re.findall(r"runbook_url:\s+(\S+)#", (tmp_path / file).read_text())
-        assert runbooks == ["https://wiki.local/vitwire/operations.md"] * len(ALERTS)
+        assert runbooks == ["https://wiki.local/vitwire/operations/alerts.md"] * len(ALERTS)
     for relative in ("docs", "/docs", "https:///docs"):
         with pytest.raises(SystemExit):
             monitoring.main(["--docs", relative])
 
 
 def test_every_alert_has_a_section_that_says_what_to_do() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    sections = re.findall(r"^### (Vitwire\w+)\n\n.+", text, flags=re.MULTILINE)
+    text = (ROOT / "docs" / "operations" / "alerts.md").read_text()
+    sections = re.findall(r"^## (Vitwire\w+)\n\n.+", text, flags=re.MULTILINE)
     assert sorted(sections) == sorted(ALERTS)
 
 
@@ -125,10 +128,10 @@ def test_every_alert_fires_in_a_unit_test() -> None:
 
 def test_tables_of_reasons_are_complete() -> None:
     """Reasons of fallbacks that an alert names have a line in its section."""
-    text = (ROOT / "docs" / "operations.md").read_text()
-    section = text.partition("### VitwireDeliveryFallsBack")[2].partition("\n### ")[0]
+    text = (ROOT / "docs" / "operations" / "alerts.md").read_text()
+    section = text.partition("## VitwireDeliveryFallsBack")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE)) == {*DeliveryFallback}
-    section = text.partition("### VitwireEagerFallbacks")[2].partition("\n### ")[0]
+    section = text.partition("## VitwireEagerFallbacks")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE)) == {*Fallback} - {"graphs_off", "cheaper_eager"}
 
 

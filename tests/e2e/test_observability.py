@@ -238,7 +238,7 @@ def exemplars(server: ServerProcess, method: str) -> list[dict[str, str]]:
 
 def test_exemplars_lead_to_traces(server: ServerProcess, stub: EncoderServiceStub, collector: Collector) -> None:
     if edges(server):
-        pytest.skip("edges record no exemplars, see docs/operations.md")
+        pytest.skip("edges record no exemplars, see docs/operations/tracing.md")
     refused(stub, x_request_id="exemplary")
     (span,) = collector.wait_for(of("Encode", "exemplary"))
     assert {"trace_id": span.trace_id.hex()} in exemplars(server, "Encode")

@@ -1,4 +1,4 @@
-"""Access, certificates and the overlay for new weights of docs/operations.md, as they are written."""
+"""Access, certificates and the overlay for new weights of docs/operations/, as they are written."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from checkpoints import Checkpoints
 from servers import ServerProcess, serving
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+GUIDE = ROOT / "docs" / "operations"
 TOKEN = "steady-0123456789abcdef"
 
 
-def blocks(section: str, language: str = "sh") -> list[str]:
-    """The code of a section."""
-    text = GUIDE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+def blocks(page: str, section: str, language: str = "sh") -> list[str]:
+    """The code of a section of a page."""
+    text = (GUIDE / page).read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
@@ -30,7 +30,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._setup = "".join(blocks("Certificates")[0].splitlines(keepends=True)[:2])
+        self._setup = "".join(blocks("access.md", "Certificates")[0].splitlines(keepends=True)[:2])
 
     def __call__(self, script: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -64,11 +64,11 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.matrix
 def test_certificates_are_issued_renewed_and_revoked(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    issue, renew, revoke = blocks("Certificates")
+    issue, renew, revoke = blocks("access.md", "Certificates")
     shell = Shell(tmp_path)
     shell.succeeds(issue)
     (tmp_path / "tokens").write_text(f"{TOKEN} alice\n")
-    serve, ask = blocks("Access")[0].replace("\\\n", "").splitlines()
+    serve, ask = blocks("access.md", "Access")[0].replace("\\\n", "").splitlines()
     files = dict(re.findall(r"(--(?:tls|auth)-[\w-]+) ([\w.]+)", serve))
     assert files.keys() == {"--tls-cert", "--tls-key", "--auth-tokens-file", "--tls-client-ca"}
     flags = [word for name, file in files.items() for word in (name, str(tmp_path / file))]
@@ -105,7 +105,7 @@ def test_certificates_are_issued_renewed_and_revoked(checkpoints: Checkpoints, t
 @pytest.fixture
 def beside(tmp_path: Path) -> list[dict[str, object]]:
     """The overlay for new weights, rendered."""
-    (overlay,) = blocks("Roll-outs", "yaml")
+    (overlay,) = blocks("rollouts.md", "Roll-outs", "yaml")
     folder = ROOT / "deploy" / "overlays"
     at = tmp_path / "overlays" / "next"
     at.mkdir(parents=True)

@@ -27,7 +27,7 @@ from vitwire_gateway.openai.encoding import content_id_of
 from vitwire_server.core.pooling import Pooling
 
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations" / "search.md"
 CLIP = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "96", "--cache-bytes", "1000000")
 TARGET = "localhost:50051"
 
@@ -134,7 +134,7 @@ def test_the_command_line_says_which_pooling(server: ServerProcess, tmp_path: Pa
 
 
 def test_the_line_of_the_document(server: ServerProcess, client: Client, tmp_path: Path) -> None:
-    """The grpcurl line of docs/operations.md returns one row of a photograph."""
+    """The grpcurl line of docs/operations/search.md returns one row of a photograph."""
     (script,) = re.findall(r"```sh\n(grpcurl .*?)```", OPERATIONS.read_text(encoding="utf-8"), re.DOTALL)
     with Image.open(PHOTOGRAPH) as opened:
         opened.save(tmp_path / "photo.jpg")

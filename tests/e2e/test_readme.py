@@ -112,7 +112,40 @@ def test_it_is_a_page() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_links_lead_somewhere() -> None:
-    for page in (README, *(ROOT / "docs").glob("*.md")):
-        for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "deploy").rglob("*.md"),
+    *(ROOT / "examples").glob("*/*.md"),
+]
+_CODE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", _CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_code_names_pages_that_exist() -> None:
+    """Comments, help texts and errors name pages by their path from the root."""
+    code = [path for room in ("client", "gateway", "server", "bench", "tools") for path in (ROOT / room).rglob("*.py")]
+    named = {found for path in code for found in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))}
+    assert named
+    assert not [page for page in named if not (ROOT / page).exists()]
+
+
+@pytest.mark.parametrize("folder", ["operations", "performance"])
+def test_each_task_and_each_result_is_a_page_that_the_index_names(folder: str) -> None:
+    pages = sorted((ROOT / "docs" / folder).glob("*.md"))
+    index = (ROOT / "docs" / folder / "README.md").read_text(encoding="utf-8")
+    assert all(f"({page.name})" in index for page in pages if page.name != "README.md")
+    assert max(len(page.read_text(encoding="utf-8").splitlines()) for page in pages) <= 250

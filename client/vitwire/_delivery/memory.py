@@ -28,7 +28,8 @@ def _keep_freed() -> None:
     """Free one untouched buffer: glibc then keeps freed buffers of up to its size, twice as many bytes at a time.
 
     glibc learns from the sizes that a process frees. gRPC allocates each message of rows anew: without this, receiving
-    33.6 MB touched thousands of fresh pages and took half as much processor time again (docs/performance.md).
+    33.6 MB touched thousands of fresh pages and took half as much processor time again
+    (docs/performance/large-image.md).
     """
     np.empty(_LARGEST_KEPT, np.uint8)
 

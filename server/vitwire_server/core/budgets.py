@@ -74,8 +74,8 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
     """A budget of `tokens` with default limits for its size.
 
     A segment may fill the whole budget, so that one large image fits, up to a size at which attention alone keeps the
-    device busy and a graph gains nothing (measured: docs/performance.md). Empty slots cost time in attention kernels,
-    so there is one slot per 16 tokens, and at least eight.
+    device busy and a graph gains nothing (docs/performance/qwen-towers.md). Empty slots cost time in attention
+    kernels, so there is one slot per 16 tokens, and at least eight.
     """
     segments = min(max_frames, max(_FEWEST_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))
     return Budget(

@@ -18,7 +18,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from vitwire_server.demo.saving import Save, save_published, taken
 from vitwire_server.demo.shrinking import Json
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.models.deepseek_vl2 import DownsampleProjector
+from vitwire_server.towers.models.deepseek import DownsampleProjector
 from vitwire_server.towers.models.internvl import NvlmProjector
 from vitwire_server.towers.shared.modules import SingleParameter
 from vitwire_server.towers.shared.resampler import Resampler
