@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo
 
-.PHONY: help demo serve test matrix-test check bench wire-bench fault-test gpu-test gpu-bench service-bench engine-bench fleet-study kernel-test page-test watch-test engine-test example-test full-test image-test lock sbom audit licences release acceptance setup stubs clean
+.PHONY: help demo serve check test bench acceptance setup stubs lock sbom audit licences release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target purpose; do \
@@ -26,20 +26,42 @@ $(DEMO): | $(DEMO_READY)
 # What computes on a CPU beside others sleeps at barriers, as servers do.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+TIER := everyday
+KIND := cpu
+.PHONY: $(foreach tier,everyday matrix fault gpu kernel page watch engine example full image,tier-$(tier)) \
+	$(foreach kind,cpu wire gpu service engine fleet,kind-$(kind))
+
+# TIER= one of: everyday; matrix (all combinations of what the everyday suite samples); fault (load, faults and bad
+# input); gpu; kernel (the Triton kernels on the CPU); page (the status page in Chromium); watch (rules, alerts and
+# dashboard with a real Prometheus); engine (vLLM's and SGLang's own code); example (TypeScript); full (towers of
+# published size); image (the container image). FLAGS are pytest's.
+test: tier-$(TIER) ## the everyday suite, or TIER=matrix|fault|gpu|kernel|page|watch|engine|example|full|image
+
+# KIND= one of: cpu (planner, eager forward, codec); wire (the service beside bare gRPC, on a CPU); gpu (published
+# towers beside plain transformers); service (servers under load, on GPUs); engine (vLLM with a language model, with its
+# tower and with a server, on GPUs); fleet (a simulated fleet). FLAGS are the program's: FLAGS=--help lists them.
+bench: kind-$(KIND) ## planner and codec on the CPU, or KIND=wire|gpu|service|engine|fleet
+
+# `make gpu-test` is short for `make test TIER=gpu`, `make gpu-bench` for `make bench KIND=gpu`.
+%-test: tier-% ;
+%-bench: kind-% ;
+fleet-study: kind-fleet ;
+
 # Tiny models are not faster with more threads.
-test matrix-test watch-test fault-test gpu-test kernel-test: export OMP_NUM_THREADS ?= 1
+$(foreach tier,everyday matrix watch fault gpu kernel,tier-$(tier)): export OMP_NUM_THREADS ?= 1
 
 # Servers are forked from a process that has imported torch; other tiers start them by exec.
-test matrix-test watch-test: export FORK_SERVERS ?= 1
+tier-everyday tier-matrix tier-watch: export FORK_SERVERS ?= 1
 
 # As many processes as cores and one more, as tests wait for servers; at most four, as the servers need cores too.
 # Files run in the order of `testpaths`: files with few tests may take the longest.
 WORKERS = --numprocesses $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist loadfile --no-loadscope-reorder
 
-test: $(READY) ## the everyday test suite
+tier-everyday: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) $(FLAGS)
 
-matrix-test: $(READY) ## all combinations of what the everyday suite samples; VITWIRE_MATRIX_SHARE=0.4 runs two fifths
+# VITWIRE_MATRIX_SHARE=0.4 runs two fifths.
+tier-matrix: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) -m matrix $(FLAGS)
 
 check: $(READY) ## format, lint, types, import rules, proto, stubs, table of models
@@ -51,29 +73,32 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs, table of mod
 	$(BIN)/python tools/tables.py --check
 	$(BIN)/python -m tools.monitoring --check
 
-page-test: $(READY) ## the status page in headless Chromium (from PATH or Playwright)
+# Chromium is that of PATH, or Playwright's.
+tier-page: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement tests/page/requirements.txt
 	command -v chromium || command -v google-chrome || $(BIN)/python -m playwright install --with-deps chromium
 	$(BIN)/python -m pytest -c tests/page/pytest.ini tests/page $(FLAGS)
 
-watch-test: $(READY) ## rules, alerts and dashboard with a real Prometheus (installs it and Alertmanager by apt-get)
+# Installs Prometheus and Alertmanager by apt-get.
+tier-watch: $(READY)
 	command -v promtool && command -v prometheus-alertmanager || { apt-get update --quiet && \
 		apt-get install --yes --quiet --no-install-recommends prometheus prometheus-alertmanager; }
 	$(BIN)/python -m pytest -c tests/watch/pytest.ini tests/watch $(FLAGS)
 
-bench: $(READY) ## planner, eager forward and codec on the CPU; FLAGS="--trace a.jsonl --judge b.jsonl"
+kind-cpu: $(READY)
 	PYTHONPATH=tests/support:. $(BIN)/python bench/cpu.py $(FLAGS)
 
-wire-bench: $(READY) ## what the service costs on a CPU, beside bare gRPC and the bare tower; FLAGS="--plot p.png"
+kind-wire: $(READY)
 	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
 
-fleet-study: $(READY) ## a simulated fleet: routing, crashes, autoscaling; FLAGS="--replicas 1000 --loads 0.7 --parts routing --plot ."
+kind-fleet: $(READY)
 	$(BIN)/python -m bench.simulation.study $(FLAGS)
 
 # A server of one process, and one of an engine with two edges.
 SHAPES := 1 2
 
-fault-test: $(READY) ## servers of both shapes under load, faults and bad input; VITWIRE_FAULT_SCALE=0.05 runs 5 % of it
+# VITWIRE_FAULT_SCALE=0.05 runs 5 %.
+tier-fault: $(READY)
 	set -e; for shape in $(SHAPES); do \
 		VITWIRE_RPC_PROCESSES=$$shape $(BIN)/python -m pytest tests/fault $(FLAGS); done
 
@@ -81,31 +106,35 @@ fault-test: $(READY) ## servers of both shapes under load, faults and bad input;
 GPU_PYTHON ?= python3
 GPU_PATH := client:gateway:server:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH}
 
-gpu-test: ## tests of the engine on a GPU (VITWIRE_GPU_TEST_DEVICE=cpu: with simulated graphs)
+# With VITWIRE_GPU_TEST_DEVICE=cpu on simulated graphs.
+tier-gpu:
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini $(GPU_WORKERS) tests/gpu $(FLAGS)
 
 # In several processes where pytest-xdist is installed: most of the time goes into compiling kernels.
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses logical --maxprocesses 12 --dist worksteal)
 
-kernel-test: $(READY) ## the Triton kernels on the CPU: interpreted, and compiled for each architecture (installs Triton, 1 GB)
+# Interpreted, and compiled for each architecture. Installs Triton, 1 GB.
+tier-kernel: $(READY)
 	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0
 	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion fused_layers products float8 preparation,tests/gpu/test_$(name).py) $(FLAGS)
 	VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton TRITON_CACHE_DIR=.tools/triton-cache \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_architectures.py $(FLAGS)
 
-gpu-bench: ## published towers on a GPU against plain transformers; FLAGS="--sizes 224,448 --plot p.png" or "--towers others"
+kind-gpu:
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/gpu.py $(FLAGS)
 
-service-bench: ## servers under load, beside bare gRPC; FLAGS="--devices cuda:0,cuda:1 --rpc-processes 1 4 --delivery stream nixl"
+kind-service:
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/service.py $(FLAGS)
 
-engine-bench: ## vLLM with a language model, with its tower and with a server, on GPUs; GPU_PYTHON has vLLM; FLAGS="--quick --devices 1"
+# GPU_PYTHON has vLLM.
+kind-engine:
 	PYTHONPATH=client:gateway:tests/support:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m bench.engine $(FLAGS)
 
 ENGINES := vllm sglang
 
-engine-test: $(READY) $(ENGINES:%=.tools/%/.ready) ## integrations driven by the code of vLLM and SGLang (installs them, 4 GB); ENGINES=vllm
+# Installs both engines, 4 GB. ENGINES=vllm runs one.
+tier-engine: $(READY) $(ENGINES:%=.tools/%/.ready)
 	set -e; for engine in $(ENGINES); do PYTHONPATH=client:gateway:tests/support:. VITWIRE_PYTHON=$(abspath $(BIN)/python) \
 		.tools/$$engine/bin/python -m pytest -c tests/engines/pytest.ini --rootdir . --confcutdir tests/engines tests/engines/$$engine $(FLAGS); done
 
@@ -116,14 +145,16 @@ engine-test: $(READY) $(ENGINES:%=.tools/%/.ready) ## integrations driven by the
 	.tools/$*/bin/python -m pip install --quiet --no-deps --requirement tests/engines/$*/engine.txt
 	touch $@
 
-example-test: $(READY) ## the TypeScript example, with Node 20 or newer against real servers (installs its packages)
+# With Node 20 or newer; installs the example's packages.
+tier-example: $(READY)
 	cd examples/typescript && npm ci --ignore-scripts && npm run generate && npm run build
 	$(BIN)/python -m pytest tests/examples $(FLAGS)
 
-full-test: $(READY) ## towers at published size on the CPU, with memory limits
+tier-full: $(READY)
 	$(BIN)/python -m pytest --timeout 1800 tests/full $(FLAGS)
 
-image-test: $(READY) ## the image, built by buildah and run by runc on a read-only root (as root; needs buildah, mmdebstrap, runc); IMAGE_VARIANT=cuda
+# Built by buildah and run by runc on a read-only root: as root, with buildah, mmdebstrap and runc. IMAGE_VARIANT=cuda.
+tier-image: $(READY)
 	root=$$(tools/image.sh VARIANT=$(IMAGE_VARIANT) EXTRAS=$(IMAGE_EXTRAS)) && VITWIRE_IMAGE_ROOT=$$root \
 		VITWIRE_IMAGE_VARIANT=$(IMAGE_VARIANT) VITWIRE_IMAGE_EXTRAS=$(IMAGE_EXTRAS) \
 		$(BIN)/python -m pytest -c tests/image/pytest.ini tests/image $(FLAGS)
@@ -155,8 +186,8 @@ licences: $(READY) .tools/supply/.ready ## dist/licences.md; fails on copyleft
 release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing, exits 3 if not audited; FLAGS=--no-image
 	tools/release.sh $(FLAGS)
 
-acceptance: check test matrix-test demo bench wire-bench full-test fault-test kernel-test page-test watch-test engine-test example-test ## every tier in full
-	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) gpu-test GPU_PYTHON=$(BIN)/python
+acceptance: check tier-everyday tier-matrix demo kind-cpu kind-wire tier-full tier-fault tier-kernel tier-page tier-watch tier-engine tier-example ## every tier in full
+	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) test TIER=gpu GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto
 	PYTHON=$(PYTHON) tools/proto.sh generate

@@ -50,9 +50,14 @@ if [[ ${1:-} != --no-image ]]; then
     fi
 fi
 (cd dist && sha256sum -- * >SHA256SUMS)
+tag="git tag --annotate v$version --file dist/RELEASE.md --cleanup verbatim"
+if [[ $unaudited == 0 && $notes != *unreleased* ]]; then
+    $tag
+    tag=
+fi
 cat <<END
 dist/ is ready. To publish:
-  git tag -a v$version -m "Vitwire $version" && git push origin v$version
+  ${tag:+$tag && }git push origin v$version
   twine upload dist/*.whl dist/*.tar.gz
   $image
 END

@@ -72,15 +72,22 @@ esac
 @pytest.mark.parametrize(
     ("code", "said"), [(0, "9 packages audited"), (supply.FOUND, "PYSEC-1"), (supply.UNREACHABLE, "NOT AUDITED: x")]
 )
-def test_a_release_that_was_not_audited_says_so(code: int, said: str, tmp_path: Path) -> None:
+def test_only_an_audited_release_is_tagged(code: int, said: str, tmp_path: Path) -> None:
     """With a python that builds and installs nothing."""
     names = ("tools/release.sh", "tools/locked.py", "requirements.lock", "CHANGELOG.md", "Dockerfile", "pyproject.toml")
     tool(tmp_path / ".tools/supply/bin/python", RELEASE_PYTHON.format(said=said, code=code))
     for name in (*names, ".gitignore"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
-    for words in (("init", "--quiet"), ("add", "."), (*identity, "commit", "--quiet", "--message", "all")):
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("unreleased", "2026-12-01"))
+    for words in (
+        ("init", "--quiet"),
+        ("config", "user.name", "test"),
+        ("config", "user.email", "test@localhost"),
+        ("add", "."),
+        ("commit", "--quiet", "--message", "all"),
+    ):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     command = ["bash", "tools/release.sh", "--no-image"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -90,3 +97,6 @@ def test_a_release_that_was_not_audited_says_so(code: int, said: str, tmp_path: 
     assert ("NOT AUDITED" in run.stderr) == (code == supply.UNREACHABLE)
     if code != supply.FOUND:
         assert (tmp_path / "dist/RELEASE.md").read_text().endswith(f"{said}\n")
+    show = ["git", "tag", "--list", "--format=%(contents)", "v*"]
+    tagged = subprocess.run(show, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert ("The first release." in tagged and "packages audited" in tagged) == (code == 0)
