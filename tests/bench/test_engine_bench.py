@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -230,7 +231,7 @@ def test_photographs_differ_in_bytes_alone() -> None:
 
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    place = {"size": "448x1", "load": "c1"}
+    place: dict[str, Any] = {"size": "448x1", "load": "c1"}
     streams = [place | {"way": way, "ttft_p50_ms": 20, "requests_per_s": 9} for way in ("local", "reference")]
     document = {"streams": [*streams, place | {"way": "inline", "errors": 3}], "device": "cpu", "engine": "vLLM"}
     document |= {"timeline": [place | {"way": "reference", "accepted": 3, "first_token": 20}], "date": "today"}

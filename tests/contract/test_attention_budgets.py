@@ -92,7 +92,7 @@ def test_small_images_are_attended_in_their_own_way_and_equal_transformers(
     ):
         rig.poison()
         items, rows = rig.items(grids, 5), []
-        assert backends.of(lambda items=items, rows=rows: rows.extend(rig.run(items))) == own  # type: ignore[misc]
+        assert backends.of(lambda items=items, rows=rows: rows.extend(rig.run(items))) == own
         for i, (grid, got) in enumerate(zip(grids, rows, strict=True)):
             assert error(got, reference.item(grid, rig.pixels(grid, 5 + i))) <= TOLERANCE
 

@@ -205,7 +205,12 @@ def test_a_table_of_positions_that_is_no_square_is_refused(
 
 def cut(length: Callable[[bytes], int]) -> Callable[[Path], None]:
     """Cut a shard to the length that follows from its bytes."""
-    return lambda shard: shard.write_bytes((raw := shard.read_bytes())[: length(raw)]) and None
+
+    def shorter(shard: Path) -> None:
+        raw = shard.read_bytes()
+        shard.write_bytes(raw[: length(raw)])
+
+    return shorter
 
 
 def header(raw: bytes) -> int:

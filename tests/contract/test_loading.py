@@ -44,9 +44,9 @@ class TestLoading:
         """Each module under each of its plain prefixes, in one file without an index."""
         source, family = checkpoints(model_type), FAMILIES[model_type]
         weights = {key: t for shard in sorted(source.glob("*.safetensors")) for key, t in load_file(shard).items()}
-        for name in source.glob("*.json"):
-            if name.name != INDEX:
-                shutil.copy(name, tmp_path)
+        for file in source.glob("*.json"):
+            if file.name != INDEX:
+                shutil.copy(file, tmp_path)
         plain = {
             name: [p for p, stands in module.prefixes.items() if not stands] for name, module in family.modules.items()
         }

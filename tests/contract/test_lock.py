@@ -37,7 +37,7 @@ def test_every_package_is_pinned_and_hashed() -> None:
 
 
 def test_versions_are_those_of_the_tests() -> None:
-    pins = {canonicalize_name(name): version for name, version in PINS.items()}
+    pins: dict[str, str] = {canonicalize_name(name): version for name, version in PINS.items()}
     everything = selected("build,client,cli,server,videos,router,nixl,sglang", "cpu")
     differ = {name: version for name, version in everything.items() if pins.get(name, version) != version.split("+")[0]}
     assert differ == {}, "run `make lock`"

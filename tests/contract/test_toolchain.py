@@ -109,7 +109,7 @@ def test_blocks_that_cannot_be_fused_are_a_warning_with_a_remedy(
             raise error
 
     triton, runtime = ModuleType("triton"), ModuleType("triton.runtime")
-    runtime.driver = SimpleNamespace(active=Driver())  # type: ignore[attr-defined] # as Triton's own
+    runtime.driver = SimpleNamespace(active=Driver())  # as Triton's own
     triton.__spec__ = SimpleNamespace()  # type: ignore[assignment] # there is one
     for module in (triton, runtime):
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -83,7 +83,7 @@ def expected(served: Served) -> list[Array]:
         model = client.model()
     alone = [served.processor(images=[picture], return_tensors="pt") for picture in pictures()]
     items = [Item.from_processor(each, model)[0] for each in alone]
-    return [served.reference.item(item.grid, item.pixels, item.crops) for item in items]  # type: ignore[arg-type]
+    return [served.reference.item(item.grid, item.pixels, item.crops) for item in items]
 
 
 def check(embeddings: list[Embedding], wanted: list[Array]) -> None:

@@ -27,7 +27,7 @@ Answers = Mapping[int, bytes | str]
 def picture(
     *shape: int, modality: "pb.Modality.ValueType" = IMAGE, data: bytes | None = None, kind: int = BYTES
 ) -> pb.Item:
-    tensor = pb.Tensor(data_type=kind, shape=shape, data=bytes(prod(shape)) if data is None else data)  # type: ignore[arg-type]
+    tensor = pb.Tensor(data_type=kind, shape=shape, data=bytes(prod(shape)) if data is None else data)
     return pb.Item(modality=modality, pixels=tensor)
 
 
@@ -66,7 +66,7 @@ REFUSED = {
     "too many bytes": (picture(9, 9, 3, data=bytes(244)), "items[0].pixels.data: has 244 bytes"),
     "crops": (pb.Item(modality=IMAGE, pixels=GOOD[0].pixels, crops=GOOD[0].pixels), "items[0].crops: must be absent"),
     "a file too": (pb.Item(modality=IMAGE, pixels=GOOD[0].pixels, encoded=b"GIF89a"), "items[0].encoded: must be"),
-    "another modality": (picture(9, 9, 3, modality=9), "items[0].modality: must be"),  # type: ignore[arg-type]
+    "another modality": (picture(9, 9, 3, modality=9), "items[0].modality: must be"),
 }
 """What a request is refused for, and the beginning of the reason."""
 LATE = {
@@ -96,7 +96,7 @@ def answers(stub: rpc.EncoderServiceStub, items: Sequence[pb.Item]) -> Answers:
     found: dict[int, bytes | str] = {}
     for answer in stub.Encode(pb.EncodeRequest(items=items), timeout=60):
         if answer.WhichOneof("result") == "chunk":
-            found[answer.item] = bytes(found.get(answer.item, b"")) + answer.chunk.data  # type: ignore[arg-type]
+            found[answer.item] = bytes(found.get(answer.item, b"")) + answer.chunk.data
         else:
             found[answer.item] = answer.error.message
     return found

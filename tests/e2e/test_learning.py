@@ -120,7 +120,7 @@ def test_no_answer_is_wrong_or_late_while_the_load_changes(
             for own in images:
                 last = swaps(server)
                 for _ in range(24 if own is not images[-1] else 2):
-                    list(pool.map(lambda number, own=own: own[number % len(own)].send(client), range(128)))  # type: ignore[misc]
+                    list(pool.map(lambda number, own=own: own[number % len(own)].send(client), range(128)))
                     if swaps(server) > last:
                         break
                 assert swaps(server) > last or own is images[-1]

@@ -60,16 +60,16 @@ def test_photographs_are_embedded_as_transformers_does(
     embeddings = client.encode_images(images)
     assert [embedding.shape for embedding in embeddings] == [(1, 48)] * len(images)
     assert error(np.concatenate([embedding.numpy() for embedding in embeddings]), expected) <= TOLERANCE
-    outputs = client.encode_batch(pixels)
-    assert error(np.concatenate([embedding.numpy() for embedding in outputs]), expected) <= TOLERANCE
+    batch = client.encode_batch(pixels)
+    assert error(np.concatenate([embedding.numpy() for embedding in batch]), expected) <= TOLERANCE
     frames = np.stack([np.asarray(image.resize((90, 70))) for image in images])
     (clip,) = client.encode_clips([frames])
-    own = client.encode_images(list(frames))
-    np.testing.assert_allclose(clip.numpy(), np.concatenate([each.numpy() for each in own]), atol=1e-6)
+    alone = client.encode_images(list(frames))
+    np.testing.assert_allclose(clip.numpy(), np.concatenate([each.numpy() for each in alone]), atol=1e-6)
     assert clip.report.tokens == len(frames), "a row for each frame"
-    pixels = np.zeros((3, 3, 56, 56), np.float32)
+    blank = np.zeros((3, 3, 56, 56), np.float32)
     with pytest.raises(InvalidItem, match=r"keep_ratio: must be 0: each frame has one row, .* --pooling cls"):
-        client.encode([Item(pixels, (3, 1, 1), modality="video", keep_ratio=0.5)])
+        client.encode([Item(blank, (3, 1, 1), modality="video", keep_ratio=0.5)])
 
 
 def test_every_pooling_of_a_model_is_known_to_clients_and_has_its_own_fingerprint(

@@ -15,7 +15,7 @@ def test_pieces_of_a_response_wait_for_no_acknowledgement() -> None:
     """Callers may acknowledge a piece 40 ms later: tokens until then arrived together after it."""
     options: list[int] = []
 
-    class Connection(limited_to(SECONDS)):  # type: ignore[misc]  # a base that a function returned
+    class Connection(limited_to(SECONDS)):  # a base that a function returned
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             found = transport.get_extra_info("socket")

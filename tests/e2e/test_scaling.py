@@ -162,11 +162,11 @@ async def test_a_request_is_split_where_that_pays(
         while any(after <= then + 1 for after, then in zip(calls(), before, strict=True)):
             assert time.monotonic() < deadline
             await client.encode([item()])
-        before = sum(calls())
+        total = sum(calls())
         await client.encode([item(64), item(64)])
-        assert sum(calls()) - before == 1
+        assert sum(calls()) - total == 1
         await client.encode([item(64)] * 8)
-        assert sum(calls()) - before == 3
+        assert sum(calls()) - total == 3
 
 
 @pytest.mark.matrix

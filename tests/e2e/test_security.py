@@ -201,7 +201,7 @@ class TestMutualTls:
         with Client(server.target, tls=authority.credentials(clients)) as client:
             assert len(client.encode([item(), item(1024)])) == 2
         words = ["health", "--target", server.target, "--ca", str(authority.root)]
-        assert CliRunner().invoke(app, [*words, "--cert", clients.cert, "--key", clients.key]).exit_code == 0
+        assert CliRunner().invoke(app, [*words, "--cert", str(clients.cert), "--key", str(clients.key)]).exit_code == 0
 
     @pytest.mark.parametrize("kind", ["none", "foreign", "expired", "of the server's authority"])
     def test_any_other_certificate(

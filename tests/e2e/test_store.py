@@ -245,7 +245,7 @@ def test_a_file_is_accepted_with_the_grid_that_the_server_chose(client: Client) 
 )
 def test_wrong_fields_are_named(server: ServerProcess, change: dict[str, object], field: str) -> None:
     item = to_wire(image(9, "nine"), store_only=True)
-    message = pb.Item(**{"content_id": "nine", "store_only": True} | change)  # type: ignore[arg-type]
+    message = pb.Item(**{"content_id": "nine", "store_only": True} | change)
     message.MergeFrom(pb.Item(modality=item.message.modality, grid=item.message.grid, pixels=item.message.pixels))
     message.pixels.data = bytes(item.tensors.pixels)
     with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as raised:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -165,7 +166,9 @@ def test_the_stock_processor_gives_the_same_rows(served: Served, checkpoints: Ch
     if served.model_type.startswith("internvl"):
         size = {"height": 112, "width": 112}
         mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-        stock = GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=6, image_mean=mean, image_std=std)
+        stock: Any = GotOcr2ImageProcessorPil(
+            size=size, crop_to_patches=True, max_patches=6, image_mean=mean, image_std=std
+        )
         pixels = torch.as_tensor(np.stack(stock(image)["pixel_values"])).float()
         item = Item(pixels, (len(pixels), 1, len(pixels) - 1))
     elif served.model_type == "mistral3":
@@ -179,9 +182,8 @@ def test_the_stock_processor_gives_the_same_rows(served: Served, checkpoints: Ch
     with Client(served.process.target) as client:
         (mine,), (theirs,) = client.encode_images([image]), client.encode([item])
         assert error(mine.numpy(), theirs.numpy()) <= 1e-4, "uint8 pixels, and floats that were rounded before"
-        pixels = item.pixels
-        assert isinstance(pixels, Tensor)
-        assert error(theirs.numpy(), served.reference.item(item.grid, pixels)) <= TOLERANCE
+        assert isinstance(item.pixels, Tensor)
+        assert error(theirs.numpy(), served.reference.item(item.grid, item.pixels)) <= TOLERANCE
 
 
 BATCHES = {"internvl": {}, "deepseek_vl_hybrid": {}, "mistral3": {"patch_size": {"height": 28, "width": 28}}}

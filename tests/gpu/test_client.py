@@ -43,10 +43,10 @@ def test_rows_go_to_a_device_and_come_from_one(device: torch.device, dtype: torc
     rows = torch.randn(5, 12).to(dtype)
     name = str(dtype).removeprefix("torch.")
     held = (rows.view(torch.uint16) if dtype == torch.bfloat16 else rows).numpy()
-    copied = Embedding(held, name, 1, Report()).torch(device)  # type: ignore[arg-type]
+    copied = Embedding(held, name, 1, Report()).torch(device)
     assert (copied.device, copied.dtype) == (device, dtype)
     assert copied.cpu().equal(rows)
-    there = Embedding(copied, name, 1, Report())  # type: ignore[arg-type]
+    there = Embedding(copied, name, 1, Report())
     assert there.torch(device).data_ptr() == there.torch().data_ptr() == copied.data_ptr()
     assert there.torch("cpu").equal(rows)
     assert there.__dlpack_device__() == (2, device.index)

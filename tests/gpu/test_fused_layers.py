@@ -123,7 +123,7 @@ def test_a_layer_whose_attention_takes_more_is_left_alone(
     """Layers pass other arguments on by keyword: MiniMax's has the form of SigLIP's, but rotary positions."""
     installed("minimax_m3_vl")
     tower = Rig.of(checkpoints("minimax_m3_vl"), dtype, device, sizes=(), fused=False).tower
-    blocks: list[Any] = tower.blocks
+    blocks: Any = tower.blocks
     for block in blocks:
         block.self_attn.scale = block.self_attn.scaling
     assert fuse_layers(blocks, attention_of(tower, dtype, device)) == 0
@@ -214,7 +214,7 @@ class Projections(torch.nn.Module):
         self.up_proj, self.act_fn, self.down_proj = mlp.fc1, mlp.activation_fn, mlp.fc2
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(rows)))  # type: ignore[no-any-return]
+        return self.down_proj(self.act_fn(self.up_proj(rows)))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 from servers import ServerProcess, serving
 from vitwire import Client, Item
@@ -53,12 +53,12 @@ def opened(browser: Browser, server: ServerProcess, faults: list[str], **context
     page.on("console", lambda message: faults.append(message.text))
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("dialog", lambda dialog: faults.append(dialog.message))
-    page.on(
-        "request",
-        lambda request: (
-            request.url.startswith(f"http://127.0.0.1:{server.metrics_port}/") or faults.append(request.url)
-        ),
-    )
+
+    def requested(request: Request) -> None:
+        if not request.url.startswith(f"http://127.0.0.1:{server.metrics_port}/"):
+            faults.append(request.url)
+
+    page.on("request", requested)
     page.goto(f"http://127.0.0.1:{server.metrics_port}/")
     return page
 

@@ -93,7 +93,7 @@ class Phi4MM(Phi4):
         }
         for old, new in names.items():
             weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
-        config = Phi4MultimodalConfig(
+        config = Phi4MultimodalConfig(  # type: ignore[call-arg]
             audio_config={"hidden_size": 16, "num_attention_heads": 2, "num_blocks": 1, "nemo_conv_channels": 16},
             hidden_size=settings["hidden_size"],
             num_attention_heads=4,
@@ -124,9 +124,8 @@ class Mllama(AssembledReference):
         pixels = tiles.new_zeros(1, 1, most, *tiles.shape[1:])
         own = grid[1] * grid[2]
         pixels[0, 0, :own] = tiles[:own]
-        ids = convert_aspect_ratios_to_ids_np([[grid[1:]]], most)
-        mask = build_aspect_ratio_mask_np([[grid[1:]]], most)
-        ids, mask = (torch.from_numpy(each).to(tiles.device) for each in (ids, mask))
+        arrays = convert_aspect_ratios_to_ids_np([[grid[1:]]], most), build_aspect_ratio_mask_np([[grid[1:]]], most)
+        ids, mask = (torch.from_numpy(each).to(tiles.device) for each in arrays)
         states = model.multi_modal_projector(model.vision_model(pixels, ids, mask).last_hidden_state)
         return states[0, 0, : len(tiles)].flatten(0, 1)  # type: ignore[no-any-return]
 

@@ -5,7 +5,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import av
 import numpy as np
@@ -13,13 +13,20 @@ from numpy.typing import NDArray
 from PIL import Image
 from skimage import data
 
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
 Frame = NDArray[np.uint8]
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
+_photograph: Callable[[], Frame] = data.astronaut
+
+
 def photograph(height: int = 300, width: int = 400) -> Image.Image:
     """A real photograph of this size."""
-    return Image.fromarray(data.astronaut()).resize((width, height), Image.Resampling.BICUBIC)
+    return Image.fromarray(_photograph()).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def saved(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
@@ -146,7 +153,7 @@ def clip(
     """The frames as a file; `options` are the codec's."""
     with io.BytesIO() as file:
         with av.open(file, "w", format=kind) as container:
-            stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+            stream = cast("VideoStream", container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001)))
             stream.height, stream.width = frames[0].shape[:2]
             stream.pix_fmt = "yuv420p"
             stream.options = {"crf": "10", **(options or {})}
@@ -159,7 +166,7 @@ def clip(
 def cut(file: bytes, packets: int) -> bytes:
     """An MP4 file without its first packets, as recorders and careless tools make them."""
     with io.BytesIO() as copy:
-        with av.open(io.BytesIO(file)) as source, av.open(copy, "w", format="mp4") as container:
+        with _read(file) as source, av.open(copy, "w", format="mp4") as container:
             stream = container.add_stream_from_template(source.streams.video[0])
             for number, packet in enumerate(source.demux(video=0)):
                 if number >= packets and packet.dts is not None:
@@ -187,10 +194,16 @@ def moving(count: int, height: int = 96, width: int = 128) -> list[Frame]:
     return [np.ascontiguousarray(whole[:, index : index + width]) for index in range(count)]
 
 
+def _read(file: bytes) -> "InputContainer":
+    return cast("InputContainer", av.open(io.BytesIO(file)))
+
+
 def frames_of(file: bytes, indices: Sequence[int]) -> list[Frame]:
     """Frames as the reference reads them: transformers' `read_video_pyav`."""
-    with av.open(io.BytesIO(file)) as container:
+    with _read(file) as container:
         wanted = set(indices)
         return [
-            frame.to_ndarray(format="rgb24") for index, frame in enumerate(container.decode(video=0)) if index in wanted
+            frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+            for index, frame in enumerate(container.decode(video=0))
+            if index in wanted
         ]

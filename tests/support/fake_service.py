@@ -70,7 +70,7 @@ def _failed(code: int, message: str, field: str, description: str) -> Status:
     return status
 
 
-def _encode(number: int, sent: pb.Item, output: int, kind: type) -> Iterator[Any]:
+def _encode(number: int, sent: pb.Item, output: Any, kind: type) -> Iterator[Any]:
     output = output or pb.DATA_TYPE_BFLOAT16
     if sent.content_id.startswith("error:"):
         code = grpc.StatusCode[sent.content_id.removeprefix("error:")].value[0]
@@ -139,7 +139,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
             context.abort(grpc.StatusCode.UNAVAILABLE, "as asked")
         finished.set()
 
-    def Encode(self, request, context):  # noqa: N802, ANN001, ANN201
+    def Encode(self, request: pb.EncodeRequest, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
         self._enter("Encode", context)
         self.options.append((request.output_type, request.priority))
 
@@ -149,11 +149,12 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
 
         yield from self._answer(responses(), context)
 
-    def EncodeStream(self, request_iterator, context):  # noqa: N802, ANN001, ANN201
+    def EncodeStream(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
         self._enter("EncodeStream", context)
 
         def responses() -> Iterator[Any]:
-            output, headers, received, files = 0, {}, {}, set[int]()
+            output: Any = 0
+            headers, received, files = {}, {}, set[int]()
             for request in request_iterator:
                 kind = request.WhichOneof("message")
                 if kind == "options":
@@ -175,7 +176,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
 
         yield from self._answer(responses(), context)
 
-    def GetModel(self, request, context):  # noqa: N802, ANN001, ANN201
+    def GetModel(self, request: pb.GetModelRequest, context: grpc.ServicerContext) -> pb.GetModelResponse:  # noqa: N802
         self._enter("GetModel", context)
         message = model_message()
         message.weights_fingerprint = self.fingerprint
@@ -190,7 +191,7 @@ def abort(context: grpc.ServicerContext, code: grpc.StatusCode, *details: Any, *
     for detail in details:
         status.details.add().Pack(detail)
     raw: list[Any] = [("grpc-status-details-bin", status.SerializeToString())]
-    context.set_trailing_metadata(raw + [(key.replace("_", "-"), value) for key, value in trailing.items()])
+    context.set_trailing_metadata((*raw, *((key.replace("_", "-"), value) for key, value in trailing.items())))
     context.abort(code, "as asked")
 
 

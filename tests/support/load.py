@@ -6,12 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+
+if TYPE_CHECKING:
+    from vitwire.v1.encoder_pb2_grpc import EncoderServiceAsyncStub
 
 COLUMNS = 3 * 2 * 14 * 14
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -45,7 +49,7 @@ class Tally:
         return ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else 0.0
 
 
-async def call(stub: EncoderServiceStub, message: pb.EncodeRequest, tally: Tally, timeout: float = 30) -> None:  # noqa: ASYNC109 - the RPC's deadline
+async def call(stub: "EncoderServiceAsyncStub", message: pb.EncodeRequest, tally: Tally, timeout: float = 30) -> None:  # noqa: ASYNC109 - the RPC's deadline
     """One Encode; every item must be answered with rows."""
     start = time.monotonic()
     try:
@@ -74,7 +78,7 @@ async def closed(
     """Closed loop: each worker has one call at a time; `calls` in total, or until `stop`."""
     tally, left = Tally(), iter(range(calls)) if calls else None
 
-    async def work(stub: EncoderServiceStub) -> None:
+    async def work(stub: "EncoderServiceAsyncStub") -> None:
         while (stop is None or not stop.is_set()) and (left is None or next(left, None) is not None):
             await call(stub, message, tally)
 

@@ -10,7 +10,7 @@ FINEST, COARSEST, STEP = 0.0005, 10, 2.5
 
 def durations(page: str) -> set[str]:
     """Names of the histograms of durations that have series; each resolves 0.5 ms to 10 s in steps of at most 2.5."""
-    found = defaultdict(set)
+    found: defaultdict[str, set[float]] = defaultdict(set)
     for family in text_string_to_metric_families(page):
         if family.type == "histogram" and "seconds" in family.name:
             assert family.name.endswith("_seconds"), family.name

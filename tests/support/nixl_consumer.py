@@ -39,12 +39,13 @@ class ConsumerProcess:
 
     def consumer(self, principal: str = "", **changed: Any) -> Consumer:
         """The consumer as a request describes it."""
-        fields = {"agent": self.agent, "metadata": self.metadata, "address": self.address, "nbytes": self.nbytes}
-        return Consumer(**({"principal": principal, "memory": MemoryKind.HOST, "device": 0} | fields | changed))
+        fields = {name: getattr(self, name) for name in ("agent", "metadata", "address", "nbytes")}
+        return Consumer(**{"principal": principal, "memory": MemoryKind.HOST, "device": 0, **fields, **changed})
 
     def sums(self, offset: int, nbytes: int) -> dict[str, int]:
         """How many bytes of each value there are."""
-        return json.loads(self.command(f"sum {offset} {nbytes}"))
+        counts: dict[str, int] = json.loads(self.command(f"sum {offset} {nbytes}"))
+        return counts
 
     def command(self, line: str) -> str:
         assert self.process.stdin
@@ -95,7 +96,7 @@ def mapped_at(address: int, nbytes: int) -> np.ndarray:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
     found = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     assert found == address, "the address is free"
-    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
 
 
 def main(nbytes: int, device: int | None, at: int) -> None:

@@ -35,7 +35,7 @@ class OriginalOvis:
         tokens = self._tokens(self._merged(self._encoded(pixels.to(self.device, self.dtype))))
         rows = tokens @ self._weights["vte.weight"]
         assert grid[0] == len(rows)
-        return rows.flatten(0, 1).float().cpu().numpy()  # type: ignore[no-any-return]
+        return rows.flatten(0, 1).float().cpu().numpy()
 
     def _encoded(self, pixels: Tensor) -> Tensor:
         weight, bias = (self._weights[f"{_EMBEDDINGS}patchifier.proj.{name}"] for name in ("weight", "bias"))
@@ -60,7 +60,8 @@ class OriginalOvis:
     def _merged(self, states: Tensor) -> Tensor:
         side, stride = round(states.shape[1] ** 0.5) // self._stride, self._stride
         squares = states.unflatten(1, (side, stride, side, stride)).permute(0, 1, 3, 2, 4, 5)
-        return squares.flatten(3).flatten(1, 2)
+        merged: Tensor = squares.flatten(3).flatten(1, 2)
+        return merged
 
     def _tokens(self, states: Tensor) -> Tensor:
         logits = self._linear(states, "visual_tokenizer.head.0.")

@@ -24,7 +24,7 @@ from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkp
 ROWS = (Memory.PIXELS, Memory.CROPS)
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _SHAPE = {"patch": 14, "merge": 1, "temporal": 1, "raster": False, "channels_last": False}
-_SETTINGS = {
+_SETTINGS: dict[str, Any] = {
     "min_pixels": 1, "max_pixels": 1, "mean": (0.5,) * 3, "std": (0.5,) * 3, "rescale_factor": 1 / 255, "resample": 3,
 }  # fmt: skip
 

@@ -62,7 +62,8 @@ def _patches(config: Any, grids: Sequence[Grid], modality: str) -> Pictures:
 
 
 def _frames_of_a_patch(vision: Any) -> int:
-    return int(getattr(vision, "patch_temporal", None) or getattr(vision, "temporal_patch_size", 1))
+    names = ("patch_temporal", "temporal_patch_size")
+    return next((int(n) for n in (getattr(vision, name, None) for name in names) if n), 1)
 
 
 def _padded_images(config: Any) -> Pictures:

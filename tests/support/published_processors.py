@@ -52,7 +52,7 @@ def deepseek_vl2_tiles(image: Image.Image, sides: Sequence[tuple[int, int]], sha
         wasted = width * height - kept
         if kept > most or (kept == most and wasted < least):
             best, most, least = (width, height), kept, wasted
-    overview, whole = (ImageOps.pad(image, tuple(size), color=(shade,) * 3) for size in ((tile, tile), best))
+    overview, whole = (ImageOps.pad(image, (wide, high), color=(shade,) * 3) for wide, high in ((tile, tile), best))
     return _stacked([overview, *_split(whole, tile)])
 
 

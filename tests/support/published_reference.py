@@ -87,7 +87,8 @@ class MiniCPMV(Published):
         edges = torch.arange(1 / side, 1.0, 1 / side)
         sizes = torch.tensor([height, width], dtype=torch.int32)
         down, across = (torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / n), edges, right=True) for n in sizes)
-        return (down[:, None] * side + across).flatten()
+        places: Tensor = (down[:, None] * side + across).flatten()
+        return places
 
     def _resampled(self, states: Tensor, height: int, width: int) -> Tensor:
         columns = self.settings["hidden_size"]

@@ -149,7 +149,8 @@ class Hunyuan(RasterReference):
     def rows(self, frames: Tensor, height: int, width: int) -> Tensor:
         features = self.model.model.get_image_features(frames.flatten(0, 1), torch.tensor([[1, height, width]]))
         lines = features.pooler_output[0][1:-1].unflatten(0, (height // 2, -1))
-        return lines[:, :-1].flatten(0, 1)
+        rows: Tensor = lines[:, :-1].flatten(0, 1)
+        return rows
 
 
 RASTER = {

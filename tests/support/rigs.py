@@ -17,7 +17,7 @@ from reference import Array, norm_error
 from vitwire_server.core.budgets import Budget, Ladder, with_shorter
 from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import DType, Item, Modality, Pixels, total
+from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels, total
 from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.pooling import Pooling
@@ -219,9 +219,11 @@ class Yardstick:
 
 def rows_of(collected: Collected) -> list[Array]:
     """The rows of a batch none of whose items failed."""
+    rows = []
     for result in collected.results:
-        assert not isinstance(result, Exception), result
-    return [np.frombuffer(result.data, np.float32).reshape(result.shape) for result in collected.results]
+        assert isinstance(result, Embedding), result
+        rows.append(np.frombuffer(result.data, np.float32).reshape(result.shape))
+    return rows
 
 
 def _budgets(tower: Tower, sizes: Sequence[int]) -> list[Budget]:

@@ -41,7 +41,7 @@ class TileReference:
         del grid
         own = [x.to(self.device, self.dtype) if x is not None else None for x in (pixels, crops)]
         rows = self._features(own[0], own[1])  # type: ignore[arg-type]
-        return rows.reshape(-1, rows.shape[-1]).float().cpu().numpy()  # type: ignore[no-any-return]
+        return rows.reshape(-1, rows.shape[-1]).float().cpu().numpy()
 
 
 def _pooled(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
@@ -82,8 +82,14 @@ def _unbroken(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
     del crops
-    inner, given = model.model, []
-    inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
+    inner = model.model
+    given: list[Tensor] = []
+
+    def unpacked(features: list[Tensor], *_: Any, **__: Any) -> tuple[None, None]:
+        given.extend(features)
+        return None, None
+
+    inner.pack_image_features = unpacked
     try:
         size = model.config.vision_config.image_size
         inner.get_image_features(
@@ -99,8 +105,14 @@ def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
 def rows_of_tiles(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """Of LLaVA-NeXT, as `_onevision`; each tile stands for an image that is cut in the fewest."""
     del crops
-    inner, given = model.model, []
-    inner.pack_image_features = lambda features, *_, **__: (given.extend(features), None)
+    inner = model.model
+    given: list[Tensor] = []
+
+    def unpacked(features: list[Tensor], *_: Any, **__: Any) -> tuple[None, None]:
+        given.extend(features)
+        return None, None
+
+    inner.pack_image_features = unpacked
     try:
         smallest = min(model.config.image_grid_pinpoints, key=prod)
         count = 1 + prod(smallest) // model.config.vision_config.image_size**2

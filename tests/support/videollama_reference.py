@@ -60,7 +60,8 @@ class OriginalVideoLlama3:
         frequencies = 1.0 / 10000 ** (torch.arange(0, size, 2).float() / size)
         places = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
         blocks = places.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
-        return (blocks[..., None] * frequencies).flatten(1).repeat(frames, 1).to(self.device)
+        angles: Tensor = (blocks[..., None] * frequencies).flatten(1).repeat(frames, 1).to(self.device)
+        return angles
 
     def _attended(self, states: Tensor, name: str, angles: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """Within each frame."""
@@ -70,8 +71,8 @@ class OriginalVideoLlama3:
             for kind in "qkv"
         )
         turned = angles.view(grid[0], -1, 1, angles.shape[-1])
-        query, key = (_rotated(each, turned) for each in (query, key))
-        frames = functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (query, key, value)))
+        query, key = (_rotated(each, turned).transpose(1, 2) for each in (query, key))
+        frames = functional.scaled_dot_product_attention(query, key, value.transpose(1, 2))
         return self._linear(frames.transpose(1, 2).reshape(states.shape), f"{name}.out_proj")
 
     @staticmethod

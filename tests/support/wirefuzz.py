@@ -115,7 +115,8 @@ def requests(draw: Draw) -> bytes:
     """An `EncodeRequest`, altered in its fields, and sometimes in its bytes."""
     options = {"output_type": draw(_ENUM), "priority": draw(_ENUM)} if draw(st.integers(0, 4)) == 0 else {}
     message = pb.EncodeRequest(items=draw(st.lists(items(), max_size=4)), **options)
-    return draw(mangled(message.SerializeToString()))
+    raw: bytes = draw(mangled(message.SerializeToString()))
+    return raw
 
 
 @st.composite
@@ -176,7 +177,7 @@ def mangled(draw: Draw, raw: bytes) -> bytes:
         return raw
     here, there = sorted(draw(st.integers(0, len(raw))) for _ in range(2))
     few = draw(st.binary(min_size=1, max_size=12))
-    return draw(
+    changed: bytes = draw(
         st.sampled_from(
             [
                 raw[:here],
@@ -191,6 +192,7 @@ def mangled(draw: Draw, raw: bytes) -> bytes:
             ]
         )
     )
+    return changed
 
 
 @st.composite

@@ -50,7 +50,7 @@ class _StandIns:
     """Finds stand-ins for packages that have no CPU build."""
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in _STAND_INS else None  # type: ignore[arg-type]
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in _STAND_INS else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)
@@ -59,7 +59,7 @@ class _StandIns:
         pass
 
 
-sys.meta_path.insert(0, _StandIns())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _StandIns())
 
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor  # noqa: E402
 from sglang.srt.multimodal.transport import determine_tensor_transport_mode  # noqa: E402

@@ -50,8 +50,8 @@ def simulate() -> None:
     """Replace everything that needs CUDA."""
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.synchronize = lambda *_: None
-    torch.cuda.CUDAGraph = Graph
-    torch.cuda.graph = nothing
+    torch.cuda.CUDAGraph = Graph  # type: ignore[assignment]
+    torch.cuda.graph = nothing  # type: ignore[assignment]
     parallel_state.graph_capture = nothing
     encoder_cudagraph.current_stream = lambda: None
     encoder_cudagraph.BudgetGraphMetadata = Metadata

@@ -62,7 +62,7 @@ def embedding(model: Model, grid: tuple[int, int, int], dtype: str = "bfloat16",
     """Random rows, as a client receives them."""
     rows = np.random.default_rng(sum(grid)).integers(0, 0x3F80, (int(np.prod(grid)) // 4, model.embedding_width))
     stored = rows.astype("<u2") if dtype == "bfloat16" else rows.astype("<f4" if dtype == "float32" else "<f2")
-    return Embedding(stored, dtype, model.deepstack_levels, Report(**report), grid)  # type: ignore[arg-type]
+    return Embedding(stored, dtype, model.deepstack_levels, Report(**report), grid)
 
 
 def chat(frontend: InputProcessor, parts: list[dict[str, Any]]) -> Any:

@@ -118,7 +118,7 @@ CUTS = [(0, 8), (8, 12), (12, 28)]
 
 
 def values(item: Item) -> Array:
-    return item.pixels if isinstance(item.pixels, np.ndarray) else item.pixels.float().numpy()  # type: ignore[union-attr]
+    return item.pixels if isinstance(item.pixels, np.ndarray) else item.pixels.float().numpy()
 
 
 def check_rows(items: Sequence[Item], rows: torch.Tensor = ROWS) -> None:
@@ -140,8 +140,8 @@ def test_types_of_the_wire_are_views_of_the_batch(dtype: torch.dtype) -> None:
     rows = ROWS.to(dtype)
     items = batch_items(rows, GRIDS)
     check_rows(items, rows)
-    assert items[1].pixels.dtype == dtype  # type: ignore[union-attr]
-    assert items[1].pixels.data_ptr() == rows[8].data_ptr()  # type: ignore[union-attr]
+    assert items[1].pixels.dtype == dtype
+    assert items[1].pixels.data_ptr() == rows[8].data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_types_of_the_wire_are_views_of_the_batch(dtype: torch.dtype) -> None:
 def test_any_float_tensor_is_taken(rows: Any) -> None:
     items = batch_items(rows, GRIDS)
     check_rows(items)
-    assert all(str(item.pixels.dtype).removeprefix("torch.") in ("float32", ">f4") for item in items)  # type: ignore[union-attr]
+    assert all(str(item.pixels.dtype).removeprefix("torch.") in ("float32", ">f4") for item in items)
 
 
 def test_clips_and_images_of_one_processor() -> None:
@@ -338,7 +338,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "crops twice": (lambda: batch_items({"pixel_values": TILES}, crops=TILES), "crops"),
     "ids": (lambda: batch_items(ROWS, GRIDS, content_ids=["a"]), "content_ids"),
     "one id": (lambda: batch_items(ROWS, GRIDS, content_ids="abc"), "content_ids"),
-    "modality": (lambda: batch_items(ROWS, GRIDS, modality="audio"), "modality"),  # type: ignore[arg-type]
+    "modality": (lambda: batch_items(ROWS, GRIDS, modality="audio"), "modality"),
     "ratio": (lambda: batch_items(ROWS, GRIDS, keep_ratio=2.0), "keep_ratio"),
     "merged otherwise": (
         lambda: Item.from_processor({"pixel_values": ROWS, "image_grid_thw": GRIDS, "image_merge_sizes": [1, 2, 1]}),
@@ -350,7 +350,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "nothing": (lambda: Item.from_processor({}), "outputs"),
     "text only": (lambda: Item.from_processor({"input_ids": [1]}), "outputs"),
-    "no outputs": (lambda: Item.from_processor([ROWS]), "outputs"),  # type: ignore[arg-type]
+    "no outputs": (lambda: Item.from_processor([ROWS]), "outputs"),
 }
 
 

@@ -43,7 +43,7 @@ def test_any_order_of_bytes_and_axes_travels_in_c_order_little_endian() -> None:
 
 def test_everything_else_of_an_item_travels() -> None:
     crops = PIXELS.astype(np.uint8).reshape(2, 2, 4, 3)
-    wire = to_wire(Item(PIXELS, np.array(GRID), "video", "id", 0.5, crops))  # type: ignore[arg-type]
+    wire = to_wire(Item(PIXELS, np.array(GRID), "video", "id", 0.5, crops))
     message = wire.message
     assert (message.modality, message.content_id, message.keep_ratio) == (pb.MODALITY_VIDEO, "id", 0.5)
     assert (message.grid.t, message.grid.h, message.grid.w) == GRID
@@ -88,7 +88,7 @@ def test_what_is_wrong_is_named_at_once(arguments: tuple[Any, ...], field: str) 
 
 def test_items_are_frozen() -> None:
     with pytest.raises(AttributeError):
-        Item(PIXELS, GRID).grid = (1, 2, 2)  # type: ignore[misc]
+        Item(PIXELS, GRID).grid = (1, 2, 2)
 
 
 def embedding(rows: torch.Tensor, levels: int = 2) -> Embedding:

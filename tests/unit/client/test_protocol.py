@@ -118,9 +118,9 @@ def test_a_request_may_be_a_stream_however_small() -> None:
 
 def test_options_refuse_unknown_names() -> None:
     with pytest.raises(ValueError, match="output_type"):
-        Options.of("uint8", "batch")  # type: ignore[arg-type]
+        Options.of("uint8", "batch")
     with pytest.raises(ValueError, match="priority"):
-        Options.of(None, "soon")  # type: ignore[arg-type]
+        Options.of(None, "soon")
 
 
 # -- putting together --------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_paths_and_pictures_stay_as_they_are(tmp_path: Path) -> None:
     for source in (tmp_path, str(tmp_path), picture, Image.new("RGB", (4, 4))):
         assert loaded(source) is source
     with pytest.raises(TypeError, match="ndarray"):
-        file_bytes(picture)  # type: ignore[arg-type]
+        file_bytes(picture)
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -161,7 +161,7 @@ async def test_a_pipe_is_read_to_its_end(running: Running, png: bytes) -> None:
 
 def test_a_file_is_sent_as_it_is(running: Running, png: bytes) -> None:
     with Client(running.target, timeout=20) as client:
-        (sent,) = image_items([Trickle(png)], client.model())  # type: ignore[list-item]
+        (sent,) = image_items([Trickle(png)], client.model())
     assert (sent.encoded, sent.pixels) == (png, None)
 
 

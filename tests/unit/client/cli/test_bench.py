@@ -11,14 +11,14 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from click.testing import Result
 from PIL import Image
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from fake_service import Fake, Running, abort, model_message, running, serving
 from vitwire import Model
@@ -45,9 +45,9 @@ def bench(target: str, *arguments: object) -> Result:
 NO_PAGE = "not a metrics page; use --metrics-port of the server"
 
 
-def document(done: Result) -> dict[str, object]:
+def document(done: Result) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -206,7 +206,7 @@ def test_what_is_sent_for_a_size(form: str, sent: int, frames: int) -> None:
         return
     found = document(done)
     assert found["as"] == form
-    (shape,) = found["shapes"]  # type: ignore[misc]
+    (shape,) = found["shapes"]
     assert (shape["grid"], shape["tokens"]) == ([3 if frames else 1, 10, 8], 60 if frames else 20)
     first, *_, last = seen
     assert last.modality == (pb.MODALITY_VIDEO if frames else pb.MODALITY_IMAGE)
@@ -278,7 +278,7 @@ def refusing(wanted: Callable[[int], bool]) -> Fake:
 
 
 def test_errors_are_counted_by_code() -> None:
-    with serving(refusing(lambda number: number > 1 and number % 2)) as service:
+    with serving(refusing(lambda number: number > 1 and bool(number % 2))) as service:
         found = document(bench(service.target, "--requests", 10, "--concurrency", 1))
     assert found["errors"] == {"RESOURCE_EXHAUSTED": 5}
     assert found["items"] == 5

@@ -12,12 +12,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from click.testing import Result
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2
 from PIL import Image
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from fake_service import Fake, Running, abort, running, serving
 from vitwire import Client, Model, Precision
@@ -132,7 +131,7 @@ def test_files_are_sent_as_they_are(kind: str, tmp_path: Path) -> None:
     encode = fake.EncodeStream
 
     def remembering(requests, context):  # noqa: ANN001, ANN202
-        yield from encode((sent.append(each) or each for each in requests), context)  # type: ignore[func-returns-value]
+        yield from encode((sent.append(each) or each for each in requests), context)
 
     fake.EncodeStream = remembering  # type: ignore[method-assign]
     with serving(fake) as service:

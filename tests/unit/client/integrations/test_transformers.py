@@ -293,7 +293,7 @@ def test_what_cannot_be_attached_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to detach"):
         detach(model)
     with pytest.raises(TypeError, match=r"needs a vitwire\.Client, got an AsyncClient"):
-        attach(model, AsyncClient("127.0.0.1:1"))  # type: ignore[arg-type]  # what the test is about
+        attach(model, AsyncClient("127.0.0.1:1"))  # what the test is about
     settings = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     siglip = AutoModel.from_config(AutoConfig.for_model("siglip2", text_config=settings, vision_config=settings))
     with pytest.raises(ValueError, match="a siglip2 cannot be attached; models that can: qwen2_vl, "):

@@ -182,7 +182,7 @@ def test_the_decoder_is_compared_with_pillow(decoder: Hardware, monkeypatch: pyt
     ],
 )
 async def test_where_files_are_decoded(flags: dict[str, str], place: Place, reason: NotOnDevice | None) -> None:
-    found = await decoded_on(ServeSettings(model="a model", **flags), "cpu")  # type: ignore[arg-type]
+    found = await decoded_on(ServeSettings(model="a model", **flags), "cpu")
     assert (found.place, found.reason) == (place, reason), found.detail
 
 

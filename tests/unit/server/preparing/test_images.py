@@ -269,7 +269,7 @@ def stock_function(source: str, *names: str) -> Callable[..., Any]:
     assert isinstance(tree, ast.FunctionDef)
     scope: dict[str, Any] = {"math": math, "torch": torch}
     exec(compile(ast.Module([tree], []), source, "exec"), scope)
-    return scope[names[-1]]  # type: ignore[no-any-return]
+    return scope[names[-1]]
 
 
 QWEN2, QWEN3 = "qwen2_vl/video_processing_qwen2_vl.py", "qwen3_vl/video_processing_qwen3_vl.py"
@@ -455,10 +455,10 @@ def test_bad_clips(frames: Any, message: str) -> None:
 
 def test_other_types() -> None:
     with pytest.raises(TypeError, match="expected a Pillow image or a uint8 array, got list"):
-        image_patches([[0]], preprocessor())  # type: ignore[arg-type]
+        image_patches([[0]], preprocessor())
     for frames in ("clip.mp4", Path("clip.mp4"), Image.new("RGB", (8, 8))):
         with pytest.raises(TypeError, match="expected an array or a sequence of frames"):
-            clip_patches(frames, preprocessor())  # type: ignore[arg-type]
+            clip_patches(frames, preprocessor())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9])

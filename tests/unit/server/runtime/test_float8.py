@@ -196,7 +196,7 @@ class TestPictures:
             def footprint(self, grid: Grid) -> Footprint:
                 return Footprint(grid.patches, grid.patches // 4, 1, grid.patches)
 
-        (item,) = picture_items(Tower(), [Grid(1, 4, 6)])  # type: ignore[arg-type]
+        (item,) = picture_items(Tower(), [Grid(1, 4, 6)])
         picture = dead_leaves(56, 84, torch.Generator().manual_seed(0)).permute(1, 2, 0).contiguous().numpy()
         own = recipe(patch=14, merge=2, raster=raster, channels_last=channels_last)
         rows, grid = patch_rows([picture], (56, 84), (1, 1), own)

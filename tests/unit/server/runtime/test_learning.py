@@ -45,7 +45,7 @@ class Learning:
         learned = self.file.read()
         default = self.ladder(DEFAULT)
         captured = self.ladder(learned.sizes) if learned else default
-        self.rig.graphs.__init__(self.rig.tower, captured, self.rig.recorder)  # type: ignore[misc]
+        self.rig.graphs.__init__(self.rig.tower, captured, self.rig.recorder)
         self.planner = Planner(captured, Bounds(MOST, 8, 24), without_graph=Fallback.GRAPHS_OFF)
         streams, recorder = self.rig.streams, self.rig.recorder
         self.capture = LiveCapture(
@@ -135,7 +135,7 @@ def tick(made: Learning) -> Callable[..., torch.Tensor]:
 
     def slow(pixels: torch.Tensor, metadata: object) -> torch.Tensor:
         made.clock.now += 1.0
-        return forward(pixels, metadata)  # type: ignore[arg-type]
+        return forward(pixels, metadata)
 
     return slow
 

@@ -37,8 +37,8 @@ def test_a_large_request_does_not_starve_a_small_one() -> None:
 def test_every_entry_is_taken_once_in_the_order_of_its_request(pushes: list[tuple[int, int]], step: int) -> None:
     queue, tickets = Queue(), [ticket() for _ in range(5)]
     pushed = [entry(tickets[who], index, size) for index, (who, size) in enumerate(pushes)]
-    for one in pushed:
-        queue.push(one)
+    for each in pushed:
+        queue.push(each)
     assert len(queue) == len(pushed)
     assert queue.nbytes == sum(size for _, size in pushes)
     taken: list[Entry] = []

@@ -590,7 +590,7 @@ async def test_a_process_that_is_gone_gives_everything_back(remote: Rig) -> None
 def test_requests_before_the_model_is_loaded_are_refused() -> None:
     form = form_of(item())
     assert not isinstance(form, CacheLookup)
-    reply = not_ready(Reserve(7, 1, 1, form))  # type: ignore[arg-type]
+    reply = not_ready(Reserve(7, 1, 1, form))
     assert isinstance(reply, Reply)
     assert reply.number == 7
     assert "loading" in str(unpickled(reply.error, Unavailable))
