@@ -17,8 +17,8 @@ from vitwire_server.core.items import Embedding, Item, total
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
+from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.towers.tower import Tower
 
 ITEMS, FRAMES = 64, 512
@@ -67,7 +67,7 @@ class Columns:
         recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         compiled: Any = nullcontext()
         if column == "graph_compiled":
-            from vitwire_server.runtime.compiling import compiled_blocks  # noqa: PLC0415 - triton, only if asked for
+            from vitwire_server.runtime.compiler.hot_shapes import compiled_blocks  # noqa: PLC0415 - triton, only if asked for
 
             compiled = compiled_blocks(self._tower)
         with compiled:
@@ -118,7 +118,7 @@ def fused(tower: Tower, choice: Selection | None) -> int:
     tower.rewrite()
     if tower.device.type != "cuda":
         return 0
-    from vitwire_server.runtime.fused import fuse_tower  # noqa: PLC0415 - triton
+    from vitwire_server.runtime.fused.tower import fuse_tower  # noqa: PLC0415 - triton
 
     return fuse_tower(tower, choice)
 

@@ -35,11 +35,11 @@ from vitwire_server.fitting.command import Score
 from vitwire_server.fitting.ladders import loads, optimal_ladder, powers_of_two
 from vitwire_server.fitting.traces import queues, read_trace
 from vitwire_server.runtime.attention.selection import select
-from vitwire_server.runtime.compiling import HotShapes
+from vitwire_server.runtime.compiler.hot_shapes import HotShapes
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
+from vitwire_server.runtime.memory.streams import HostStreams
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import HostStreams
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.layouts.packed import PackedTower
 

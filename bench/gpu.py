@@ -30,9 +30,9 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.float8 import reduce
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
-from vitwire_server.runtime.similarity import Comparison
+from vitwire_server.runtime.precision.float8 import reduce
+from vitwire_server.runtime.precision.similarity import Comparison
 from vitwire_server.towers.layouts.packed import PackedTower
 
 SIZES = (224, 448, 1024, 2048)
@@ -189,7 +189,7 @@ class Bench:
             vars(block).pop("forward", None)  # what fuse() replaced
             reduce(block)
         if self._device.type == "cuda":
-            from vitwire_server.runtime.fused_float8 import fuse_float8  # noqa: PLC0415 - triton
+            from vitwire_server.runtime.fused.float8_blocks import fuse_float8  # noqa: PLC0415 - triton
 
             fuse_float8(tower.blocks, choice)
         similarities = comparison.similarities()

@@ -17,9 +17,9 @@ from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected, Timings
-from vitwire_server.runtime import calibration
 from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection
+from vitwire_server.runtime.ladders import calibration
 from vitwire_server.scheduling.planner import Bounds, Planner
 
 if TYPE_CHECKING:

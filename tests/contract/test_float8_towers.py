@@ -11,10 +11,10 @@ from reference import Reference
 from rigs import Rig, draw_grids
 from vitwire_server.config.settings import UsageError
 from vitwire_server.process.precision import reduce_precision
-from vitwire_server.runtime.float8 import reduce
-from vitwire_server.runtime.similarity import Comparison, least_cosines
+from vitwire_server.runtime.memory.streams import HostStreams
+from vitwire_server.runtime.precision.float8 import reduce
+from vitwire_server.runtime.precision.similarity import Comparison, least_cosines
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import HostStreams
 from vitwire_server.towers.files import CheckpointError
 
 References = Callable[..., Reference]

@@ -16,8 +16,8 @@ from reference import TOLERANCE, Reference, error
 from references import reference_of
 from rigs import Rig
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime.float8 import reduce
-from vitwire_server.runtime.similarity import least_cosines
+from vitwire_server.runtime.precision.float8 import reduce
+from vitwire_server.runtime.precision.similarity import least_cosines
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.files import CheckpointError

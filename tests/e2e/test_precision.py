@@ -15,7 +15,7 @@ from checkpoints import Checkpoints
 from reference import Array, Reference
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, InvalidItem, Item
-from vitwire_server.runtime.similarity import least_cosines
+from vitwire_server.runtime.precision.similarity import least_cosines
 
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 FLOOR = 0.99

@@ -24,15 +24,15 @@ from vitwire_server.preparing.device.tables import Field
 from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention, rotary
 from vitwire_server.runtime.kernels import norms as adding
-from vitwire_server.runtime.kernels import products as split
+from vitwire_server.runtime.kernels import split_products as split
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.checks import copy_checked
 from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.positions import interpolated
-from vitwire_server.runtime.kernels.products import TILES, Tile
 from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
+from vitwire_server.runtime.kernels.split_products import TILES, Tile
 from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
 
 ARCHITECTURES = {

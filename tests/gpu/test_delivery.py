@@ -23,7 +23,7 @@ from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.observe.metrics.delivery import DeliveryMetrics
 from vitwire_server.observe.metrics.series import Series, Shared
-from vitwire_server.runtime.outbox import DeviceRows, Outbox
+from vitwire_server.runtime.memory.outbox import DeviceRows, Outbox
 from vitwire_server.sessions.delivering import SharedRows
 
 MIB = 1 << 20

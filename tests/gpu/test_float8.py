@@ -14,12 +14,13 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
-from vitwire_server.runtime.float8 import SMALLEST, Float8Linear, Scaled, device_fault, reduce
-from vitwire_server.runtime.fused_float8 import fuse_float8
+from vitwire_server.runtime.fused.float8_blocks import fuse_float8
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise, quantise
+from vitwire_server.runtime.kernels.scaled import SMALLEST, Scaled
+from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, reduce
 
 DEPTH = 2
 ROUNDING = 2**-4

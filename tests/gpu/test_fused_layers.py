@@ -17,12 +17,12 @@ from triton import TritonError
 
 from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
-from vitwire_server.runtime.angles import Angles
 from vitwire_server.runtime.attention.selection import Selection, select
-from vitwire_server.runtime.fused import fuse_tower
-from vitwire_server.runtime.fused_layers import Layer, PackedLayer, TileLayer, fuse_layers
-from vitwire_server.runtime.fusion import TileCache
-from vitwire_server.runtime.products import Products
+from vitwire_server.runtime.fused.angles import Angles
+from vitwire_server.runtime.fused.blocks import TileCache
+from vitwire_server.runtime.fused.layers import Layer, PackedLayer, TileLayer, fuse_layers
+from vitwire_server.runtime.fused.tower import fuse_tower
+from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.tower import Tower
 
 ROUNDINGS = 4

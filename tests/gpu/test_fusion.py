@@ -14,13 +14,13 @@ from tests.gpu.test_kernels import distance, interpreted
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
-from vitwire_server.runtime.branches import hasten_mergers
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.fusion import Block, TileCache, fuse
+from vitwire_server.runtime.fused.blocks import Block, TileCache, fuse
+from vitwire_server.runtime.fused.learned_positions import hasten_positions
+from vitwire_server.runtime.fused.mergers import hasten_mergers
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
-from vitwire_server.runtime.positions import hasten_positions
+from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import CudaStreams, HostStreams
 from vitwire_server.towers.layouts.packed import PackedTower
 
 GRIDS = [Grid(1, 8, 12), Grid(2, 6, 4), Grid(1, 2, 2), Grid(1, 14, 18)]

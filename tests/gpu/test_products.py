@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 
 from tests.gpu.test_kernels import distance, interpreted
 
-from vitwire_server.runtime.branches import hasten_mergers
-from vitwire_server.runtime.choices import Choices
+from vitwire_server.runtime.fused.mergers import hasten_mergers
 from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.norms import add_norm
-from vitwire_server.runtime.kernels.products import TILES, Tile, partial_sums
-from vitwire_server.runtime.products import Products
+from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
+from vitwire_server.runtime.products.choices import Choices
+from vitwire_server.runtime.products.tuned import Products
 
 HOPPER = (9, 0)
 SHARED = 200_000

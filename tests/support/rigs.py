@@ -25,8 +25,8 @@ from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
+from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
@@ -83,7 +83,7 @@ class Rig:
         )
         tower.use_attention(choice.implementation)
         if device.type == "cuda" and fused:
-            from vitwire_server.runtime.fused import fuse_tower  # noqa: PLC0415 - triton comes with CUDA
+            from vitwire_server.runtime.fused.tower import fuse_tower  # noqa: PLC0415 - triton comes with CUDA
 
             fuse_tower(tower, choice if tower.segmented else None)
         streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()

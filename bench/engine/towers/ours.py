@@ -16,7 +16,7 @@ from vitwire_server.observe.metrics import Metrics
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.process.loading import load_model
-from vitwire_server.runtime.streams import TORCH_TYPES
+from vitwire_server.runtime.memory.streams import TORCH_TYPES
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 

@@ -13,11 +13,11 @@ from vitwire_server.core.costs import Costs
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.calibration import measure_costs, worthwhile
 from vitwire_server.runtime.devices import kernel_fault, memory
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
-from vitwire_server.runtime.streams import CudaStreams, Streams
+from vitwire_server.runtime.ladders.calibration import measure_costs, worthwhile
+from vitwire_server.runtime.memory.streams import CudaStreams, Streams
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from vitwire_server.preparing.device.checks import fault_of
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 from vitwire_server.process.precision import reduce_precision
 from vitwire_server.runtime.attention.selection import Selection, select
+from vitwire_server.runtime.compiler.hot_shapes import HotShapes
 from vitwire_server.runtime.compiler.messages import Factory
 from vitwire_server.runtime.compiler.unfilled import served
-from vitwire_server.runtime.compiling import HotShapes
 from vitwire_server.runtime.devices import kernel_fault
+from vitwire_server.runtime.memory.streams import Streams
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import Streams
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint
 from vitwire_server.towers.tower import Tower
@@ -73,7 +73,7 @@ def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
     if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
-    from vitwire_server.runtime.fused import fuse_tower  # noqa: PLC0415 - triton comes with CUDA builds of torch
+    from vitwire_server.runtime.fused.tower import fuse_tower  # noqa: PLC0415 - triton comes with CUDA builds of torch
 
     fused = fuse_tower(tower, attention, reduced=reduced)
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))

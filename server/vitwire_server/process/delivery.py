@@ -10,7 +10,7 @@ from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.cuda import CudaError
 from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.runtime.outbox import Outbox
+from vitwire_server.runtime.memory.outbox import Outbox
 
 _log = logging.getLogger(__name__)
 _PASSING_BYTES = 512 << 20

@@ -15,8 +15,8 @@ from vitwire_server.core.reports import LadderMonitor
 from vitwire_server.fitting.histogram import Demands
 from vitwire_server.fitting.refits import Learned
 from vitwire_server.fitting.state import StateFile
-from vitwire_server.runtime.learning import LadderLearner
-from vitwire_server.runtime.live_capture import LiveCapture
+from vitwire_server.runtime.ladders.learning import LadderLearner
+from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.scheduling.planner import Planner
 from vitwire_server.towers.tower import Tower
 

@@ -40,16 +40,16 @@ from vitwire_server.process.delivery import outbox as outbox_of
 from vitwire_server.process.learning import beginning, memory_bound
 from vitwire_server.process.precision import compute_dtype, fingerprint
 from vitwire_server.release import release
-from vitwire_server.runtime.calibration import sample_items
-from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
+from vitwire_server.runtime.compiler.hot_shapes import HotShapes, compiled_blocks
 from vitwire_server.runtime.devices import dtype_fault, unavailable
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.learning import LadderLearner
-from vitwire_server.runtime.live_capture import LiveCapture
-from vitwire_server.runtime.outbox import Outbox
-from vitwire_server.runtime.pinning import pin
+from vitwire_server.runtime.ladders.calibration import sample_items
+from vitwire_server.runtime.ladders.learning import LadderLearner
+from vitwire_server.runtime.ladders.live_capture import LiveCapture
+from vitwire_server.runtime.memory.outbox import Outbox
+from vitwire_server.runtime.memory.pinning import pin
+from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, load_tower, open_checkpoint

@@ -11,11 +11,12 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.models import Precision
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.float8 import FLOAT8, device_fault, reduce
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
-from vitwire_server.runtime.similarity import Comparison
+from vitwire_server.runtime.kernels.scaled import FLOAT8
+from vitwire_server.runtime.memory.streams import Streams
+from vitwire_server.runtime.precision.float8 import device_fault, reduce
+from vitwire_server.runtime.precision.similarity import Comparison
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.runtime.streams import Streams
 from vitwire_server.runtime.toolchain import triton_fault
 from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.tower import Tower

@@ -37,7 +37,7 @@ from vitwire_server.process.loading import LoadedModel, load_model
 from vitwire_server.process.signals import on_signals
 from vitwire_server.process.threads import in_daemon_thread, read_at_start
 from vitwire_server.rpc.server import bracketed
-from vitwire_server.runtime.learning import LadderLearner
+from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.intake import Intake

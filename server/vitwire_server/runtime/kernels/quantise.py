@@ -5,9 +5,9 @@ import triton
 from torch import Tensor, nn
 from triton import language as tl
 
-from vitwire_server.runtime.float8 import FLOAT8, LARGEST, SMALLEST, Scaled
 from vitwire_server.runtime.kernels.activations import KINDS
 from vitwire_server.runtime.kernels.norms import epsilon
+from vitwire_server.runtime.kernels.scaled import FLOAT8, LARGEST, SMALLEST, Scaled
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _WIDE = 4096

@@ -14,7 +14,7 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.runtime.engine import _non_finite
 from vitwire_server.runtime.graphs import Recorder
-from vitwire_server.runtime.streams import TORCH_TYPES, Download
+from vitwire_server.runtime.memory.streams import TORCH_TYPES, Download
 
 MODEL_TYPE = "qwen3_vl"
 BF16 = torch.bfloat16

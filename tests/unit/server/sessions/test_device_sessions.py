@@ -31,7 +31,7 @@ from vitwire_server.core.items import CacheLookup, DType, Embedding, Modality
 from vitwire_server.core.plans import Fallback as Eager
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.runtime.outbox import Outbox
+from vitwire_server.runtime.memory.outbox import Outbox
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.forecast import Forecast
 from vitwire_server.scheduling.intake import Intake

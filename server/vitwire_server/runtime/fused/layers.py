@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitwire_server.runtime.angles import Angles
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.fusion import KernelFailed, NotFusable, TileCache, comparing, tolerance_of
+from vitwire_server.runtime.fused.angles import Angles
+from vitwire_server.runtime.fused.blocks import KernelFailed, NotFusable, TileCache, comparing, tolerance_of
+from vitwire_server.runtime.fused.forms import FORMS, PLAIN, ROTARY, Form
+from vitwire_server.runtime.fused.mlps import joined, mlp_of
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
 from vitwire_server.runtime.kernels.rotary import rotate
-from vitwire_server.runtime.layer_forms import FORMS, PLAIN, ROTARY, Form
-from vitwire_server.runtime.mlps import joined, mlp_of
-from vitwire_server.runtime.products import Products
+from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _log = logging.getLogger(__name__)

@@ -5,15 +5,11 @@ the largest of its row, by 2^-10 of the row's scale. As each row has a scale of 
 changes another row.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
-SMALLEST = 1e-12
-"""Rows whose largest value is below this become zeros, with a scale that is still a normal number."""
+from vitwire_server.runtime.kernels.scaled import FLOAT8, LARGEST, SMALLEST, Scaled
+
 _ALIGNED = 16
 """The product takes rows and channels in multiples of this."""
 _AFTER_ATTENTION = frozenset({"proj", "o_proj", "out_proj", "projection_layer"})
@@ -21,15 +17,6 @@ _AFTER_ATTENTION = frozenset({"proj", "o_proj", "out_proj", "projection_layer"})
 that a product in float8 saves."""
 _FIRST_DEVICE = (8, 9)
 """The compute capability of the first devices with float8 products, Ada."""
-
-
-class Scaled(NamedTuple):
-    """Rows in float8; the row that they stand for is `values[i] * scales[i]`."""
-
-    values: Tensor
-    """`(rows, columns)` in `FLOAT8`."""
-    scales: Tensor
-    """`(rows, 1)` in float32."""
 
 
 def quantised(rows: Tensor) -> Scaled:

@@ -1,11 +1,11 @@
 """A tower's blocks and what stands around them, computed by our kernels where they have a form that is supported."""
 
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.branches import hasten_mergers
-from vitwire_server.runtime.fused_float8 import fuse_float8
-from vitwire_server.runtime.fused_layers import fuse_layers
-from vitwire_server.runtime.fusion import fuse
-from vitwire_server.runtime.positions import hasten_positions
+from vitwire_server.runtime.fused.blocks import fuse
+from vitwire_server.runtime.fused.float8_blocks import fuse_float8
+from vitwire_server.runtime.fused.layers import fuse_layers
+from vitwire_server.runtime.fused.learned_positions import hasten_positions
+from vitwire_server.runtime.fused.mergers import hasten_mergers
 from vitwire_server.towers.tower import Tower
 
 

@@ -13,7 +13,7 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
 from vitwire_server.runtime.graphs import Graph, LiveRecorder
-from vitwire_server.runtime.live_capture import CaptureFailed, LiveCapture
+from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
 
 MODEL_TYPE = "qwen3_vl"
 BF16 = torch.bfloat16

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.pictures import picture_items
+from vitwire_server.runtime.precision.pictures import picture_items
 from vitwire_server.towers.tower import Tower
 
 _TOKENS, _PICTURES = 768, 3

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.runtime.kernels.activations import activate, activation_name
-from vitwire_server.runtime.products import Products
+from vitwire_server.runtime.products.tuned import Products
 
 _GATED = ("gate_proj", "up_proj", "act_fn", "down_proj")
 _PLAIN = (

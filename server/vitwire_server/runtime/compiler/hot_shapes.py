@@ -20,7 +20,7 @@ from vitwire_server.runtime.compiler.child import Compiler, CompilerGone, NotCom
 from vitwire_server.runtime.compiler.messages import Blueprint, Compile, Factory, Layout
 from vitwire_server.runtime.compiler.program import Program
 from vitwire_server.runtime.compiler.tensors import named_inputs, named_tensors
-from vitwire_server.runtime.similarity import norm_errors
+from vitwire_server.runtime.precision.similarity import norm_errors
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tower import Metadata, Tower
 

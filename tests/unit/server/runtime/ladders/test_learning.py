@@ -17,9 +17,9 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.fitting.histogram import Demands
 from vitwire_server.fitting.state import StateFile
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.runtime import learning
-from vitwire_server.runtime.learning import LadderLearner
-from vitwire_server.runtime.live_capture import LiveCapture
+from vitwire_server.runtime.ladders import learning
+from vitwire_server.runtime.ladders.learning import LadderLearner
+from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.scheduling.planner import Bounds, Planner
 
 DEFAULT = (160, 320, 640)

@@ -21,14 +21,14 @@ from bench.models import PUBLISHED, build, factory, shrunk
 from checkpoints import Checkpoints
 from compilers import usual_priority, wait_for, wait_until_gone
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime import compiling
 from vitwire_server.runtime.compiler import child
+from vitwire_server.runtime.compiler import hot_shapes as compiling
 from vitwire_server.runtime.compiler.child import Compiler, CompilerGone
+from vitwire_server.runtime.compiler.hot_shapes import HotShapes, compiled_blocks
 from vitwire_server.runtime.compiler.messages import Blueprint, Compile, Factory, Layout
 from vitwire_server.runtime.compiler.tensors import named_tensors
 from vitwire_server.runtime.compiler.unfilled import attend
-from vitwire_server.runtime.compiling import HotShapes, compiled_blocks
-from vitwire_server.runtime.similarity import least_cosines
+from vitwire_server.runtime.precision.similarity import least_cosines
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Metadata, Tower
 

@@ -5,7 +5,7 @@ from inspect import signature
 
 from torch import nn
 
-from vitwire_server.runtime.mlps import IDLE
+from vitwire_server.runtime.fused.mlps import IDLE
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_embeddings")
 """Of a layer's forward, in their order; the last ones may be missing."""

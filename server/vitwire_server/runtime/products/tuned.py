@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitwire_server.runtime.choices import Choices
-from vitwire_server.runtime.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
 from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import is_dependent
 from vitwire_server.runtime.kernels.norms import add_norm
-from vitwire_server.runtime.kernels.products import TILES, Tile, partial_sums
+from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
+from vitwire_server.runtime.products.choices import Choices
+from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
 from vitwire_server.runtime.recording import is_recording
 
 _log = logging.getLogger(__name__)

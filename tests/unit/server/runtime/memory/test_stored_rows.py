@@ -9,7 +9,7 @@ from vitwire_server.core.delivery import DeviceRows
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Embedding, Modality
-from vitwire_server.runtime.outbox import Outbox
+from vitwire_server.runtime.memory.outbox import Outbox
 
 PAGE = 4096
 ROWS = 1000

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.runtime.products import Products
+from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.runtime.recording import is_recording
 
 _MOST_ROWS = 512

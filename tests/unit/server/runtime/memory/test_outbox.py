@@ -13,7 +13,7 @@ from rigs import Rig
 from vitwire_server.core.errors import InvalidTensors
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Embedding, Item, Pixels
-from vitwire_server.runtime.outbox import Outbox
+from vitwire_server.runtime.memory.outbox import Outbox
 
 PAGE = 4096
 GRIDS = (Grid(1, 8, 10), Grid(2, 4, 6), Grid(1, 12, 6))

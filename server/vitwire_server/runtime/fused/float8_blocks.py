@@ -10,14 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.float8 import Float8Linear, Scaled
-from vitwire_server.runtime.fusion import NotFusable, TileCache, fuse
+from vitwire_server.runtime.fused.blocks import NotFusable, TileCache, fuse
+from vitwire_server.runtime.fused.mlps import mlp_parts
 from vitwire_server.runtime.kernels.activations import KINDS, activation_name
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import epsilon
 from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise
 from vitwire_server.runtime.kernels.rotary import rotate
-from vitwire_server.runtime.mlps import mlp_parts
+from vitwire_server.runtime.kernels.scaled import Scaled
+from vitwire_server.runtime.precision.float8 import Float8Linear
 
 _TOLERANCE = 2**-3
 """Accepted relative difference to unfused layers in float8: that of a value which is rounded to the other side. Fused
@@ -25,7 +26,7 @@ blocks round to bfloat16 in other places, and each layer in float8 enlarges such
 
 
 class Float8Block:
-    """As `fusion.Block`, for blocks that `float8.reduce` has changed."""
+    """As `blocks.Block`, for blocks that `float8.reduce` has changed."""
 
     def __init__(self, stock: nn.Module, attention: Selection, tiles: TileCache, *, first: bool, **_: object) -> None:
         """Raises NotFusable."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vitwire_server.runtime.products import Products
+from vitwire_server.runtime.products.tuned import Products
 
 
 class Angles:

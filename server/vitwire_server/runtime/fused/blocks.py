@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from triton import TritonError
 
 from vitwire_server.runtime.attention.selection import Selection
+from vitwire_server.runtime.fused.mlps import joined, mlp_of
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
 from vitwire_server.runtime.kernels.rotary import rotate
-from vitwire_server.runtime.mlps import joined, mlp_of
-from vitwire_server.runtime.products import Products
+from vitwire_server.runtime.products.tuned import Products
 
 _log = logging.getLogger(__name__)
 _SEGMENTS = (48, 16)

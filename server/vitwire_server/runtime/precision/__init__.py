@@ -1,0 +1,1 @@
+"""Linear layers in float8, and how close embeddings stay: generated pictures and similarities."""
