@@ -5,16 +5,25 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self, Unpack, overload
 
-from vitwire._delivery.storing import Accepted, Stored, storable
-from vitwire._inputs.pictures import Clip, clip_items, image_items
-from vitwire._inputs.processors import batch_items, identified
+from vitwire._arguments import batch_items, clip_items, identified, image_items
+from vitwire._delivery.answers import (
+    Accepted,
+    Answer,
+    Result,
+    Stored,
+    Storing,
+    embeddings,
+    needs_upload,
+    storable,
+    stored,
+)
+from vitwire._inputs.pictures import Clip
 from vitwire._inputs.sources import ImageLike
 from vitwire._options import CallOptions
 from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import Ahead
 from vitwire._transport.calls import Calls, Transport
 from vitwire._transport.deadline import HEALTH_SECONDS
-from vitwire._transport.protocol import Answer, Result, Storing, embeddings, needs_upload, stored
 from vitwire.embeddings import Embedding
 from vitwire.errors import VitwireError
 from vitwire.items import Item, Modality, numbered, without_pixels
