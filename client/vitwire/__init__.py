@@ -10,8 +10,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from vitwire._delivery.storing import Accepted, Stored
-from vitwire._transport.protocol import Priority, Result
+from vitwire._delivery.answers import Accepted, Result, Stored
+from vitwire._transport.protocol import Priority
 from vitwire.aio import AsyncClient
 from vitwire.client import Client
 from vitwire.embeddings import DType, Embedding, Report

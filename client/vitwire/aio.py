@@ -1,23 +1,32 @@
-"""The asyncio client. `_client.py` is the same for threads."""
+"""The asyncio client. `client.py` is the same for threads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, overload
+from typing import Literal, Self, Unpack, overload
 
-from vitwire._base import BaseClient, Call
-from vitwire._delivery.storing import Accepted, Stored, storable
-from vitwire._inputs.pictures import Clip, clip_items, image_items
-from vitwire._inputs.processors import batch_items, identified
+from vitwire._arguments import batch_items, clip_items, identified, image_items
+from vitwire._delivery.answers import (
+    Accepted,
+    Answer,
+    Result,
+    Stored,
+    Storing,
+    embeddings,
+    needs_upload,
+    storable,
+    stored,
+)
+from vitwire._inputs.pictures import Clip
 from vitwire._inputs.sources import ImageLike
+from vitwire._options import CallOptions
+from vitwire._requests import BaseClient, Call
 from vitwire._transport.aio_ahead import AsyncAhead, Items
 from vitwire._transport.aio_calls import AsyncTransport
-from vitwire._transport.channel import Channels
 from vitwire._transport.deadline import HEALTH_SECONDS
-from vitwire._transport.protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
-from vitwire.embeddings import DType, Embedding
+from vitwire.embeddings import Embedding
 from vitwire.errors import VitwireError
 from vitwire.items import Item, Modality, numbered, pixel_bytes, without_pixels
 from vitwire.model import Model
@@ -32,52 +41,26 @@ class AsyncClient(BaseClient[AsyncTransport]):
     The arguments are those of `Client`. Cancelling a call cancels its RPCs on the server.
     """
 
-    @staticmethod
-    def _connected(channels: Channels, connections: int, max_in_flight: int | None) -> AsyncTransport:
-        return AsyncTransport(channels, connections, max_in_flight)
+    _make_transport = AsyncTransport
 
     # -- calls -------------------------------------------------------------------------------------
 
-    async def encode(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> list[Embedding]:
+    async def encode(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Embedding]:
         """Encode items; returns their embeddings in the same order. As `Client.encode`."""
-        return await self._encode(items, self._call(timeout, output_type, priority))
+        return await self._encode(items, self._call(options))
 
     @overload
     def iter_encode(
-        self,
-        items: Items,
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-        *,
-        return_exceptions: Literal[False] = False,
+        self, items: Items, *, return_exceptions: Literal[False] = False, **options: Unpack[CallOptions]
     ) -> AsyncGenerator[tuple[int, Embedding], None]: ...
 
     @overload
     def iter_encode(
-        self,
-        items: Items,
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-        *,
-        return_exceptions: Literal[True],
+        self, items: Items, *, return_exceptions: Literal[True], **options: Unpack[CallOptions]
     ) -> AsyncGenerator[Result, None]: ...
 
     async def iter_encode(
-        self,
-        items: Items,
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-        *,
-        return_exceptions: bool = False,
+        self, items: Items, *, return_exceptions: bool = False, **options: Unpack[CallOptions]
     ) -> AsyncGenerator[Result, None]:
         """Yield `(position, embedding)` of each item as soon as it is ready. As `Client.iter_encode`.
 
@@ -86,8 +69,12 @@ class AsyncClient(BaseClient[AsyncTransport]):
         Leaving the loop cancels the rest: at once within `contextlib.aclosing`, else when the generator is collected.
         """
         errors: list[VitwireError] = []
-        call = self._call(timeout, output_type, priority, stream=return_exceptions)
-        async with aclosing(self._results_of(items, call)) as results:
+        call = self._call(options, stream=return_exceptions)
+        if isinstance(items, Sequence):
+            stream = self._results(numbered(items), call)
+        else:
+            stream = AsyncAhead(items, lambda group: self._results(group, call.for_request())).results()
+        async with aclosing(stream) as results:
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:
                     errors.append(result)
@@ -96,36 +83,18 @@ class AsyncClient(BaseClient[AsyncTransport]):
         if errors:
             raise min(errors, key=lambda error: error.item or 0)
 
-    async def encode_cached(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> list[Embedding]:
+    async def encode_cached(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Embedding]:
         """Sends the content of items with a `content_id` only if needed. As `Client.encode_cached`."""
-        return await self._encode_cached(items, self._call(timeout, output_type, priority))
+        return await self._encode(items, self._call(options), look_up=True)
 
-    async def store(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> list[Stored]:
+    async def store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Stored]:
         """Encode items into the server's cache, without returning rows. As `Client.store`."""
-        async with aclosing(self.iter_store(items, timeout, output_type, priority)) as answers:
+        async with aclosing(self.iter_store(items, **options)) as answers:
             return stored({index: answer async for index, answer in answers})
 
-    async def iter_store(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> AsyncGenerator[Storing, None]:
+    async def iter_store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> AsyncGenerator[Storing, None]:
         """Yield `(position, Accepted)` and then `(position, Stored)` of each item. As `Client.iter_store`."""
-        call = self._call(timeout, output_type, priority, store_only=True)
+        call = self._call(options, store_only=True)
         async with aclosing(self._answers(storable(items), call)) as answers:
             async for index, answer in answers:
                 assert not isinstance(answer, Embedding), "no rows are returned"
@@ -140,12 +109,10 @@ class AsyncClient(BaseClient[AsyncTransport]):
         content_ids: Sequence[str | None] | None = None,
         keep_ratio: float = 0.0,
         crops: object = None,
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[Embedding]:
         """Encode what a Hugging Face processor returned, split in a thread. As `Client.encode_batch`."""
-        call = self._call(timeout, output_type, priority)
+        call = self._call(options)
         items = await asyncio.to_thread(
             batch_items,
             pixel_values,
@@ -156,40 +123,36 @@ class AsyncClient(BaseClient[AsyncTransport]):
             crops=crops,
             model=await self._get_model(call),
         )
-        return await self._encode_known(items, call, content_ids)
+        return await self._encode(items, call, look_up=content_ids is not None)
 
     async def encode_images(
         self,
         images: Sequence[ImageLike],
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
         *,
         content_ids: Sequence[str | None] | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[Embedding]:
         """Encode images, prepared in threads for the server's model. As `Client.encode_images`."""
-        call = self._call(timeout, output_type, priority)
+        call = self._call(options)
         items = await asyncio.to_thread(image_items, images, await self._get_model(call))
-        return await self._encode_known(identified(items, content_ids), call, content_ids)
+        return await self._encode(identified(items, content_ids), call, look_up=content_ids is not None)
 
     async def encode_clips(
         self,
         clips: Sequence[Clip],
-        timeout: float | None = None,  # noqa: ASYNC109  # also the deadline of the RPCs
-        output_type: DType | None = None,
-        priority: Priority | None = None,
         *,
         content_ids: Sequence[str | None] | None = None,
         keep_ratio: float = 0.0,
+        **options: Unpack[CallOptions],
     ) -> list[Embedding]:
         """Encode clips, prepared in threads for the server's model. As `Client.encode_clips`."""
-        call = self._call(timeout, output_type, priority)
+        call = self._call(options)
         items = await asyncio.to_thread(clip_items, clips, await self._get_model(call))
-        return await self._encode_known(identified(items, content_ids, keep_ratio), call, content_ids)
+        return await self._encode(identified(items, content_ids, keep_ratio), call, look_up=content_ids is not None)
 
     async def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:  # noqa: ASYNC109  # as above
         """The server's model and limits, cached. As `Client.model`."""
-        return await self._get_model(self._call(timeout), refresh=refresh)
+        return await self._get_model(self._call({"timeout": timeout}), refresh=refresh)
 
     async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # as above
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN. As `Client.health`."""
@@ -211,32 +174,20 @@ class AsyncClient(BaseClient[AsyncTransport]):
     ) -> None:
         await self.close()
 
-    async def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        return embeddings(await self._collected(numbered(items), call))
-
-    async def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        known = numbered(items)
-        if not known:
-            return []
-        model = await self._get_model(call)
-        call = replace(call, shares=self._shares(known, model))  # pixels go where rows were looked up
-        results = await self._collected({index: without_pixels(item) for index, item in known.items()}, call)
-        uploads = {index: item for index, item in known.items() if needs_upload(results[index], item)}
-        return embeddings(results | await self._collected(uploads, call))
-
-    async def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
-        """Items that the cache may have, if there are content ids."""
-        return await (self._encode(items, call) if content_ids is None else self._encode_cached(items, call))
+    async def _encode(self, items: Sequence[Item], call: Call, *, look_up: bool = False) -> list[Embedding]:
+        """look_up: send the content of items with a content_id only if the cache has no rows of them."""
+        unanswered = numbered(items)
+        results: dict[int, Embedding | VitwireError] = {}
+        if look_up and unanswered:
+            model = await self._get_model(call)
+            call = replace(call, shares=self._shares(unanswered, model))  # pixels go where rows were looked up
+            results = await self._collected({index: without_pixels(item) for index, item in unanswered.items()}, call)
+            unanswered = {index: item for index, item in unanswered.items() if needs_upload(results[index], item)}
+        return embeddings(results | await self._collected(unanswered, call))
 
     async def _collected(self, items: Mapping[int, Item], call: Call) -> dict[int, Embedding | VitwireError]:
         async with aclosing(self._results(items, call)) as results:
             return {index: result async for index, result in results}
-
-    def _results_of(self, items: Items, call: Call) -> AsyncGenerator[Result, None]:
-        """As `_results`; an iterable that is not a sequence is read ahead."""
-        if isinstance(items, Sequence):
-            return self._results(numbered(items), call)
-        return AsyncAhead(items, lambda group: self._results(group, call.for_request())).results()
 
     async def _results(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Result, None]:
         """Embedding or error of each item, by position. Raises errors of the whole request."""

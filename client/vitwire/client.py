@@ -1,21 +1,30 @@
-"""The synchronous client. `_aio.py` is the same for asyncio."""
+"""The synchronous client. `aio.py` is the same for asyncio."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, overload
+from typing import Literal, Self, Unpack, overload
 
-from vitwire._base import BaseClient, Call
-from vitwire._delivery.storing import Accepted, Stored, storable
-from vitwire._inputs.pictures import Clip, clip_items, image_items
-from vitwire._inputs.processors import batch_items, identified
+from vitwire._arguments import batch_items, clip_items, identified, image_items
+from vitwire._delivery.answers import (
+    Accepted,
+    Answer,
+    Result,
+    Stored,
+    Storing,
+    embeddings,
+    needs_upload,
+    storable,
+    stored,
+)
+from vitwire._inputs.pictures import Clip
 from vitwire._inputs.sources import ImageLike
+from vitwire._options import CallOptions
+from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import Ahead
 from vitwire._transport.calls import Calls, Transport
-from vitwire._transport.channel import Channels
 from vitwire._transport.deadline import HEALTH_SECONDS
-from vitwire._transport.protocol import Answer, Priority, Result, Storing, embeddings, needs_upload, stored
-from vitwire.embeddings import DType, Embedding
+from vitwire.embeddings import Embedding
 from vitwire.errors import VitwireError
 from vitwire.items import Item, Modality, numbered, without_pixels
 from vitwire.model import Model
@@ -52,19 +61,11 @@ class Client(BaseClient[Transport]):
     Raises ValueError for an invalid argument. docs/client.md has the details. Pickling keeps the arguments.
     """
 
-    @staticmethod
-    def _connected(channels: Channels, connections: int, max_in_flight: int | None) -> Transport:
-        return Transport(channels, connections, max_in_flight)
+    _make_transport = Transport
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def encode(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> list[Embedding]:
+    def encode(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Embedding]:
         """Encode items; returns their embeddings in the same order.
 
         timeout: seconds for the whole call, including preparation; default: the client's.
@@ -72,38 +73,20 @@ class Client(BaseClient[Transport]):
         priority: "interactive" or "batch"; default: the client's.
         Raises the error of the first item that failed, with its position as `.item`, or the error of the request.
         """
-        return self._encode(items, self._call(timeout, output_type, priority))
+        return self._encode(items, self._call(options))
 
     @overload
     def iter_encode(
-        self,
-        items: Iterable[Item],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-        *,
-        return_exceptions: Literal[False] = False,
+        self, items: Iterable[Item], *, return_exceptions: Literal[False] = False, **options: Unpack[CallOptions]
     ) -> Generator[tuple[int, Embedding], None, None]: ...
 
     @overload
     def iter_encode(
-        self,
-        items: Iterable[Item],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-        *,
-        return_exceptions: Literal[True],
+        self, items: Iterable[Item], *, return_exceptions: Literal[True], **options: Unpack[CallOptions]
     ) -> Generator[Result, None, None]: ...
 
     def iter_encode(
-        self,
-        items: Iterable[Item],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-        *,
-        return_exceptions: bool = False,
+        self, items: Iterable[Item], *, return_exceptions: bool = False, **options: Unpack[CallOptions]
     ) -> Generator[Result, None, None]:
         """Yield `(position, embedding)` of each item once it is ready; leaving the loop cancels the rest.
 
@@ -120,8 +103,12 @@ class Client(BaseClient[Transport]):
             an invalid item does not fail the others.
         """
         errors: list[VitwireError] = []
-        call = self._call(timeout, output_type, priority, stream=return_exceptions)
-        for index, result in self._results_of(items, call):
+        call = self._call(options, stream=return_exceptions)
+        if isinstance(items, Sequence):
+            results = self._results(numbered(items), call)
+        else:
+            results = Ahead(items, lambda group, calls: self._results(group, call.for_request(), calls)).results()
+        for index, result in results:
             if isinstance(result, VitwireError) and not return_exceptions:
                 errors.append(result)
             else:
@@ -129,46 +116,26 @@ class Client(BaseClient[Transport]):
         if errors:
             raise min(errors, key=lambda error: error.item or 0)
 
-    def encode_cached(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> list[Embedding]:
+    def encode_cached(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Embedding]:
         """As `encode`, but sends the content of items with a `content_id` only if the server has not cached them."""
-        return self._encode_cached(items, self._call(timeout, output_type, priority))
+        return self._encode(items, self._call(options), look_up=True)
 
-    def store(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> list[Stored]:
+    def store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Stored]:
         """Encode items into the server's cache, without returning rows; arguments as for `encode`.
 
         Each item needs a `content_id`: who sends an item with this `content_id` and without pixels, with the same
         token and `output_type`, gets the rows. An item without pixels asks whether it is cached already. Raises the
         error of the first item that failed: NotCached for one without pixels, InvalidItem if the server has no cache.
         """
-        return stored(dict(self.iter_store(items, timeout, output_type, priority)))
+        return stored(dict(self.iter_store(items, **options)))
 
-    def iter_store(
-        self,
-        items: Sequence[Item],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
-    ) -> Generator[Storing, None, None]:
+    def iter_store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> Generator[Storing, None, None]:
         """As `store`, step by step: yields `(position, Accepted)`, then `(position, Stored)` or an error, of each item.
 
         An item is accepted before it is encoded, and even before its bytes have arrived. From then on requests for its
         `content_id` wait for it. A retry may yield `Accepted` again.
         """
-        for index, answer in self._answers(
-            storable(items), self._call(timeout, output_type, priority, store_only=True)
-        ):
+        for index, answer in self._answers(storable(items), self._call(options, store_only=True)):
             assert not isinstance(answer, Embedding), "no rows are returned"
             yield index, answer
 
@@ -181,9 +148,7 @@ class Client(BaseClient[Transport]):
         content_ids: Sequence[str | None] | None = None,
         keep_ratio: float = 0.0,
         crops: object = None,
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[Embedding]:
         """Encode what a Hugging Face processor returned; returns the embeddings of its images or clips, in order.
 
@@ -199,7 +164,7 @@ class Client(BaseClient[Transport]):
         Raises InvalidItem, naming the field (`grid_thw[3]`), where the tensors disagree. The other arguments and errors
         are those of `encode`.
         """
-        call = self._call(timeout, output_type, priority)
+        call = self._call(options)
         items = batch_items(
             pixel_values,
             grid_thw,
@@ -209,16 +174,14 @@ class Client(BaseClient[Transport]):
             crops=crops,
             model=self._get_model(call),
         )
-        return self._encode_known(items, call, content_ids)
+        return self._encode(items, call, look_up=content_ids is not None)
 
     def encode_images(
         self,
         images: Sequence[ImageLike],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
         *,
         content_ids: Sequence[str | None] | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[Embedding]:
         """Encode images, which the server prepares for its model; arguments and errors as for `encode`.
 
@@ -228,19 +191,17 @@ class Client(BaseClient[Transport]):
         Raises InvalidItem for an invalid image, OSError for a file that cannot be opened, and EncodeFailed for a server
         that prepares no images.
         """
-        call = self._call(timeout, output_type, priority)
+        call = self._call(options)
         items = identified(image_items(images, self._get_model(call)), content_ids)
-        return self._encode_known(items, call, content_ids)
+        return self._encode(items, call, look_up=content_ids is not None)
 
     def encode_clips(
         self,
         clips: Sequence[Clip],
-        timeout: float | None = None,
-        output_type: DType | None = None,
-        priority: Priority | None = None,
         *,
         content_ids: Sequence[str | None] | None = None,
         keep_ratio: float = 0.0,
+        **options: Unpack[CallOptions],
     ) -> list[Embedding]:
         """Encode clips, which the server prepares for its model; arguments and errors as for `encode`.
 
@@ -248,9 +209,9 @@ class Client(BaseClient[Transport]):
             one size. For the file of a clip, of which the server chooses the frames, use `Item.from_file`.
         content_ids, keep_ratio: as for `encode_batch`.
         """
-        call = self._call(timeout, output_type, priority)
+        call = self._call(options)
         items = identified(clip_items(clips, self._get_model(call)), content_ids, keep_ratio)
-        return self._encode_known(items, call, content_ids)
+        return self._encode(items, call, look_up=content_ids is not None)
 
     def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:
         """The server's model and limits; cached until an error suggests that the server has another model.
@@ -258,7 +219,7 @@ class Client(BaseClient[Transport]):
         timeout: seconds; default: the client's, else 60 s.
         refresh: request it again, as a server may have restarted with another model.
         """
-        return self._get_model(self._call(timeout), refresh=refresh)
+        return self._get_model(self._call({"timeout": timeout}), refresh=refresh)
 
     def health(self, service: str = "", timeout: float | None = None) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN, from one of the target's addresses.
@@ -285,28 +246,15 @@ class Client(BaseClient[Transport]):
     ) -> None:
         self.close()
 
-    def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        return embeddings(dict(self._results(numbered(items), call)))
-
-    def _encode_cached(self, items: Sequence[Item], call: Call) -> list[Embedding]:
-        known = numbered(items)
-        if not known:
-            return []
-        call = replace(call, shares=self._shares(known, self._get_model(call)))  # pixels go where rows were
-        lookups = {index: without_pixels(item) for index, item in known.items()}
-        results = dict(self._results(lookups, call))
-        uploads = {index: item for index, item in known.items() if needs_upload(results[index], item)}
-        return embeddings(results | dict(self._results(uploads, call)))
-
-    def _encode_known(self, items: Sequence[Item], call: Call, content_ids: object) -> list[Embedding]:
-        """Items that the cache may have, if there are content ids."""
-        return self._encode(items, call) if content_ids is None else self._encode_cached(items, call)
-
-    def _results_of(self, items: Iterable[Item], call: Call) -> Generator[Result, None, None]:
-        """As `_results`; an iterable that is not a sequence is read ahead."""
-        if isinstance(items, Sequence):
-            return self._results(numbered(items), call)
-        return Ahead(items, lambda group, calls: self._results(group, call.for_request(), calls)).results()
+    def _encode(self, items: Sequence[Item], call: Call, *, look_up: bool = False) -> list[Embedding]:
+        """look_up: send the content of items with a content_id only if the cache has no rows of them."""
+        unanswered = numbered(items)
+        results: dict[int, Embedding | VitwireError] = {}
+        if look_up and unanswered:
+            call = replace(call, shares=self._shares(unanswered, self._get_model(call)))  # pixels go where rows were
+            results = dict(self._results({index: without_pixels(item) for index, item in unanswered.items()}, call))
+            unanswered = {index: item for index, item in unanswered.items() if needs_upload(results[index], item)}
+        return embeddings(results | dict(self._results(unanswered, call)))
 
     def _results(
         self, items: Mapping[int, Item], call: Call, calls: Calls | None = None

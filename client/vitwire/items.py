@@ -4,15 +4,18 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from vitwire._inputs.batches import Cut
 from vitwire._inputs.encodings import CLIPS, encoding_of
 from vitwire._inputs.frames import Patch, single
+from vitwire._inputs.pictures import pixels_of
+from vitwire._inputs.processors import processor_cuts
 from vitwire._inputs.rounding import rounded
 from vitwire._inputs.sources import FileLike, file_bytes
+from vitwire._inputs.tensors import DATA_TYPES, Array, Pixels, TorchTensor, invalid, type_name
 from vitwire.errors import InvalidItem, Violation
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
@@ -21,40 +24,8 @@ if TYPE_CHECKING:
     from vitwire.model import Model
 
 Modality = Literal["image", "video"]
-Array = npt.NDArray[Any]
 
 
-class _DetachedTensor(Protocol):
-    def cpu(self) -> "_DetachedTensor": ...
-
-    def contiguous(self) -> "_DetachedTensor": ...
-
-    def view(self, dtype: Any, /) -> "_DetachedTensor": ...  # noqa: ANN401  # torch.dtype
-
-    def numpy(self) -> Array: ...
-
-
-@runtime_checkable
-class TorchTensor(Protocol):
-    """The parts of torch.Tensor in use; torch itself is not imported."""
-
-    @property
-    def dtype(self) -> object: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    def detach(self) -> "_DetachedTensor": ...
-
-
-Pixels = Array | TorchTensor
-
-DATA_TYPES: dict[str, "pb.DataType.ValueType"] = {
-    "float32": pb.DATA_TYPE_FLOAT32,
-    "float16": pb.DATA_TYPE_FLOAT16,
-    "bfloat16": pb.DATA_TYPE_BFLOAT16,
-    "uint8": pb.DATA_TYPE_UINT8,
-}
 MODALITIES: dict[str, "pb.Modality.ValueType"] = {"image": pb.MODALITY_IMAGE, "video": pb.MODALITY_VIDEO}
 _TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 _GRID_SIDES = ("t", "h", "w")
@@ -118,8 +89,6 @@ class Item:
         image: a Pillow image, or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4 channels.
         Raises ValueError or TypeError for anything else.
         """
-        from vitwire._inputs.pictures import pixels_of  # noqa: PLC0415  # it imports this module
-
         return cls(pixels_of(image), content_id=content_id)
 
     def __post_init__(self) -> None:
@@ -151,9 +120,12 @@ class Item:
 
         Raises InvalidItem, naming the field, where outputs are not consistent.
         """
-        from vitwire._inputs.processors import processor_items  # noqa: PLC0415  # it imports this module
-
-        return processor_items(outputs, model, grid_thw=grid_thw, content_ids=content_ids, keep_ratio=keep_ratio)
+        images, clips = processor_cuts(outputs, model, grid_thw)
+        ids = ids_of(content_ids, len(images) + len(clips))
+        return [
+            *items_of(images, "image", ids[: len(images)], 0.0 if clips else keep_ratio),
+            *items_of(clips, "video", ids[len(images) :], keep_ratio),
+        ]
 
     def __repr__(self) -> str:
         """With the types and shapes of its tensors rather than their values."""
@@ -240,6 +212,25 @@ def without_pixels(item: Item) -> Item:
     return replace(item, pixels=None, crops=None, encoded=None) if item.content_id else item
 
 
+def ids_of(content_ids: Sequence[str | None] | None, count: int) -> Sequence[str | None]:
+    """The content ids of `count` items. Raises InvalidItem unless there is one for each."""
+    if content_ids is None:
+        return [None] * count
+    if isinstance(content_ids, str) or len(content_ids) != count:
+        given = "one string" if isinstance(content_ids, str) else f"{len(content_ids)}"
+        raise invalid("content_ids", f"expected one for each of the {count} items, got {given}")
+    return content_ids
+
+
+def items_of(cuts: Sequence[Cut], modality: Modality, ids: Sequence[str | None], keep_ratio: float) -> Iterator[Item]:
+    """The parts of a processor's outputs as items. Raises InvalidItem, with the position."""
+    for at, (own, content_id) in enumerate(zip(cuts, ids, strict=True)):
+        try:
+            yield Item(own.pixels, own.grid, modality, content_id, keep_ratio, own.crops)
+        except InvalidItem as error:
+            raise InvalidItem(str(error), item=at, violations=error.violations) from None
+
+
 def _grid_violations(grid: object) -> Iterator[Violation]:
     try:
         sides = [int(side) for side in grid]  # type: ignore[attr-defined]  # callers may pass anything
@@ -308,11 +299,6 @@ def _problem(tensor: object) -> str | None:
 
 def _outline(tensor: Pixels) -> str:
     return f"{type_name(tensor)}{tuple(tensor.shape)}"
-
-
-def type_name(tensor: Pixels) -> str:
-    """Name of the dtype, such as float32."""
-    return tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensor(tensor: Pixels, message: pb.Tensor, dtype: str) -> memoryview:

@@ -121,5 +121,9 @@ async def test_a_timeout_says_that_the_server_is_loading(
         with pytest.raises(Unavailable, match="still loading"):
             await (asyncio.to_thread(client.encode, [SMALL]) if isinstance(client, Client) else client.encode([SMALL]))
         fault.write_text("")
-        await (client.encode([SMALL], 60) if isinstance(client, AsyncClient) else asyncio.to_thread(client.model, 60))
+        await (
+            client.encode([SMALL], timeout=60)
+            if isinstance(client, AsyncClient)
+            else asyncio.to_thread(client.model, 60)
+        )
         await asyncio.to_thread(client.close) if isinstance(client, Client) else await client.close()

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("grpc")
 
 from vitwire import Embedding, Report
-from vitwire._inputs.processors import batch_items
+from vitwire._arguments import batch_items
 
 GRIDS = [(1, 4, 2), (1, 2, 2), (2, 2, 4)]
 CUTS = [(0, 8), (8, 12), (12, 28)]

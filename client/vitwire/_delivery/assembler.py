@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vitwire._delivery.answers import Answer, Response, accepted_of, stored_of
 from vitwire._delivery.expected import Expected, grid_of, is_finite, report_problem
 from vitwire._delivery.memory import empty
 from vitwire._delivery.nixl import Leases
-from vitwire._delivery.storing import accepted_of, stored_of
-from vitwire._transport.protocol import MAX_EMBEDDING_BYTES, Answer, Response
 from vitwire.embeddings import DTYPES, STORAGE, DType, Embedding, Report
 from vitwire.errors import EncodeFailed, from_status
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Malformed
 
+MAX_EMBEDDING_BYTES = 2 << 30
 _MAX_DIMENSIONS = 4
 
 

@@ -1,5 +1,6 @@
 """Delivery of rows through NIXL: whether a request uses it, and what happens when it fails."""
 
+import logging
 import os
 import threading
 import time
@@ -13,7 +14,6 @@ import numpy as np
 
 from vitwire._delivery.expected import Expected
 from vitwire._delivery.leases import Lease, Pool
-from vitwire._transport.context import log
 from vitwire.embeddings import DTYPES, STORAGE
 from vitwire.errors import EncodeFailed
 from vitwire.model import Model
@@ -21,6 +21,7 @@ from vitwire.shared.agents import MISSING, AgentError, is_installed
 from vitwire.shared.regions import rounded
 from vitwire.v1 import encoder_pb2 as pb
 
+log = logging.getLogger("vitwire")
 Delivery = Literal["auto", "stream", "nixl"]
 DELIVERIES: tuple[Delivery, ...] = ("auto", "stream", "nixl")
 POOL_BYTES = 256 << 20

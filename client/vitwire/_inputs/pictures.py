@@ -1,22 +1,16 @@
-"""Images and clips to items: files as they are, and pictures in memory. The server prepares both."""
+"""Images and frames in memory as arrays of uint8."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._inputs.encodings import encoding_of
-from vitwire._inputs.sources import FileObject, ImageLike, Loaded, file_bytes, loaded
-from vitwire.errors import EncodeFailed, InvalidItem
-from vitwire.items import Item, Modality
-from vitwire.model import Model
+from vitwire._inputs.sources import FileObject, ImageLike
 
 Pixels = npt.NDArray[np.uint8]
 Clip: TypeAlias = Pixels | Sequence[ImageLike]
-S = TypeVar("S")
-T = TypeVar("T")
 
 _CHANNEL_COUNTS = (1, 3, 4)
 _ALPHA = 4
@@ -32,20 +26,6 @@ class PillowImage(Protocol):
     def getbands(self) -> tuple[str, ...]: ...
 
     def convert(self, mode: str, /) -> "PillowImage": ...
-
-
-def image_items(images: Sequence[ImageLike], model: Model) -> list[Item]:
-    """One item per image: a file as it is, or a picture. Raises InvalidItem for one that cannot be used, or OSError."""
-    _check_prepared(model, "image")
-    _check_list(images, "images", dimensions=3)
-    return [_indexed(lambda image: _item(loaded(image), model), index, image) for index, image in enumerate(images)]
-
-
-def clip_items(clips: Sequence[Clip], model: Model) -> list[Item]:
-    """One item per clip, its frames in one array. Raises InvalidItem for one that cannot be used."""
-    _check_prepared(model, "video")
-    _check_list(clips, "clips", dimensions=4)
-    return [_indexed(lambda clip: Item(pixels_of_frames(clip), modality="video"), *each) for each in enumerate(clips)]
 
 
 def pixels_of(image: object) -> Pixels:
@@ -118,41 +98,3 @@ def _of_array(image: Pixels) -> Pixels:
     if image.ndim != 3 or image.shape[-1] not in _CHANNEL_COUNTS or image.size == 0:
         raise ValueError(f"expected an image (H, W), (H, W, C) or (C, H, W) of 1, 3 or 4 channels, got {shape}")
     return image if image.shape[-1] > 1 else np.broadcast_to(image, (*image.shape[:2], 3))
-
-
-def _item(source: Loaded, model: Model) -> Item:
-    if not isinstance(source, str | bytes | os.PathLike):
-        return Item(pixels_of(source))
-    data = file_bytes(source)
-    kind, accepted = encoding_of(data), ", ".join(model.encodings)
-    if kind not in model.encodings:
-        advice = "open it with Pillow and pass the image"
-        raise ValueError(f"the file's format is {kind or 'unknown'}, the server decodes {accepted}: {advice}")
-    if len(data) > model.limits.encoded_bytes:
-        raise ValueError(f"the file has {len(data)} bytes, the server takes at most {model.limits.encoded_bytes}")
-    return Item(encoded=data)
-
-
-def _check_list(sources: object, what: str, *, dimensions: int) -> None:
-    """Raises TypeError for a single image or clip, which would be iterated over as if it were a list."""
-    alone = isinstance(sources, np.ndarray) and sources.ndim <= dimensions
-    single = isinstance(sources, str | bytes | bytearray | memoryview | os.PathLike)
-    if alone or single or isinstance(sources, PillowImage | FileObject):
-        raise TypeError(f"expected a list of {what}, got a single {type(sources).__name__}")
-
-
-def _check_prepared(model: Model, modality: Modality) -> None:
-    if modality not in model.prepared:
-        raise EncodeFailed(
-            f"the server prepares no {modality}s for {model.model_type}: it runs with --decode-processes 0, or the "
-            "model takes none, or only as its own processor returns them (encode_batch)",
-            code="UNIMPLEMENTED",
-        )
-
-
-def _indexed(make: Callable[[S], T], index: int, source: S) -> T:
-    """Raises InvalidItem, with the position, for a source that cannot be used."""
-    try:
-        return make(source)
-    except (ValueError, TypeError) as error:
-        raise InvalidItem(str(error), item=index) from error

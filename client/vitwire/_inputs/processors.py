@@ -1,10 +1,9 @@
-"""Outputs of Hugging Face processors, as they are, to items.
+"""Outputs of Hugging Face processors, as they are, cut into images and clips.
 
 The keys that a processor sets determine the layout of its tensors; docs/client.md has the table.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -31,8 +30,6 @@ from vitwire._inputs.canvases import (
     images_of_masks,
 )
 from vitwire._inputs.tensors import Batch, integers, invalid, joined, on_host, rank
-from vitwire.errors import InvalidItem
-from vitwire.items import Item, Modality
 
 if TYPE_CHECKING:
     from vitwire.model import Model
@@ -60,15 +57,10 @@ _MERGED = {"image_merge_sizes": 1, "video_merge_sizes": 2}
 """Roots of the patches of a token that servers merge."""
 
 
-def processor_items(
-    outputs: Outputs,
-    model: "Model | None" = None,
-    *,
-    grid_thw: object = None,
-    content_ids: Sequence[str | None] | None = None,
-    keep_ratio: float = 0.0,
-) -> list[Item]:
-    """See `Item.from_processor`."""
+def processor_cuts(
+    outputs: Outputs, model: "Model | None" = None, grid_thw: object = None
+) -> tuple[list[Cut], list[Cut]]:
+    """The images and the clips. See `Item.from_processor`."""
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
     _check_merged(outputs)
@@ -87,49 +79,27 @@ def processor_items(
         raise invalid(
             "outputs", f"has neither {_PIXELS} nor {_CLIPS}; its keys: {', '.join(map(str, outputs)) or 'none'}"
         )
-    ids = _ids(content_ids, len(images) + len(clips))
-    return [
-        *_items(images, "image", ids[: len(images)], 0.0 if clips else keep_ratio),
-        *_items(clips, "video", ids[len(images) :], keep_ratio),
-    ]
+    return images, clips
 
 
-def batch_items(
+def batch_cuts(
     pixel_values: object,
     grid_thw: object = None,
-    *,
-    modality: Modality = "image",
-    content_ids: Sequence[str | None] | None = None,
-    keep_ratio: float = 0.0,
     crops: object = None,
+    *,
+    is_video: bool = False,
     model: "Model | None" = None,
-) -> list[Item]:
-    """See `Client.encode_batch`."""
-    if isinstance(pixel_values, Mapping):
-        if crops is not None:
-            raise invalid("crops", "are among the processor's outputs already; pass either")
-        return processor_items(pixel_values, model, grid_thw=grid_thw, content_ids=content_ids, keep_ratio=keep_ratio)
+) -> list[Cut]:
+    """The parts of a processor's tensors, without its other outputs. See `Client.encode_batch`."""
     batch = on_host(pixel_values, "pixel_values")
-    if crops is None:
-        grids = _grids_of_batch(grid_thw, batch, model, modality)
-        cuts = cut(batch, _PIXELS, grids, _patch_size(model))
-    else:
+    if crops is not None:
         views = Grids(_PIXELS, [(1,)] * len(batch)) if grid_thw is None else Grids.of("grid_thw", grid_thw, least=0)
-        cuts = cut_with_crops(batch, _PIXELS, views, on_host(crops, "crops"), "crops")
-    return list(_items(cuts, modality, _ids(content_ids, len(cuts)), keep_ratio))
-
-
-def identified(items: Sequence[Item], content_ids: Sequence[str | None] | None, keep_ratio: float = 0.0) -> list[Item]:
-    """The items with these content ids and this ratio. Raises InvalidItem."""
-    ids = _ids(content_ids, len(items))
-    return [replace(item, content_id=own, keep_ratio=keep_ratio) for item, own in zip(items, ids, strict=True)]
-
-
-def _grids_of_batch(grid_thw: object, batch: Batch, model: "Model | None", modality: Modality) -> Grids:
-    """As the caller says, or what follows from the batch itself."""
-    if modality == "video" and grid_thw is None and len(batch) and rank(batch) == 5:
-        return Grids(_PIXELS, [(len(clip),) for clip in batch])
-    return _image_grids({}, batch, model, grid_thw)
+        return cut_with_crops(batch, _PIXELS, views, on_host(crops, "crops"), "crops")
+    if is_video and grid_thw is None and len(batch) and rank(batch) == 5:
+        grids = Grids(_PIXELS, [(len(clip),) for clip in batch])
+    else:
+        grids = _image_grids({}, batch, model, grid_thw)
+    return cut(batch, _PIXELS, grids, _patch_size(model))
 
 
 def _check_path(outputs: Outputs) -> None:
@@ -274,20 +244,3 @@ def _patch_size(model: "Model | None") -> int | None:
 
 def _has(outputs: Outputs, key: str) -> bool:
     return outputs.get(key) is not None
-
-
-def _ids(content_ids: Sequence[str | None] | None, count: int) -> Sequence[str | None]:
-    if content_ids is None:
-        return [None] * count
-    if isinstance(content_ids, str) or len(content_ids) != count:
-        given = "one string" if isinstance(content_ids, str) else f"{len(content_ids)}"
-        raise invalid("content_ids", f"expected one for each of the {count} items, got {given}")
-    return content_ids
-
-
-def _items(cuts: Sequence[Cut], modality: Modality, ids: Sequence[str | None], keep_ratio: float) -> Iterator[Item]:
-    for at, (own, content_id) in enumerate(zip(cuts, ids, strict=True)):
-        try:
-            yield Item(own.pixels, own.grid, modality, content_id, keep_ratio, own.crops)
-        except InvalidItem as error:
-            raise InvalidItem(str(error), item=at, violations=error.violations) from None

@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from vitwire.errors import InvalidItem, Violation
-from vitwire.items import DATA_TYPES, Pixels, TorchTensor, type_name
+from vitwire.v1 import encoder_pb2 as pb
 
 Tensor: TypeAlias = Any
 """A numpy array or a torch tensor, which have slicing and `reshape` in common."""
@@ -16,9 +16,48 @@ Batch: TypeAlias = "Tensor | list[Tensor]"
 """One tensor, or a list of tensors of one rank, as processors return for content of different sizes."""
 
 
+class _DetachedTensor(Protocol):
+    def cpu(self) -> "_DetachedTensor": ...
+
+    def contiguous(self) -> "_DetachedTensor": ...
+
+    def view(self, dtype: Any, /) -> "_DetachedTensor": ...  # noqa: ANN401  # torch.dtype
+
+    def numpy(self) -> npt.NDArray[Any]: ...
+
+
+@runtime_checkable
+class TorchTensor(Protocol):
+    """The parts of torch.Tensor in use; torch itself is not imported."""
+
+    @property
+    def dtype(self) -> object: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def detach(self) -> "_DetachedTensor": ...
+
+
+Array = npt.NDArray[Any]
+Pixels = Array | TorchTensor
+
+DATA_TYPES: dict[str, "pb.DataType.ValueType"] = {
+    "float32": pb.DATA_TYPE_FLOAT32,
+    "float16": pb.DATA_TYPE_FLOAT16,
+    "bfloat16": pb.DATA_TYPE_BFLOAT16,
+    "uint8": pb.DATA_TYPE_UINT8,
+}
+
+
 def invalid(field: str, description: str, item: int | None = None) -> InvalidItem:
     """The error of one field."""
     return InvalidItem(f"{field}: {description}", item=item, violations=[Violation(field, description)])
+
+
+def type_name(tensor: Pixels) -> str:
+    """Name of the dtype, such as float32."""
+    return tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
 
 
 def on_host(value: object, field: str) -> Batch:

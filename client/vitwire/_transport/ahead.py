@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from queue import SimpleQueue
 
+from vitwire._delivery.answers import Result
 from vitwire._transport.calls import Calls
-from vitwire._transport.protocol import ONE_MESSAGE_BYTES, Result
+from vitwire._transport.protocol import ONE_MESSAGE_BYTES
 from vitwire.items import Item, checked, pixel_bytes
 
 Group = dict[int, Item]

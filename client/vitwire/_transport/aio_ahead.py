@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from contextlib import aclosing
 from itertools import islice
 
+from vitwire._delivery.answers import Result
 from vitwire._transport.ahead import Group, Window
-from vitwire._transport.protocol import Result
 from vitwire.items import Item
 
 Items = Iterable[Item] | AsyncIterable[Item]

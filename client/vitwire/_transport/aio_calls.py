@@ -7,6 +7,7 @@ from contextlib import aclosing, closing, suppress
 
 import grpc.aio
 
+from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import ROOM_SECONDS
 from vitwire._transport import channel as grpc_channel
 from vitwire._transport.calls import Calls, Transport
@@ -15,7 +16,7 @@ from vitwire._transport.context import Context, Metadata
 from vitwire._transport.deadline import Deadline
 from vitwire._transport.diagnosis import diagnosed
 from vitwire._transport.exchange import Exchange, model_of
-from vitwire._transport.protocol import Answer, Part
+from vitwire._transport.protocol import Part
 from vitwire._transport.retry import Attempts
 from vitwire._transport.slots import AsyncSlots
 from vitwire.errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server

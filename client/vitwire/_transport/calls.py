@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 import grpc
 
+from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import ROOM_SECONDS
 from vitwire._transport import channel as grpc_channel
 from vitwire._transport.balancing import Replicas
@@ -17,7 +18,7 @@ from vitwire._transport.context import Context, Metadata
 from vitwire._transport.deadline import Deadline
 from vitwire._transport.diagnosis import diagnosed
 from vitwire._transport.exchange import Exchange, model_of
-from vitwire._transport.protocol import Answer, Part
+from vitwire._transport.protocol import Part
 from vitwire._transport.retry import Attempts
 from vitwire._transport.slots import Slots
 from vitwire._transport.timers import Timers

@@ -6,28 +6,20 @@ from typing import Literal
 
 from vitwire._delivery.expected import Expected
 from vitwire._delivery.nixl import Leases, Leasing
-from vitwire._delivery.storing import Accepted, Stored
 from vitwire._inputs.frames import Patch
 from vitwire._transport.balancing import Share
-from vitwire.embeddings import OUTPUT_TYPES, DType, Embedding
-from vitwire.errors import NotCached, VitwireError
+from vitwire.embeddings import OUTPUT_TYPES, DType
 from vitwire.items import Item, WireItem, to_wire
 from vitwire.model import Limits, Model
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire.wire import Frame, Malformed, Request
+from vitwire.wire import Frame, Request
 
 Priority = Literal["interactive", "batch"]
-Result = tuple[int, Embedding | VitwireError]
-Answer = tuple[int, Embedding | Accepted | Stored | VitwireError]
-Storing = tuple[int, Accepted | Stored | VitwireError]
-"""Of items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
-Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed
 Upload = Frame[pb.EncodeStreamRequest]
 
 ONE_MESSAGE_BYTES = 4 << 20
 """Larger requests are sent as a stream; gRPC's default limit of a message."""
 CHUNK_BYTES = 1 << 20
-MAX_EMBEDDING_BYTES = 2 << 30
 _WINDOW_BYTES = 64 << 10
 """What HTTP/2 delivers of a message before the server asks for it."""
 _ROW_VALUE_BYTES = 2
@@ -191,29 +183,3 @@ def _part(items: Mapping[int, Item], share: Share, options: Options, model: Mode
     wire = tuple(to_wire(item, model.dtype, patch, store_only=options.store_only) for item in items.values())
     expected = tuple(Expected.of(item, model) for item in items.values())
     return Part(tuple(items), wire, expected, options, model.limits, share.hint, share.is_routed)
-
-
-def needs_upload(result: Embedding | VitwireError, item: Item) -> bool:
-    """Whether an item that was looked up without its pixels must be sent with them."""
-    return isinstance(result, NotCached) and (item.pixels is not None or item.encoded is not None)
-
-
-def embeddings(results: Mapping[int, Embedding | VitwireError]) -> list[Embedding]:
-    """The results in order. Raises the error of the first item that has one."""
-    ordered: list[Embedding] = []
-    for _, result in sorted(results.items()):
-        if isinstance(result, VitwireError):
-            raise result
-        ordered.append(result)
-    return ordered
-
-
-def stored(answers: Mapping[int, Accepted | Stored | VitwireError]) -> list[Stored]:
-    """The last answers to items in order. Raises the error of the first item that has one."""
-    ordered: list[Stored] = []
-    for _, answer in sorted(answers.items()):
-        if isinstance(answer, VitwireError):
-            raise answer
-        assert isinstance(answer, Stored), "it follows Accepted"
-        ordered.append(answer)
-    return ordered

@@ -118,7 +118,7 @@ class Encoder:
         async with self.turns.turn(self.caller):
             model = await self.description.current()
             item = await self._item(image, model)
-            (embedding,) = await self.client.encode([item], self.seconds, output_type)
+            (embedding,) = await self.client.encode([item], timeout=self.seconds, output_type=output_type)
         return Encoded(content_id_of(image.digest, model), embedding, model)
 
     async def store(self, image: ImageFile) -> Referenced:
@@ -136,7 +136,7 @@ class Encoder:
         """
         content_id = await self.stores.ended(image.digest)
         if content_id and still:
-            await self.client.store([Item(content_id=content_id)], self.seconds)
+            await self.client.store([Item(content_id=content_id)], timeout=self.seconds)
 
     async def _store(self, image: ImageFile, accept: Callable[[Referenced], None]) -> str:
         async with self.turns.turn(self.caller):
@@ -146,10 +146,10 @@ class Encoder:
                 raise ApiError(502, message, "encoder_without_cache")
             content_id = content_id_of(image.digest, model)
             try:
-                (stored,) = await self.client.store([Item(content_id=content_id)], self.seconds)
+                (stored,) = await self.client.store([Item(content_id=content_id)], timeout=self.seconds)
             except NotCached:
                 item = replace(await self._item(image, model), content_id=content_id)
-                async with aclosing(self.client.iter_store([item], self.seconds)) as answers:
+                async with aclosing(self.client.iter_store([item], timeout=self.seconds)) as answers:
                     async for _, answer in answers:
                         if isinstance(answer, VitwireError):
                             raise answer from None

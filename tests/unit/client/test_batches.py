@@ -27,7 +27,7 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2Imag
 
 from client_models import described
 from vitwire import InvalidItem, Item
-from vitwire._inputs.processors import batch_items
+from vitwire._arguments import batch_items
 
 Array = NDArray[Any]
 Alone = Callable[[Mapping[str, Any]], tuple[Array, Array | None]]

@@ -286,10 +286,10 @@ def test_a_repr_has_the_arguments_without_secrets(kind: Any) -> None:
     client = kind("localhost:1", token=SECRET, tls=True, timeout=5, metadata={"x-api-key": SECRET}, max_in_flight=3)
     shown = repr(client.with_options(priority="batch"))
     assert shown == (
-        f"{kind.__name__}('localhost:1', tls=True, token='***', max_in_flight=3, timeout=5, priority='batch', "
+        f"{kind.__name__}('localhost:1', tls=True, token='***', timeout=5, priority='batch', max_in_flight=3, "
         "metadata={'x-api-key': '***'})"
     )
-    for part in (client._shared, client._defaults, client._context(), client._shared.transport):
+    for part in (client._shared, client._options, client._context(), client._shared.transport):
         assert SECRET not in repr(part)
 
 

@@ -16,8 +16,8 @@ from PIL import Image
 from both_clients import Call, both
 from fake_service import Running, item, running
 from vitwire import AsyncClient, Client, InvalidItem, Item
+from vitwire._arguments import image_items
 from vitwire._inputs import sources
-from vitwire._inputs.pictures import image_items
 from vitwire._inputs.sources import file_bytes, loaded
 
 __all__ = ["running"]  # the fixture

@@ -4,11 +4,13 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_args, get_type_hints, is_typeddict
 
 import pytest
 
 import vitwire
 from vitwire import AsyncClient, Client
+from vitwire._options import ClientOptions, ConstructorOptions
 from vitwire.shared import allocator
 
 SURFACE = [
@@ -50,8 +52,24 @@ OF_CONTENT = {
 """Those of methods that make items; elsewhere, items have them. Images are not pruned."""
 
 
+def expanded(function: Any) -> inspect.Signature:
+    """The signature, with each option in place of `**options: Unpack[...]`."""
+    known = inspect.signature(function)
+    found = []
+    for each in known.parameters.values():
+        if each.kind is not inspect.Parameter.VAR_KEYWORD:
+            found.append(each)
+            continue
+        (options,) = get_args(each.annotation)
+        assert is_typeddict(options), function
+        found += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in get_type_hints(options)
+        ]
+    return known.replace(parameters=found)
+
+
 def methods(kind: type) -> dict[str, inspect.Signature]:
-    return {name: inspect.signature(each) for name, each in inspect.getmembers(kind, callable) if name[0] != "_"}
+    return {name: expanded(each) for name, each in inspect.getmembers(kind, callable) if name[0] != "_"}
 
 
 def test_both_clients_have_the_same_methods_and_arguments() -> None:
@@ -67,13 +85,35 @@ def test_both_clients_have_the_same_methods_and_arguments() -> None:
 
 def test_methods_that_encode_have_the_same_arguments() -> None:
     for name, signature in methods(Client).items():
-        if "encode" in name:
+        if "encode" in name or "store" in name:
             assert {field: signature.parameters[field].default for field in OF_CALLS} == dict.fromkeys(OF_CALLS), name
             assert OF_CONTENT.get(name, set()) <= signature.parameters.keys(), name
 
 
+def test_arguments_of_a_client_are_its_options() -> None:
+    typed = get_type_hints(ConstructorOptions)
+    assert typed.items() <= get_type_hints(ClientOptions).items()
+    assert list(inspect.signature(Client).parameters) == ["target", *typed]
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_unknown_arguments_are_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match="timout"):
+        kind("localhost:1", timout=5)
+    client = kind("localhost:1")
+    with pytest.raises(TypeError, match="timout"):
+        client.with_options(timout=5)
+    with pytest.raises(TypeError, match="store_only"):
+        client._call({"store_only": True})
+
+
+def test_an_unknown_argument_of_a_call_is_refused() -> None:
+    with Client("localhost:1") as client, pytest.raises(TypeError, match="timout"):
+        client.encode([], timout=5)  # type: ignore[call-arg]
+
+
 def test_options_of_a_derived_client_are_arguments_of_the_first() -> None:
-    derived = inspect.signature(Client.with_options).parameters.keys() - {"self"}
+    derived = expanded(Client.with_options).parameters.keys() - {"self"}
     assert derived < inspect.signature(Client).parameters.keys()
     assert set(OF_CALLS) <= derived
 

@@ -1,13 +1,14 @@
-"""Results of items whose rows are only stored in the server's cache."""
+"""What the server answers to each item of a request: an embedding, an error, or that its rows are stored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vitwire._delivery.expected import Expected, grid_of, report_problem
-from vitwire.embeddings import DTYPES, DType, Report
-from vitwire.errors import InvalidItem, Violation
+from vitwire.embeddings import DTYPES, DType, Embedding, Report
+from vitwire.errors import InvalidItem, NotCached, Violation, VitwireError
 from vitwire.items import Item, numbered
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire.wire import Frame, Malformed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,13 @@ class Stored:
     dtype: DType
     report: Report
     grid: tuple[int, int, int]
+
+
+Result = tuple[int, Embedding | VitwireError]
+Answer = tuple[int, Embedding | Accepted | Stored | VitwireError]
+Storing = tuple[int, Accepted | Stored | VitwireError]
+"""Of items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
+Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed
 
 
 def accepted_of(message: pb.Accepted, expected: Expected) -> Accepted:
@@ -60,3 +68,29 @@ def storable(items: Sequence[Item]) -> Mapping[int, Item]:
             violation = Violation(f"items[{index}].content_id", text)
             raise InvalidItem(f"{violation.field}: {text}", violations=[violation], item=index)
     return known
+
+
+def needs_upload(result: Embedding | VitwireError, item: Item) -> bool:
+    """Whether an item that was looked up without its pixels must be sent with them."""
+    return isinstance(result, NotCached) and (item.pixels is not None or item.encoded is not None)
+
+
+def embeddings(results: Mapping[int, Embedding | VitwireError]) -> list[Embedding]:
+    """The results in order. Raises the error of the first item that has one."""
+    ordered: list[Embedding] = []
+    for _, result in sorted(results.items()):
+        if isinstance(result, VitwireError):
+            raise result
+        ordered.append(result)
+    return ordered
+
+
+def stored(answers: Mapping[int, Accepted | Stored | VitwireError]) -> list[Stored]:
+    """The last answers to items in order. Raises the error of the first item that has one."""
+    ordered: list[Stored] = []
+    for _, answer in sorted(answers.items()):
+        if isinstance(answer, VitwireError):
+            raise answer
+        assert isinstance(answer, Stored), "it follows Accepted"
+        ordered.append(answer)
+    return ordered
