@@ -109,7 +109,7 @@ def test_unknown_arguments_are_refused(kind: Any) -> None:
 
 def test_an_unknown_argument_of_a_call_is_refused() -> None:
     with Client("localhost:1") as client, pytest.raises(TypeError, match="timout"):
-        client.encode([], timout=5)  # type: ignore[call-arg]
+        client.encode([], timout=5)
 
 
 def test_options_of_a_derived_client_are_arguments_of_the_first() -> None:
