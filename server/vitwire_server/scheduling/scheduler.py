@@ -9,10 +9,9 @@ from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed
 from vitwire_server.core.reports import Monitor, Outcome
 from vitwire_server.core.runner import Runner
 from vitwire_server.scheduling.canary import Canary
-from vitwire_server.scheduling.failures import log_failures
 from vitwire_server.scheduling.forecast import Forecast
 from vitwire_server.scheduling.intake import Intake, Taken
-from vitwire_server.scheduling.launched import Launched
+from vitwire_server.scheduling.launched import Launched, log_failures
 from vitwire_server.scheduling.learner import Learner
 from vitwire_server.scheduling.planner import Planner, Prediction
 from vitwire_server.scheduling.tickets import Entry
