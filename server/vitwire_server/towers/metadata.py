@@ -6,10 +6,11 @@ data-dependent shape, so it can be captured and padded: padding rows are attenti
 their own at the tail. A few kinds of metadata cover the packed towers.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,46 +32,41 @@ class Capacity:
     """Rows of crops, in towers that take them."""
 
 
-class Kind(Protocol):
+class Kind(ABC):
     """One kind of metadata: laid into a buffer, item after item, padding behind them."""
 
-    @property
-    def on_host(self) -> bool:
-        """Whether an item's own metadata is kept on the host rather than on the device."""
-        ...
+    on_host: ClassVar[bool] = False
+    """An item's own metadata is kept on the host rather than on the device."""
 
+    @abstractmethod
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         """A buffer for `capacity`; `lay` must run before the forward reads it."""
-        ...
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         """Lay out items of so many `patches`, of which each is `measured` as if it were alone.
 
         Does not synchronise with the device. Raises ValueError where the buffer has too few slots.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One row for each patch, or each token. Padding keeps what lay there before: a row of any grid is a valid row."""
-
-    shape: tuple[int, ...]
-    """Of one row."""
-    dtype: torch.dtype
-    per_token: bool = False
-    on_host: bool = False
-
-    def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
-        rows = capacity.tokens if self.per_token else capacity.patches
-        return torch.zeros((rows, *self.shape), dtype=self.dtype, device=device)
-
-    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         _copy(measured, buffer)
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class Rows(Kind):
+    """One row for each patch, token or segment. Padding keeps what lay there before: a row of any grid is valid."""
+
+    shape: tuple[int, ...]
+    """Of one row."""
+    dtype: torch.dtype
+    per: Literal["patches", "tokens", "segments"] = "patches"
+    initial: int = 0
+
+    def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
+        rows: int = getattr(capacity, self.per)
+        return torch.full((rows, *self.shape), self.initial, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources(Kind):
     """Where each token is gathered from: `(tokens, sources)` int64, numbers within the item laid out from its start.
 
     Padding keeps what lay there before, which is the number of some row.
@@ -81,7 +77,6 @@ class Sources:
     """Patches of one numbered row."""
     per_patch: bool = False
     """Of each patch, rather than of each token."""
-    on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         rows = capacity.patches if self.per_patch else capacity.tokens
@@ -93,25 +88,11 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class Grids:
-    """`(segments, 3)` int64: the grid of each segment. Those of padding keep what lay there before."""
-
-    on_host: bool = False
-
-    def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
-        return torch.ones((capacity.segments, 3), dtype=torch.int64, device=device)
-
-    def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
-        _copy(measured, buffer)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(Kind):
     """A permutation of the tokens, `(tokens,)` int64, identity on padding."""
 
     per_patch: bool = False
     """Of the patches, rather than of the tokens."""
-    on_host: bool = False
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         return torch.arange(capacity.patches if self.per_patch else capacity.tokens, device=device)
@@ -124,7 +105,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundaries:
+class Boundaries(Kind):
     """Cumulative ends of attention segments, `(slots + 1,)` int32, the first of them 0.
 
     They are few, so they are joined on the host. The last end always equals the capacity in
@@ -135,7 +116,7 @@ class Boundaries:
 
     slots: Callable[[Capacity], int]
     longest: Callable[[Capacity], int]
-    on_host: bool = True
+    on_host = True
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         return torch.zeros(self.slots(capacity) + 1, dtype=torch.int32, device=device)

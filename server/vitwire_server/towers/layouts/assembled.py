@@ -5,7 +5,7 @@ its rows an item is made of, is laid out for each batch.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,11 +18,10 @@ from vitwire_server.core.capacities import TileCapacities
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
-from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileTower, tile_steps
+from vitwire_server.towers.layouts.tiles import Encoder, TileTower, tile_steps
 from vitwire_server.towers.metadata import Capacity
-from vitwire_server.towers.tower import Metadata, Tower
+from vitwire_server.towers.tower import Metadata
 
 _KEPT_GRIDS = 1024
 """Grids whose own metadata is kept."""
@@ -63,6 +62,9 @@ class AssembledEncoder(Encoder):
     fewest: int = 1
     """Units of the smallest item."""
 
+    def tower(self, parts: Parts) -> TileTower:
+        return AssembledTower(self, parts)
+
     @abstractmethod
     def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
         """Of an item that is alone: each input, `(units, ...)`, and the numbers of the rows that it is made of."""
@@ -77,17 +79,6 @@ class AssembledEncoder(Encoder):
 
     def encode(self, tiles: Tensor) -> Tensor:
         raise TypeError(f"{len(tiles)} tiles need the grids of their images")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AssembledFamily(TileFamily):
-    """Rows whose encoder is an AssembledEncoder."""
-
-    encoder: Callable[[Parts, Config], AssembledEncoder]
-
-    def build(self, parts: Parts, config: Config) -> Tower:
-        """See Family."""
-        return AssembledTower(self.encoder(parts, config), parts)
 
 
 class AssembledTower(TileTower):

@@ -6,7 +6,7 @@ tiles is paired with a crop, the same picture in another size.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -17,17 +17,19 @@ from vitwire_server.core.capacities import CropCapacities, TileCapacities
 from vitwire_server.core.footprints import CropFootprints, TileFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
-from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape, TileTower
+from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower
 from vitwire_server.towers.metadata import Capacity
-from vitwire_server.towers.tower import Metadata, Tower
+from vitwire_server.towers.tower import Metadata
 
 
 class CropEncoder(Encoder):
     """Overviews of images, and crops of them, each to its own rows."""
 
     crop: TileShape
+
+    def tower(self, parts: Parts) -> TileTower:
+        return CropTower(self, parts)
 
     @abstractmethod
     def encode_crops(self, crops: Tensor) -> Tensor:
@@ -43,6 +45,9 @@ class PairEncoder(Encoder):
 
     crop: tuple[int, int]
 
+    def tower(self, parts: Parts) -> TileTower:
+        return PairTower(self, parts)
+
     @abstractmethod
     def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
         """`(tiles, C, H, W)` and `(tiles, C, h, w)` to `(tiles, tokens, width)`."""
@@ -53,24 +58,6 @@ class PairEncoder(Encoder):
     @property
     def geometry(self) -> TileGeometry:
         return replace(super().geometry, crop=self.crop)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CropFamily(TileFamily):
-    """Rows whose encoder is a CropEncoder."""
-
-    def build(self, parts: Parts, config: Config) -> Tower:
-        """See Family."""
-        return CropTower(self.encoder(parts, config), parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairFamily(TileFamily):
-    """Rows whose encoder is a PairEncoder."""
-
-    def build(self, parts: Parts, config: Config) -> Tower:
-        """See Family."""
-        return PairTower(self.encoder(parts, config), parts)
 
 
 class PairTower(TileTower):

@@ -20,7 +20,7 @@ from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.heads import Head
 from vitwire_server.towers.layouts.patches import TAPS, PatchFamily, PatchTower, most_windows
-from vitwire_server.towers.metadata import Boundaries, Capacity, Grids, Kind, Order, Rows
+from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows
 from vitwire_server.towers.processors.areas import AreaRule, read_preprocessing
 from vitwire_server.towers.tower import Metadata
 
@@ -94,15 +94,12 @@ class PackedFamily(PatchFamily):
 
     @property
     def prunes(self) -> bool:
-        """See Family."""
         return not (self.head.pools_frames or self.head.pools_clips)
 
     def build(self, parts: Parts, config: Config) -> "PackedTower":
-        """See Family."""
         return (self.forward or PackedTower)(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        """See Family."""
         areas = {Modality.IMAGE: (self.images, self.image_areas), Modality.VIDEO: (self.videos, self.video_areas)}
         rules = {
             modality: rule if accepts is Accepts.PICTURES else replace(rule, resizing=Resizing.OTHER)
@@ -153,29 +150,24 @@ class PackedTower(PatchTower):
 
     @property
     def attention_heads(self) -> tuple[int, int]:
-        """See Tower."""
         config: Config = self.model.config
         hidden = getattr(config, "embed_dim", None) or config.hidden_size
         return config.num_attention_heads, hidden // config.num_attention_heads
 
     @cached_property
     def footprints(self) -> PatchFootprints:
-        """See Tower."""
         geometry = self.geometry
         pooled = geometry.pooled * geometry.clip_merge**2 if isinstance(geometry, ClipGeometry) else 1
         return PatchFootprints(geometry.merge, self.family.span is AttentionSpan.CLIP, pooled)
 
     def capacity(self, budget: Budget) -> Capacity:
-        """See Tower."""
         return replace(super().capacity(budget), windows=self._most_windows(budget.tokens, budget.max_segments))
 
     def exact(self, grids: Sequence[Grid]) -> Capacity:
-        """See Tower."""
         windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids) if self._window_side else 0
         return replace(super().exact(grids), windows=windows)
 
     def reserve(self, capacity: Capacity) -> Metadata:
-        """See Tower."""
         metadata = super().reserve(capacity)
         if self._window_side:
             metadata.bounds["max_window_seqlen"] = self._window_side**2
@@ -215,7 +207,7 @@ class PackedTower(PatchTower):
             kinds["window_index"] = Order()
             kinds["cu_window_seqlens"] = Boundaries(slots=lambda c: c.windows, longest=lambda _: window)
         if inputs.grids:
-            kinds["grid_thw"] = Grids()
+            kinds["grid_thw"] = Rows((3,), torch.int64, per="segments", initial=1)
         return kinds | self.head.inputs()
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:

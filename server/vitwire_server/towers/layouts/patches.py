@@ -60,7 +60,6 @@ class PatchTower(Tower):
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """See Tower."""
         return self._modules
 
     def rewrite(self) -> None:
@@ -70,12 +69,10 @@ class PatchTower(Tower):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """See Tower."""
         return list(self.model.get_submodule(self.family.layers))
 
     @cached_property
     def footprints(self) -> PatchFootprints:
-        """See Tower."""
         return PatchFootprints(self.geometry.merge)
 
     def samples_for(self, budget: Budget) -> list[Grid]:
@@ -88,7 +85,6 @@ class PatchTower(Tower):
         return [Grid(1, side * merge, side * merge)] * max(1, count)
 
     def capacity(self, budget: Budget) -> Capacity:
-        """See Tower."""
         patches = budget.tokens * self.geometry.merge**2
         return Capacity(
             patches=patches,
@@ -98,12 +94,10 @@ class PatchTower(Tower):
         )
 
     def exact(self, grids: Sequence[Grid]) -> Capacity:
-        """See Tower."""
         load = total([self.footprint(grid) for grid in grids])
         return Capacity(load.patches, load.tokens, load.segments, load.longest)
 
     def reserve(self, capacity: Capacity) -> Metadata:
-        """See Tower."""
         tensors = {key: kind.allocate(capacity, self.device) for key, kind in self._kinds.items()}
         return Metadata(capacity, tensors, {"max_seqlen": capacity.longest})
 

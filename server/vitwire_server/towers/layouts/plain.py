@@ -67,7 +67,6 @@ class PlainFamily(Family):
         return changed(config, fields)
 
     def build(self, parts: Parts, config: Config) -> TileTower:
-        """See Family."""
         encoder = self.encoder(self, parts, config)
         return TileTower(PooledEncoder(encoder, self.pooler.make(parts, config)) if self.pooler else encoder, parts)
 

@@ -42,11 +42,9 @@ class RasterFamily(PatchFamily):
     layout = "packed patches, raster order"
 
     def build(self, parts: Parts, config: Config) -> "RasterTower":
-        """See Family."""
         return self.forward(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        """See Family."""
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
@@ -90,18 +88,15 @@ class RasterTower(PatchTower):
 
     @property
     def attention_heads(self) -> tuple[int, int]:
-        """See Tower."""
         config: Config = self.model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return config.num_attention_heads, size
 
     @cached_property
     def footprints(self) -> PatchFootprints:
-        """See Tower."""
         return PatchFootprints(self.geometry.merge, one_row=self.geometry.one_row)
 
     def rows(self, capacity: Capacity) -> int:
-        """See Tower."""
         return capacity.segments if self._pool else capacity.tokens
 
     def samples(self, tokens: int, items: int) -> list[Grid]:

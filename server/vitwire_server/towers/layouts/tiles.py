@@ -54,6 +54,10 @@ class Encoder(ABC):
     def encode(self, tiles: Tensor) -> Tensor:
         """`(tiles, C, H, W)` to `(tiles, tokens, width)`, or `(tiles, 1, width)` with `one_row`."""
 
+    def tower(self, parts: Parts) -> "TileTower":
+        """The tower that runs it; `parts` are the loaded modules."""
+        return TileTower(self, parts)
+
     @property
     def geometry(self) -> TileGeometry:
         """Sizes that clients and codec need to know."""
@@ -90,11 +94,9 @@ class TileFamily(Family):
         return config
 
     def build(self, parts: Parts, config: Config) -> Tower:
-        """See Family."""
-        return TileTower(self.encoder(parts, config), parts)
+        return self.encoder(parts, config).tower(parts)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        """See Family."""
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 

@@ -14,7 +14,8 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts, in_model
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
+from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import HALF, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.served import Served
@@ -74,7 +75,7 @@ def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
 
 
 ROWS = (
-    AssembledFamily(
+    TileFamily(
         model_type="aria",
         title="Aria",
         tower=stock("idefics3.Idefics3VisionTransformer", in_model("vision_tower.")),

@@ -13,7 +13,7 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Parts, Weights, in_model, stripped
 from vitwire_server.towers.files import optional_json
-from vitwire_server.towers.layouts.crops import PairEncoder, PairFamily
+from vitwire_server.towers.layouts.crops import PairEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, images, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
@@ -186,7 +186,7 @@ _DEEPSEEK_VL = TileFamily(
     converts=False,
 )
 
-_HYBRID = PairFamily(
+_HYBRID = TileFamily(
     model_type="deepseek_vl_hybrid",
     title="DeepSeek-VL with SAM",
     tower=siglip("vision_model."),

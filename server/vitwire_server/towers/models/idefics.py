@@ -28,8 +28,7 @@ from vitwire_server.towers.processors.settings import (
     whole,
 )
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.shared.fractions import fractional_positions
-from vitwire_server.towers.shared.learned import positioned
+from vitwire_server.towers.shared.learned import fractional_positions, positioned
 from vitwire_server.towers.shared.modules import Constants
 from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.perceiver import resampled

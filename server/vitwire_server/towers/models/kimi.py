@@ -67,7 +67,7 @@ class FrameMeans(Head):
         return {
             "frame_index": Rows((), torch.int64),
             "patches": Sources(self._chunk * self.geometry.merge**2),
-            "shares": Rows((self._chunk,), torch.float32, per_token=True),
+            "shares": Rows((self._chunk,), torch.float32, per="tokens"),
         }
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Parts, in_model
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
@@ -120,7 +120,7 @@ ROWS = (
         encoder=partial(ProjectedTiles, merged_by="vision_config.pixel_shuffle_ratio", layers="model.layers"),
         processor=images(_llama4_settings),
     ),
-    AssembledFamily(
+    TileFamily(
         model_type="mllama",
         title="Llama 3.2 Vision",
         tower=stock(

@@ -17,7 +17,7 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Accepts, Parts
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
 from vitwire_server.towers.processors.single import tile_of
@@ -152,7 +152,7 @@ ROWS = (
         processor=_onevision_settings,
         videos=Accepts.PICTURES,
     ),
-    AssembledFamily(
+    TileFamily(
         model_type="llava_next_video",
         title="LLaVA-NeXT-Video",
         video_processor="LlavaNextVideo",

@@ -17,7 +17,7 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, AssembledFamily, Unit, UnitInput
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
 from vitwire_server.towers.processors.settings import HALF, IMAGENET, ProcessorFiles, bounded_above, images, whole
 from vitwire_server.towers.processors.tiles import tiled
@@ -246,7 +246,7 @@ def _whole_squares(size: int, vision: Config) -> bool:
     return not size % (vision.patch_size * _MERGE) and bool(size == vision.crop_size)
 
 
-_PHI4 = AssembledFamily(
+_PHI4 = TileFamily(
     model_type="phi4_multimodal",
     title="Phi-4 multimodal",
     tower=stock(

@@ -86,7 +86,6 @@ class Summary:
         self.width: int = len(self._tower.summary_idxs) * self._tower.config.hidden_size
 
     def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        """See TilePool."""
         del patches
         return leading.index_select(1, self._tower.summary_idxs).flatten(1)
 

@@ -12,8 +12,8 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Parts, of_transformers, stripped
-from vitwire_server.towers.layouts.crops import CropEncoder, CropFamily
-from vitwire_server.towers.layouts.tiles import TileShape, heads_of
+from vitwire_server.towers.layouts.crops import CropEncoder
+from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
@@ -148,7 +148,7 @@ _SEPARATOR = part(
 )
 """The row behind every image."""
 
-_DEEPSEEK_OCR2 = CropFamily(
+_DEEPSEEK_OCR2 = TileFamily(
     model_type="deepseek_ocr2",
     title="DeepSeek-OCR-2",
     configuration=partial(_config, crop=768),
@@ -176,7 +176,7 @@ _DEEPSEEK_OCR2 = CropFamily(
     processor=images(partial(_settings, most=6)),
 )
 
-_UNLIMITED_OCR = CropFamily(
+_UNLIMITED_OCR = TileFamily(
     model_type="unlimited_ocr",
     title="Unlimited-OCR",
     configuration=partial(_config, crop=640),

@@ -1,4 +1,4 @@
-"""Learned positions."""
+"""Learned positions: looked up, resampled, or chosen by a patch's share of its image's sides."""
 
 from collections.abc import Mapping
 from types import MethodType
@@ -47,3 +47,17 @@ def fix_positions(embeddings: Any, resampled: Tensor, table: str, resample: str)
     """
     setattr(embeddings, table, nn.Parameter(resampled.clone(), requires_grad=False))
     setattr(embeddings, resample, MethodType(lambda own, *_: getattr(own, table), embeddings))
+
+
+def fractional_positions(rows: int, columns: int, side: int) -> Tensor:
+    """Idefics' choice of a learned position for each patch, `(rows * columns,)`, of a square table of `side * side`.
+
+    In float32, whatever the tower computes in: where a patch begins on a boundary of the table, rounding decides.
+    """
+    down, across = (_nearest(count, side) for count in (rows, columns))
+    return (down[:, None] * side + across).flatten()
+
+
+def _nearest(count: int, side: int) -> Tensor:
+    shares = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
+    return torch.bucketize(shares.clamp(max=1 - 1e-6), torch.arange(1 / side, 1.0, 1 / side), right=True)

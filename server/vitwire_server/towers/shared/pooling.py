@@ -46,7 +46,6 @@ class ClassToken(_TilePool):
         self._norm = self._tower.get_submodule(norm) if norm else nn.Identity()
 
     def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        """See TilePool."""
         del patches
         row: Tensor = self._projection(self._norm(leading[:, 0]))
         return row
@@ -56,7 +55,6 @@ class Mean(_TilePool):
     """The mean of the rows of the patches."""
 
     def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        """See TilePool."""
         del leading
         return patches.mean(dim=1)
 
@@ -69,7 +67,6 @@ class Head(_TilePool):
         self._head: Any = parts["head"]
 
     def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        """See TilePool."""
         del leading
         row: Tensor = self._projection(self._head(patches))
         return row
@@ -105,7 +102,6 @@ class SegmentMean:
         self.width: int = parts["tower"].config.hidden_size
 
     def __call__(self, rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
-        """See SegmentPool."""
         counts = boundaries.diff().clamp_min(1).unsqueeze(1)
         return (summed(rows.float(), boundaries, longest) / counts).to(rows.dtype)
 

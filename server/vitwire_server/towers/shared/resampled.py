@@ -33,20 +33,16 @@ class QueriedTower(RasterTower):
 
     @cached_property
     def footprints(self) -> Footprints:  # type: ignore[override]  # of another class than other patches'
-        """See Tower."""
         return ResampledFootprints(self._queries)
 
     @property
     def capacities(self) -> Capacities:
-        """See Tower."""
         return ResampledCapacities(self._queries)
 
     def sizes(self, most: int) -> list[int]:
-        """See Tower."""
         return [tokens for tokens in super().sizes(most) if tokens >= self._queries]
 
     def rows(self, capacity: Capacity) -> int:
-        """See Tower."""
         return capacity.segments * self._queries
 
 
@@ -62,7 +58,6 @@ class ResampledTower(QueriedTower):
 
     @property
     def resampler_heads(self) -> tuple[int, int]:
-        """See Tower."""
         return self._resampler.heads
 
     def _inputs(self) -> dict[str, Kind]:

@@ -7,7 +7,7 @@ import torch
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddings
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
-from vitwire_server.towers.shared.fractions import fractional_positions
+from vitwire_server.towers.shared.learned import fractional_positions
 
 
 @pytest.mark.parametrize("stock", [Idefics2VisionEmbeddings, Idefics3VisionEmbeddings])
