@@ -189,9 +189,9 @@ class Bench:
             vars(block).pop("forward", None)  # what fuse() replaced
             reduce(block)
         if self._device.type == "cuda":
-            from vitwire_server.runtime.fused.float8_blocks import fuse_float8  # noqa: PLC0415 - triton
+            from vitwire_server.runtime.fused.fusing import fuse  # noqa: PLC0415 - triton
 
-            fuse_float8(tower.blocks, choice)
+            fuse(tower.blocks, choice, reduced=True)
         similarities = comparison.similarities()
         return {"least": float(similarities.min()), "median": float(similarities.median())}
 

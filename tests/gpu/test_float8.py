@@ -14,7 +14,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
-from vitwire_server.runtime.fused.float8_blocks import fuse_float8
+from vitwire_server.runtime.fused.fusing import fuse
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import add_norm
@@ -142,7 +142,7 @@ def test_fused_blocks_in_float8_give_what_their_layers_give(
     exact = forward()
     assert sum(reduce(block) for block in blocks) == DEPTH * (4 if "2.5" in name else 3)
     unfused = forward()
-    assert fuse_float8(blocks, choice) == DEPTH
+    assert fuse(blocks, choice, reduced=True) == DEPTH
     for _ in range(2):
         for got, layers, whole in zip(forward(), unfused, exact, strict=True):
             assert distance(got, layers) <= (ROUNDING / 2 if dtype is torch.float32 else 2 * ROUNDING)
@@ -154,6 +154,6 @@ def test_blocks_of_which_some_layers_are_in_float8_are_not_fused(device: torch.d
     model_type, fields = PUBLISHED["Qwen3-VL-8B"]
     tower = build(model_type, {**shrunk(fields, 1, 128), "intermediate_size": 136}, dtype, device)
     choice = select("sdpa", device, dtype, *tower.attention_heads, captured=False)
-    assert fuse_float8(tower.blocks, choice) == 0
+    assert fuse(tower.blocks, choice, reduced=True) == 0
     assert reduce(tower.blocks[0]) == 1
-    assert fuse_float8(tower.blocks, choice) == 0
+    assert fuse(tower.blocks, choice, reduced=True) == 0

@@ -18,9 +18,8 @@ from triton import TritonError
 from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
 from vitwire_server.runtime.attention.selection import Selection, select
-from vitwire_server.runtime.fused.angles import Angles
-from vitwire_server.runtime.fused.blocks import TileCache
-from vitwire_server.runtime.fused.layers import Layer, PackedLayer, TileLayer, fuse_layers
+from vitwire_server.runtime.fused.fusing import fuse
+from vitwire_server.runtime.fused.layers import Layer, PackedLayer, Shared, TileLayer
 from vitwire_server.runtime.fused.tower import fuse_tower
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.tower import Tower
@@ -112,7 +111,7 @@ def test_a_layer_that_computes_more_is_left_alone(
     tower = Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower
     first: Any = tower.blocks[0]
     first.self_attn.extra = torch.nn.Linear(2, 2)
-    assert fuse_layers(tower.blocks, None) == len(tower.blocks) - 1
+    assert fuse(tower.blocks, None) == len(tower.blocks) - 1
     assert "forward" not in vars(first)
 
 
@@ -126,7 +125,7 @@ def test_a_layer_whose_attention_takes_more_is_left_alone(
     blocks: Any = tower.blocks
     for block in blocks:
         block.self_attn.scale = block.self_attn.scaling
-    assert fuse_layers(blocks, attention_of(tower, dtype, device)) == 0
+    assert fuse(blocks, attention_of(tower, dtype, device)) == 0
 
 
 @torch.inference_mode()
@@ -144,7 +143,7 @@ def test_a_layer_whose_kernels_fail_is_left_alone(
 
     tower = Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower
     monkeypatch.setattr(Products, "linear", failing)
-    assert fuse_layers(tower.blocks, None) == 0
+    assert fuse(tower.blocks, None) == 0
     assert [record.levelname for record in caplog.records if str(failure) in record.message] == ["WARNING"]
 
 
@@ -157,10 +156,10 @@ def test_a_layer_does_not_write_to_its_input(
     tower = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False).tower
     stock = tower.blocks[0]
     if tower.segmented:
-        layer: Layer = PackedLayer(stock, attention_of(tower, dtype, device), TileCache(), first=True)
+        layer: Layer = PackedLayer(stock, attention_of(tower, dtype, device), Shared(), first=True)
     else:
-        layer = TileLayer(stock, Angles(), first=True)
-    rows = torch.randn(2, 24, layer.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+        layer = TileLayer(stock, Shared(), first=True)
+    rows = torch.randn(2, 24, layer.parts.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     before = rows.clone()
     assert layer.compared(stock, rows)
     torch.testing.assert_close(rows, before, rtol=0, atol=0)
@@ -176,7 +175,7 @@ def test_a_layer_that_is_wrong_is_not_used(
         for name, own in block.named_parameters():
             if name.endswith("bias"):
                 own.fill_(1.0)
-    assert fuse_layers(tower.blocks, None) == 0
+    assert fuse(tower.blocks, None) == 0
 
 
 @torch.inference_mode()
@@ -185,8 +184,8 @@ def test_the_mask_is_added_to_scores(
 ) -> None:
     tower = Rig.of(checkpoints("idefics3"), dtype, device, sizes=(), fused=False).tower
     stock: Any = tower.blocks[0]
-    layer = TileLayer(stock, Angles(), first=True)
-    rows = torch.randn(2, 16, layer.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    layer = TileLayer(stock, Shared(), first=True)
+    rows = torch.randn(2, 16, layer.parts.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     mask = torch.zeros(2, 1, 1, 16, device=device, dtype=dtype)
     mask[1, ..., 10:] = -torch.inf
     mask = mask.expand(-1, 1, 16, -1)
@@ -200,8 +199,8 @@ def test_the_mask_is_added_to_scores(
 def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
     """As those of one tile do after a convolution."""
     tower = Rig.of(checkpoints("llava_onevision"), dtype, device, sizes=(), fused=False).tower
-    layer = TileLayer(tower.blocks[0], Angles(), first=True)
-    rows = torch.randn(1, layer.columns, 16, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    layer = TileLayer(tower.blocks[0], Shared(), first=True)
+    rows = torch.randn(1, layer.parts.columns, 16, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     got, expected = layer(rows.transpose(1, 2)), layer(rows.transpose(1, 2).contiguous())
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
@@ -222,4 +221,4 @@ def test_an_mlp_under_other_names(dtype: torch.dtype, checkpoints: Callable[[str
     blocks: list[Any] = list(Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower.blocks)
     for block in blocks:
         block.mlp = Projections(block.mlp)
-    assert fuse_layers(blocks, None) == len(blocks)
+    assert fuse(blocks, None) == len(blocks)

@@ -15,7 +15,8 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.fused.blocks import Block, TileCache, fuse
+from vitwire_server.runtime.fused.fusing import fuse
+from vitwire_server.runtime.fused.layers import Block, Shared
 from vitwire_server.runtime.fused.learned_positions import hasten_positions
 from vitwire_server.runtime.fused.mergers import hasten_mergers
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
@@ -97,7 +98,7 @@ def test_a_fused_block_contains_what_its_backend_spreads(
     ends = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
     for name, contained in (("fa4", True), ("varlen", False)):
         stock: Any = tower.blocks[0]
-        block = Block(stock, Selection.only(LoadedBackend(name, spreading), ""), TileCache(), first=True)
+        block = Block(stock, Selection.only(LoadedBackend(name, spreading), ""), Shared(), first=True)
         rows = torch.zeros(32, stock.attn.qkv.in_features, dtype=tower.dtype, device=device)
         rows[:16] = torch.nan
         angles = torch.zeros(32, tower.attention_heads[1], device=device)

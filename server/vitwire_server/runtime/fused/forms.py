@@ -1,5 +1,6 @@
 """The forms of layers that can be fused: norm, attention, add, norm, MLP, add, under several names."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 from inspect import signature
 
@@ -9,6 +10,7 @@ from vitwire_server.runtime.fused.mlps import IDLE
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_embeddings")
 """Of a layer's forward, in their order; the last ones may be missing."""
+_SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class Form:
     mlp: str = "mlp"
     factors: tuple[str, ...] = ()
     """Paths of the factors `(hidden,)` of what attention and the MLP add."""
+    projections: tuple[str, ...] = _SEPARATE
+    """The layers for queries, keys and values."""
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether a layer has these parts and no others that compute something."""
@@ -29,11 +33,12 @@ class Form:
         if not named <= parts.keys():
             return False
         inner = dict(parts[self.attention].named_children())
+        wanted = {self.output, *self.projections}
         beside = parts.keys() - named - {path.split(".")[0] for path in self.factors}
-        extras = inner.keys() - {"q_proj", "k_proj", "v_proj", "q_norm", "k_norm", self.output}
-        return self.output in inner and all(map(_is_idle, (*map(parts.get, beside), *map(inner.get, extras))))
+        extras = inner.keys() - wanted - {"q_norm", "k_norm"}
+        return wanted <= inner.keys() and all(map(_is_idle, (*map(parts.get, beside), *map(inner.get, extras))))
 
-    def unknown_arguments(self, layer: nn.Module, known: set[str]) -> list[str]:
+    def unknown_arguments(self, layer: nn.Module, known: Set[str]) -> list[str]:
         """Arguments other than the usual ones in their order, or of attention beside rows, mask and what is `known`.
 
         Layers pass arguments on to attention by keyword, also such as they do not name themselves.
@@ -52,7 +57,7 @@ def _is_idle(part: nn.Module | None) -> bool:
 PLAIN = Form(("layer_norm1", "layer_norm2"), "self_attn", "out_proj")
 ROTARY = Form(("attention_norm", "ffn_norm"), "attention", "o_proj", mlp="feed_forward")
 """Pixtral."""
-FORMS = (
+OF_TILES = (
     PLAIN,
     Form(("layer_norm1", "layer_norm2"), "self_attn", "projection_layer"),
     Form(("layernorm_before", "layernorm_after"), "attention", "o_proj"),
@@ -61,3 +66,7 @@ FORMS = (
     Form(("rms_norm1", "rms_norm2"), "attention", "out_proj", mlp="ffn"),
 )
 """CLIP and SigLIP, Janus, ViT, InternVL, DINOv2, AIMv2."""
+OF_BLOCKS = tuple(
+    Form(("norm1", "norm2"), "attn", "proj", projections=each) for each in (("qkv",), _SEPARATE, ("q", "k", "v"))
+)
+"""Qwen's blocks, and those that take the same arguments."""

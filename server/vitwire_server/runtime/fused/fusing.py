@@ -1,0 +1,103 @@
+"""Fused layers in the place of stock ones, each compared with the stock layer before it is used."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from triton import TritonError
+
+from vitwire_server.runtime.attention.selection import Selection
+from vitwire_server.runtime.fused.layers import Block, Layer, NotFusable, PackedLayer, Shared, TileLayer
+from vitwire_server.runtime.fused.parts import Float8
+
+_log = logging.getLogger(__name__)
+_UNITS, _TOKENS = 2, 24
+"""Of the random rows that a fused layer is compared on."""
+_LEAST_FACTOR = 1e-3
+"""Smaller rows would be lost in the epsilon of norms."""
+_TOLERANCE_ULPS = 4
+"""Accepted relative difference to the stock layer, in units in the last place."""
+_FLOAT32_TOLERANCE = 1e-5
+"""Accepted relative difference from summing in another order in float32."""
+_FLOAT8_TOLERANCE = 2**-3
+"""Accepted relative difference to unfused layers in float8: that of a value which is rounded to the neighbouring one.
+Fused layers round to bfloat16 in other places, and each product in float8 enlarges such differences."""
+
+
+class KernelFailed(NotFusable):
+    """A layer has a supported form, but Triton or the device failed; the message says how."""
+
+
+@torch.inference_mode()
+def fuse(layers: Sequence[nn.Module], attention: Selection | None, *, reduced: bool = False) -> int:
+    """Replace the forward of layers that can be fused; returns their number. Without `attention`, they are of tiles.
+
+    `reduced`: `float8.reduce` has changed them, of which only Qwen's blocks can be fused.
+    """
+    shared, reasons = Shared(), set()
+    fused: list[TileLayer | PackedLayer] = []
+    blocks = attention is not None and all(hasattr(layer, "attn") for layer in layers)
+    for stock in layers if blocks or not reduced else ():
+        try:
+            layer: TileLayer | PackedLayer = (
+                (Block if blocks else PackedLayer)(stock, attention, shared, first=not fused, reduced=reduced)
+                if attention
+                else TileLayer(stock, shared, first=not fused)
+            )
+            errors = _differences(stock, layer)
+        except NotFusable as fault:
+            if (reason := f"{type(stock).__name__}: {fault}") not in reasons:
+                level = logging.WARNING if isinstance(fault, KernelFailed) else logging.INFO
+                _log.log(level, "layers are not fused: %s", reason)
+            reasons.add(reason)
+            continue
+        tolerance = max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
+        if not all(each <= (_FLOAT8_TOLERANCE if reduced else tolerance) for each in errors):  # False for NaN
+            _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
+            continue
+        stock.forward = layer.__call__
+        fused.append(layer)
+    _chain(fused)
+    return len(fused)
+
+
+def _chain(layers: Sequence[Layer]) -> None:
+    """Let layers in float8 compute the first norm of the layer after them."""
+    for one, following in pairwise(layer.parts for layer in layers):
+        if isinstance(one, Float8) and isinstance(following, Float8):
+            one.following = following
+
+
+def _differences(stock: nn.Module, layer: Layer) -> list[float]:
+    """Relative errors, in norm, of what the layer adds to random rows, compared with the stock layer.
+
+    Rows are as small as what is added to them, whose error their rounding would hide. Raises NotFusable.
+    """
+    known = layer.known_arguments
+    if known is not None and (others := layer.form.unknown_arguments(stock, known)):
+        raise NotFusable(f"it takes {', '.join(others)}")
+    weight = next(stock.parameters())
+    rows = torch.randn(_UNITS, _TOKENS, layer.parts.columns, generator=torch.Generator().manual_seed(0)).to(weight)
+    rows *= min([1.0, *(max(_LEAST_FACTOR, float(each.abs().mean())) for each in layer.parts.factors)])
+    with _comparing():
+        pairs = layer.compared(stock, rows)
+    errors = []
+    for expected, got in pairs:
+        if not isinstance(expected, Tensor):
+            raise NotFusable(f"it returns a {type(expected).__name__}")
+        added = expected.float() - rows.float()
+        errors.append(float((got.float() - rows.float() - added).norm() / added.norm()))
+    return errors
+
+
+@contextmanager
+def _comparing() -> Iterator[None]:
+    """Failures of kernels and of the device become KernelFailed, those of another form NotFusable."""
+    try:
+        yield
+    except (RuntimeError, TritonError, TypeError, ValueError, AttributeError) as error:
+        kind = KernelFailed if isinstance(error, RuntimeError | TritonError) else NotFusable
+        raise kind(str(error).partition("\n")[0] or type(error).__name__) from error
