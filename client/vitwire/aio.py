@@ -19,8 +19,8 @@ from vitwire._delivery.answers import (
     storable,
     stored,
 )
-from vitwire._inputs.pictures import Clip
-from vitwire._inputs.sources import ImageLike
+from vitwire._inputs.files import ImageLike
+from vitwire._inputs.pixels import Clip
 from vitwire._options import CallOptions
 from vitwire._requests import BaseClient, Call
 from vitwire._transport.aio_ahead import AsyncAhead, Items
