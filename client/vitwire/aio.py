@@ -19,8 +19,8 @@ from vitwire._delivery.answers import (
     storable,
     stored,
 )
-from vitwire._inputs.pictures import Clip
-from vitwire._inputs.sources import ImageLike
+from vitwire._inputs.files import ImageLike
+from vitwire._inputs.pixels import Clip
 from vitwire._options import CallOptions
 from vitwire._requests import BaseClient, Call
 from vitwire._transport.aio_ahead import AsyncAhead, Items
@@ -150,11 +150,11 @@ class AsyncClient(BaseClient[AsyncTransport]):
         items = await asyncio.to_thread(clip_items, clips, await self._get_model(call))
         return await self._encode(identified(items, content_ids, keep_ratio), call, look_up=content_ids is not None)
 
-    async def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:  # noqa: ASYNC109  # as above
+    async def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:  # noqa: ASYNC109  # of RPCs
         """The server's model and limits, cached. As `Client.model`."""
         return await self._get_model(self._call({"timeout": timeout}), refresh=refresh)
 
-    async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # as above
+    async def health(self, service: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109  # of RPCs
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNKNOWN. As `Client.health`."""
         context = self._context()
         with context.naming_errors():

@@ -17,8 +17,8 @@ from vitwire._delivery.answers import (
     storable,
     stored,
 )
-from vitwire._inputs.pictures import Clip
-from vitwire._inputs.sources import ImageLike
+from vitwire._inputs.files import ImageLike
+from vitwire._inputs.pixels import Clip
 from vitwire._options import CallOptions
 from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import Ahead
@@ -54,7 +54,7 @@ class Client(BaseClient[Transport]):
     metadata: sent with every request, in addition to the client's own; keys are not case-sensitive.
     channel_options: gRPC channel arguments in addition to the client's own, or in place of them.
     delivery: "stream": embeddings come in responses. "nixl": the server writes them into memory of this process
-        through NIXL; a call fails where that is not possible. "auto": as "nixl" where possible, else as "stream".
+        through NIXL; a call fails if that is not possible. "auto": NIXL to a `device` if possible, else a stream.
     device: CUDA device, such as "cuda:0", that NIXL delivers to; None for host memory.
     delivery_bytes: memory for embeddings that NIXL delivers. Embeddings hold it until they are garbage-collected.
 

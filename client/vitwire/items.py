@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 
-from vitwire._inputs.batches import Cut
-from vitwire._inputs.encodings import CLIPS, encoding_of
-from vitwire._inputs.frames import Patch, single
-from vitwire._inputs.pictures import pixels_of
+from vitwire._inputs.cuts import Cut
+from vitwire._inputs.files import FileLike, file_bytes
+from vitwire._inputs.formats import CLIPS, encoding_of
+from vitwire._inputs.pixels import pixels_of
 from vitwire._inputs.processors import processor_cuts
+from vitwire._inputs.repeated_frames import Patch, single
 from vitwire._inputs.rounding import rounded
-from vitwire._inputs.sources import FileLike, file_bytes
 from vitwire._inputs.tensors import DATA_TYPES, Array, Pixels, TorchTensor, invalid, type_name
 from vitwire.errors import InvalidItem, Violation
 from vitwire.v1 import encoder_pb2 as pb

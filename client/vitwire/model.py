@@ -1,7 +1,10 @@
 """The server's description of its model and limits."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
+
+from google.protobuf.message import Message
 
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -9,6 +12,7 @@ if TYPE_CHECKING:
     from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper
 
 V = TypeVar("V", bound=int)
+R = TypeVar("R", "Budget", "Limits", "Precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +133,22 @@ class Model:
             merge_size=message.merge_size,
             temporal_patch_size=message.temporal_patch_size,
             channels=message.channels,
-            budgets=tuple(
-                Budget(each.tokens, each.items, each.segments, each.segment_patches, each.crops)
-                for each in message.budgets
-            ),
-            limits=_limits(message.limits),
             graphs=message.graphs,
             attention_backend=message.attention_backend,
             device=message.device,
             server_version=message.server_version,
-            deliveries=tuple(_named(pb.DeliveryWay, each, "") for each in message.deliveries),
-            encodings=tuple(_named(pb.Encoding, each, "") for each in message.encodings),
-            precision=_precision(message.precision) if message.HasField("precision") else None,
+            preparation_fingerprint=message.preparation_fingerprint,
+            budgets=tuple(_same(Budget, each) for each in message.budgets),
+            limits=_same(Limits, message.limits),
+            deliveries=_all_named(pb.DeliveryWay, message.deliveries),
+            encodings=_all_named(pb.Encoding, message.encodings),
+            precision=_same(Precision, message.precision) if message.HasField("precision") else None,
             pooling=_named(pb.Pooling, message.pooling, "none"),
             available_poolings=tuple(_named(pb.Pooling, each, "none") for each in message.available_poolings)
             or ("none",),
-            prepared=tuple(_named(pb.Modality, each, "") for each in message.prepared),
-            preparation_fingerprint=message.preparation_fingerprint,
+            prepared=_all_named(pb.Modality, message.prepared),
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
-            rows_by_grid=tuple(_named(pb.Modality, each, "") for each in message.rows_by_grid),
+            rows_by_grid=_all_named(pb.Modality, message.rows_by_grid),
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")
@@ -161,35 +162,23 @@ def _dtype(number: "pb.DataType.ValueType") -> str:
     return pb.DataType.Name(number).removeprefix("DATA_TYPE_").lower() if known else "unspecified"
 
 
-def _precision(message: pb.Precision) -> Precision:
-    return Precision(message.type, message.layers, message.similarity, message.median_similarity)
-
-
-def _limits(message: pb.Limits) -> Limits:
-    return Limits(
-        request_bytes=message.request_bytes,
-        items_per_request=message.items_per_request,
-        patches_per_item=message.patches_per_item,
-        queued_items=message.queued_items,
-        queued_bytes=message.queued_bytes,
-        encoded_bytes=message.encoded_bytes,
-        encoded_pixels=message.encoded_pixels,
-        cached_bytes=message.cached_bytes,
-    )
+def _same(kind: type[R], message: Message) -> R:
+    """A record of the message's fields by the same names."""
+    return kind(**{each.name: getattr(message, each.name) for each in fields(kind)})
 
 
 def _tile_shapes(message: pb.Tiles) -> TileShapes:
     return TileShapes(
-        tile=_size(message.tile),
-        crop=_size(message.crop) if message.HasField("crop") else None,
+        tile=(message.tile.height, message.tile.width),
+        crop=(message.crop.height, message.crop.width) if message.HasField("crop") else None,
         patch=message.patch,
         single=message.single,
         layouts=tuple((layout.rows, layout.columns) for layout in message.layouts),
     )
 
 
-def _size(message: pb.PixelSize) -> tuple[int, int]:
-    return message.height, message.width
+def _all_named(enum: "_EnumTypeWrapper[V]", numbers: Iterable[V]) -> tuple[str, ...]:
+    return tuple(_named(enum, each, "") for each in numbers)
 
 
 def _named(enum: "_EnumTypeWrapper[V]", number: V, unspecified: str) -> str:

@@ -119,7 +119,7 @@ class DeviceMemory:
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TORCH_TYPES = {"<f4": "float32", "<f2": "float16", "<u2": "bfloat16"}
-"""torch's type by numpy's type of the rows, see `_embedding.STORAGE`."""
+"""torch's type by numpy's type of the rows, see `embeddings.STORAGE`."""
 
 
 class _DeviceRange:

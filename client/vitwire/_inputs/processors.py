@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from vitwire._inputs.batches import (
+from vitwire._inputs.cuts import (
     Cut,
     Grids,
     beside_overviews,
@@ -19,7 +19,7 @@ from vitwire._inputs.batches import (
     with_overviews,
     without_padding,
 )
-from vitwire._inputs.canvases import (
+from vitwire._inputs.layouts import (
     FLATTENED,
     LAYOUT_IDS,
     PHI4_PIXELS,

@@ -92,7 +92,7 @@ class Window:
 
 
 class Ahead:
-    """Encodes the items of an iterable, which a thread reads ahead. `_aio_ahead.py` is the same for asyncio."""
+    """Encodes the items of an iterable, which a thread reads ahead. `aio_ahead.py` is the same for asyncio."""
 
     def __init__(self, items: Iterable[Item], encode: Callable[[Group, Calls], Iterator[Result]]) -> None:
         """`encode` gives the results of one request."""

@@ -1,4 +1,4 @@
-"""Reading items ahead of their results, for asyncio. `_ahead.py` is the same for threads."""
+"""Reading items ahead of their results, for asyncio. `ahead.py` is the same for threads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable

@@ -1,4 +1,4 @@
-"""Channels and RPCs of the asyncio client. `_transport.py` is the same for threads."""
+"""Channels and RPCs of the asyncio client. `calls.py` is the same for threads."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ from vitwire.v1 import encoder_pb2 as pb
 
 
 class AsyncTransport:
-    """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
+    """Sends the messages of `protocol`. No types or errors of gRPC leave this class."""
 
     def __init__(self, channels: grpc_channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,4 +1,4 @@
-"""Channels and RPCs of the synchronous client. `_aio_transport.py` is the same for asyncio."""
+"""Channels and RPCs of the synchronous client. `aio_calls.py` is the same for asyncio."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class Transport:
-    """Sends the messages of `_protocol`. No types or errors of gRPC leave this class."""
+    """Sends the messages of `protocol`. No types or errors of gRPC leave this class."""
 
     def __init__(self, channels: grpc_channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
         self.slots = Slots(max_in_flight)

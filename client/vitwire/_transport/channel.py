@@ -41,7 +41,7 @@ _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # No retries in gRPC: with them, in 1.85, RPCs hang beyond their deadline if no server is left, and client streams
-    # lose messages. `_retry.Attempts` decides about retries.
+    # lose messages. `retry.Attempts` decides about retries.
     ("grpc.enable_retries", 0),
     # Reconnect within half a second to a server that is back.
     ("grpc.initial_reconnect_backoff_ms", 100),

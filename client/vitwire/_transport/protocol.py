@@ -6,7 +6,7 @@ from typing import Literal
 
 from vitwire._delivery.expected import Expected
 from vitwire._delivery.nixl import Leases, Leasing
-from vitwire._inputs.frames import Patch
+from vitwire._inputs.repeated_frames import Patch
 from vitwire._transport.balancing import Share
 from vitwire.embeddings import OUTPUT_TYPES, DType
 from vitwire.items import Item, WireItem, to_wire
@@ -74,7 +74,7 @@ class Part:
     options: Options
     limits: Limits
     hint: str | None = None
-    """Hint of the replica that may have these items cached; see `_balancing`."""
+    """Hint of the replica that may have these items cached; see `balancing`."""
     is_routed: bool = False
     """Whether the client itself chooses the replica by the hint."""
     leases: Leases | None = None

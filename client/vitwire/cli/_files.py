@@ -11,8 +11,8 @@ from tempfile import NamedTemporaryFile
 from typing import IO, TypeAlias
 
 from vitwire import InvalidItem, Item, Model
-from vitwire._inputs.encodings import HEAD_BYTES, encoding_of
-from vitwire._inputs.sources import is_url
+from vitwire._inputs.files import is_url
+from vitwire._inputs.formats import HEAD_BYTES, encoding_of
 
 _THREADS = 8
 _CHUNK = 1 << 20

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from vitwire._inputs.canvases import images_of_layouts
+from vitwire._inputs.layouts import images_of_layouts
 from vitwire.integrations.transformers._layout import Call
 from vitwire.items import Item
 

@@ -25,7 +25,7 @@ import prepared
 from ovis_reference import original_tiles
 from prepared import tiled
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
-from vitwire._inputs.canvases import layouts_of
+from vitwire._inputs.layouts import layouts_of
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing.rules.layouts import covering_layout
 from vitwire_server.preparing.rules.pictures import Tiles

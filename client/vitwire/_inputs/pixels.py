@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._inputs.sources import FileObject, ImageLike
+from vitwire._inputs.files import FileObject, ImageLike
 
 Pixels = npt.NDArray[np.uint8]
 Clip: TypeAlias = Pixels | Sequence[ImageLike]
