@@ -7,7 +7,7 @@ beats the TOML file that `--config` or `VITWIRE_CONFIG` names, which beats the d
 import re
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 from pydantic_settings import CliImplicitFlag
@@ -23,7 +23,7 @@ MAX_ITEMS = 8192
 MAX_PATCHES = 1 << 20
 """Most patches in one item: 1,024 images of 512 x 512 in most families, 6 GB in float32."""
 MAX_RPC_PROCESSES = 64
-"""Most edge processes per device."""
+"""Most RPC processes per device."""
 MAX_DECODE_PROCESSES = 256
 _MIB = 1 << 20
 MAX_QUEUED_ITEMS = 1 << 31
@@ -32,6 +32,10 @@ MAX_BYTES = 1 << 44
 _LONGEST_AGE = 1e6
 _LONGEST = 1e9
 """Seconds: 31 years."""
+Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
+Bytes: TypeAlias = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_LONGEST, allow_inf_nan=False)]
+Timeout: TypeAlias = Annotated[float, Field(gt=0, le=_LONGEST, allow_inf_nan=False)]
 
 
 class Flags(SourcedSettings):
@@ -44,16 +48,14 @@ class Flags(SourcedSettings):
         description="PEFT adapter whose vision weights are merged at load, as NAME=DIR",
     )
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(
-        default=50051, ge=0, le=65535, description="port to listen on; 0 picks a free port, printed on stdout"
-    )
+    port: Port = Field(default=50051, description="port to listen on; 0 picks a free port, printed on stdout")
     unix_socket: Path | None = Field(
         default=None, description="also listen on this Unix socket; with --devices, process N uses PATH.N"
     )
     metrics_host: str = Field(
         default="127.0.0.1", description="address of the metrics port (/metrics, /healthz, status page)"
     )
-    metrics_port: int = Field(default=9464, ge=0, le=65535, description="metrics port; 0 picks a free port")
+    metrics_port: Port = Field(default=9464, description="metrics port; 0 picks a free port")
     metrics: CliImplicitFlag[bool] = Field(default=True, description="enable the metrics port")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:N"
@@ -102,8 +104,8 @@ class Flags(SourcedSettings):
         default=None,
         description="directory that --budgets learn keeps its ladders in; none: the checkpoint's directory",
     )
-    graph_memory: int = Field(
-        default=4096 * _MIB, ge=0, le=MAX_BYTES, description="estimated bytes that automatically chosen budgets may use"
+    graph_memory: Bytes = Field(
+        default=4096 * _MIB, description="estimated bytes that automatically chosen budgets may use"
     )
     max_budget_tokens: int = Field(
         default=4096, ge=1, le=MAX_PATCHES, description="maximum tokens per budget and per eager batch"
@@ -169,52 +171,33 @@ class Flags(SourcedSettings):
         allow_inf_nan=False,
         description="maximum processor time for decoding one file; small files have less",
     )
-    cache_bytes: int = Field(
-        default=0, ge=0, le=MAX_BYTES, description="size of the embedding cache in bytes; 0 disables it"
-    )
-    idle_seconds: float = Field(
-        default=60.0, gt=0, le=_LONGEST, allow_inf_nan=False, description="seconds until a stalled client is cut off"
-    )
+    cache_bytes: Bytes = Field(default=0, description="size of the embedding cache in bytes; 0 disables it")
+    idle_seconds: Timeout = Field(default=60.0, description="seconds until a stalled client is cut off")
     max_connection_age_seconds: float = Field(
         default=300.0,
         ge=0,
         le=_LONGEST_AGE,
         description="seconds until clients are asked to reconnect, so that they discover new replicas; 0 disables this",
     )
-    canary_seconds: float = Field(
+    canary_seconds: Seconds = Field(
         default=10.0,
-        ge=0,
-        le=_LONGEST,
-        allow_inf_nan=False,
         description="seconds of idle time before the engine runs a test item; 0 disables this",
     )
-    wedge_seconds: float = Field(
+    wedge_seconds: Timeout = Field(
         default=60.0,
-        gt=0,
-        le=_LONGEST,
-        allow_inf_nan=False,
         description="seconds without progress, beyond what the batch needs, before the engine is declared hung",
     )
-    unresponsive_seconds: float = Field(
+    unresponsive_seconds: Timeout = Field(
         default=60.0,
-        gt=0,
-        le=_LONGEST,
-        allow_inf_nan=False,
         description="with --devices or --rpc-processes: seconds a child process may be stopped or have a blocked event "
         "loop before it is killed and restarted",
     )
-    drain_seconds: float = Field(
+    drain_seconds: Seconds = Field(
         default=30.0,
-        ge=0,
-        le=_LONGEST,
-        allow_inf_nan=False,
         description="seconds that requests in flight may take to finish at shutdown",
     )
-    lame_duck_seconds: float = Field(
+    lame_duck_seconds: Seconds = Field(
         default=5.0,
-        ge=0,
-        le=_LONGEST,
-        allow_inf_nan=False,
         description="seconds to keep serving at shutdown after the server turns not ready",
     )
     tls_cert: Path | None = Field(default=None, description="certificate chain, PEM; reloaded when the file changes")
@@ -228,17 +211,12 @@ class Flags(SourcedSettings):
     nixl: CliImplicitFlag[bool] = Field(
         default=False, description="write embeddings into the memory of clients that ask for it, through NIXL"
     )
-    nixl_seconds: float = Field(
+    nixl_seconds: Timeout = Field(
         default=5.0,
-        gt=0,
-        le=_LONGEST,
-        allow_inf_nan=False,
         description="seconds a NIXL delivery may take before the embedding is sent in the response",
     )
-    store_bytes: int = Field(
+    store_bytes: Bytes = Field(
         default=2048 * _MIB,
-        ge=0,
-        le=MAX_BYTES,
         description="with --nixl and --cache-bytes: maximum bytes of embeddings that wait on the device for a client; "
         "further ones wait on the host",
     )

@@ -38,20 +38,9 @@ async def wait_for_cancellation() -> None:
     await asyncio.sleep(_CANCELLATION_SECONDS)
 
 
-def deserializer(handler: RpcHandler) -> Callable[[bytes], Any]:
-    """What turns bytes into the handler's requests."""
-    return handler.request_deserializer or bytes
-
-
-def replaced(
-    handler: RpcHandler,
-    wrap: Callable[[Behaviour[Any, Any]], Behaviour[Any, Any]],
-    read: Callable[[bytes], object] | None = None,
-) -> RpcHandler:
-    """The handler with its method wrapped and, where given, another deserialiser."""
+def replaced(handler: RpcHandler, wrap: Callable[[Behaviour[Any, Any]], Behaviour[Any, Any]]) -> RpcHandler:
+    """The handler with its method wrapped."""
     fields: Any = handler  # a named tuple, which the stubs do not say
     (name,) = (each for each in _METHODS if getattr(fields, each))
-    changed: RpcHandler = fields._replace(
-        **{name: wrap(getattr(fields, name)), "request_deserializer": read or fields.request_deserializer}
-    )
+    changed: RpcHandler = fields._replace(**{name: wrap(getattr(fields, name))})
     return changed

@@ -12,7 +12,7 @@ from vitwire_server.core.models import Encoding, ModelCard, Precision, Preparati
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.tilings import TilingRule
-from vitwire_server.rpc.codec import DTYPES
+from vitwire_server.rpc.checks import DTYPES
 from vitwire_server.rpc.decodes import Prepared
 from vitwire_server.rpc.status import duration, status_of
 

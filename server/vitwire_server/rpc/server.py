@@ -7,15 +7,13 @@ from pathlib import Path
 
 import grpc
 from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from vitwire_server.observe.tracing import Tracer
 from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable
 from vitwire_server.rpc.certificates import Certificates
+from vitwire_server.rpc.health_service import SERVICE as HEALTH_SERVICE
 from vitwire_server.rpc.health_service import HealthService
-from vitwire_server.rpc.health_validator import HealthValidator
 from vitwire_server.rpc.observer import RpcObserver
 from vitwire_server.rpc.principals import TokenAuth
 from vitwire_server.rpc.service import SERVICE, EncoderService, handlers
@@ -26,10 +24,7 @@ LIVENESS = "liveness"
 _FOREVER_MS = (1 << 31) - 1
 _HANDSHAKE_MS = 20_000
 """A connection that has not completed its TLS and HTTP/2 handshake by then is closed."""
-_READINESS = ("", SERVICE)
 _PING_MS = 20_000
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def bracketed(host: str) -> str:
@@ -78,7 +73,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Services beside the encoder."""
+    """Optional services."""
 
     reflection: bool = False
     channelz: bool = False
@@ -101,7 +96,6 @@ class RpcServer:
         self._server = grpc.aio.server(
             interceptors=[
                 RpcObserver(SERVICE, tracer),
-                HealthValidator(),
                 *([TokenAuth(listen.tokens)] if listen.tokens else []),
             ],
             options=(
@@ -124,8 +118,7 @@ class RpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ),
         )
-        self._server.add_generic_rpc_handlers((handlers(service),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((handlers(service), self._health.handlers()))
         if extras.channelz:
             channelz.add_channelz_servicer(self._server)
         if extras.reflection:
@@ -161,12 +154,12 @@ class RpcServer:
 
     def set_ready(self, *, ready: bool) -> None:
         """What readiness probes and balancers see."""
-        for name in _READINESS:
-            self._health.set(name, _SERVING if ready else _NOT_SERVING)
+        for name in ("", SERVICE):
+            self._health.set(name, serving=ready)
 
     def set_alive(self, *, alive: bool) -> None:
         """What liveness probes see."""
-        self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
+        self._health.set(LIVENESS, serving=alive)
 
     async def stop(self, grace: float) -> None:
         """Take no more RPCs; those in flight have `grace` seconds."""

@@ -20,7 +20,7 @@ from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.acknowledgement import Acknowledgement
 from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
-from vitwire_server.rpc.codec import Codec, parsed
+from vitwire_server.rpc.codec import Codec, parsed, priority
 from vitwire_server.rpc.deliveries import consumer_of, region_of
 from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancellation
 from vitwire_server.rpc.pending_writes import PendingWrites
@@ -130,7 +130,7 @@ class EncoderService:
         items = codec.items(request, call.consumer)
         for index, item in enumerate(request.message.items):
             call.claim(index, region_of(item))
-        call.priority = codec.priority(request.message.priority)
+        call.priority = priority(request.message.priority)
         await call.submit_all(items)
         call.end()
 

@@ -1,17 +1,15 @@
 """Items that carry a file or a picture, which the server prepares."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import Violation
 from vitwire_server.core.items import DType, Modality
 from vitwire_server.core.models import Limits, ModelCard, Place
 
-_RGB, _RGBA = 3, 4
-_AXES_OF_IMAGE, _AXES_OF_CLIP = 3, 4
+RGB, RGBA = 3, 4
+AXES_OF_IMAGE, AXES_OF_CLIP = 3, 4
 _CLIP_BYTES = 8
 """Of the frames of a clip, for each pixel that a frame may have."""
 MAX_PICTURE_BYTES = 96 << 20
@@ -48,8 +46,8 @@ def is_picture(item: pb.Item) -> bool:
 
 def goes_to_device(picture: tuple[int, ...], card: ModelCard) -> bool:
     """Whether the engine, rather than a decoder, prepares a picture of this shape."""
-    on_device = card.preparation.place is Place.DEVICE and len(picture) in (_AXES_OF_IMAGE, _AXES_OF_CLIP)
-    if not on_device or picture[-1] != _RGB or prod(picture) > MAX_PICTURE_BYTES:
+    on_device = card.preparation.place is Place.DEVICE and len(picture) in (AXES_OF_IMAGE, AXES_OF_CLIP)
+    if not on_device or picture[-1] != RGB or prod(picture) > MAX_PICTURE_BYTES:
         return False
     return not is_elongated(picture)
 
@@ -63,39 +61,3 @@ def is_elongated(picture: tuple[int, ...]) -> bool:
 def picture_bytes(limits: Limits) -> int:
     """Bytes of the largest picture, or frames of a clip, that is prepared."""
     return limits.encoded_pixels * _CLIP_BYTES
-
-
-def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation]:
-    """What is wrong about an item with a file of so many bytes; fields are named within the item."""
-    most = limits.encoded_bytes
-    if not most:
-        yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
-    elif nbytes > most:
-        yield Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted")
-    if item.HasField("pixels"):
-        yield Violation("encoded", "must be empty if the item has pixels")
-    if item.HasField("crops"):
-        yield Violation("crops", "must be absent: the server makes the crops of a file")
-    if item.HasField("grid"):
-        yield Violation("grid", "must be absent: the server chooses the grid of a file")
-
-
-def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterator[Violation]:
-    """What is wrong about an item with a picture; fields are named within the item."""
-    shape, limits = tuple(item.pixels.shape), card.limits
-    axes = _AXES_OF_CLIP if modality is Modality.VIDEO else _AXES_OF_IMAGE
-    if item.HasField("crops"):
-        yield Violation("crops", "must be absent: the server makes the crops of a picture")
-    if modality not in card.prepared:
-        yield Violation("grid", "is missing, and this server prepares no pictures of this modality")
-    elif len(shape) != axes or shape[-1] not in (_RGB, _RGBA) or item.pixels.data_type != pb.DATA_TYPE_UINT8:
-        layout = "(frames, height, width, 3 or 4)" if modality is Modality.VIDEO else "(height, width, 3 or 4)"
-        given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
-        yield Violation("grid", f"is missing: only a picture has none, {layout} in UINT8; pixels are {given}")
-    elif min(shape) < 1:
-        yield Violation("pixels.shape", f"must be of at least one pixel, got {list(shape)}")
-    elif shape[-3] * shape[-2] > limits.encoded_pixels:
-        size = f"{shape[-2]}x{shape[-3]}"
-        yield Violation("pixels.shape", f"is a picture of {size}, the limit is {limits.encoded_pixels} pixels")
-    elif prod(shape) > picture_bytes(limits):
-        yield Violation("pixels.shape", f"takes {prod(shape)} bytes, at most {picture_bytes(limits)} are accepted")

@@ -1,0 +1,157 @@
+"""What may be wrong with a request, field by field. Fields of an item are named within the item."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.errors import InvalidRequest, Violation
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import DType, Modality
+from vitwire_server.core.models import Limits, ModelCard, Shape
+from vitwire_server.rpc.unprepared import AXES_OF_CLIP, AXES_OF_IMAGE, RGB, RGBA, picture_bytes
+
+DTYPES = {
+    pb.DATA_TYPE_FLOAT32: DType.FLOAT32,
+    pb.DATA_TYPE_FLOAT16: DType.FLOAT16,
+    pb.DATA_TYPE_BFLOAT16: DType.BFLOAT16,
+    pb.DATA_TYPE_UINT8: DType.UINT8,
+}
+OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
+MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
+_MAX_CONTENT_ID = 512
+
+
+def refuse(wrong: Sequence[Violation], field: str = "") -> None:
+    """Raises InvalidRequest if anything is wrong; with `field`, the violations are within that field."""
+    if wrong:
+        raise InvalidRequest(
+            [Violation(f"{field}.{name}", reason) if field else Violation(name, reason) for name, reason in wrong]
+        )
+
+
+def wrong_options(message: pb.EncodeRequest | pb.EncodeStreamOptions) -> Iterator[Violation]:
+    """Priority and type of the rows to return."""
+    if message.priority not in pb.Priority.values():
+        yield Violation("priority", f"{message.priority} is not a Priority")
+    if message.output_type not in OUTPUTS and message.output_type != pb.DATA_TYPE_UNSPECIFIED:
+        yield Violation("output_type", "must be FLOAT32, FLOAT16 or BFLOAT16")
+
+
+def wrong_count(count: int, most: int) -> Iterator[Violation]:
+    """How many items a request has."""
+    if count == 0:
+        yield Violation("items", "must have at least one item")
+    elif count > most:
+        yield Violation("items", f"has {count} items, at most {most} are accepted")
+
+
+def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
+    """An item's modality."""
+    modality = MODALITIES.get(item.modality)
+    if modality is None:
+        yield Violation("modality", "must be IMAGE or VIDEO")
+    elif modality not in card.preprocessing:
+        yield Violation("modality", f"{card.model_type} does not accept {modality}s")
+
+
+def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
+    """What does not depend on the kind of an item: pruning, its name, storing."""
+    if not 0 <= item.keep_ratio <= 1:
+        yield Violation("keep_ratio", f"must be in [0, 1], got {item.keep_ratio:g}")
+    elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:
+        yield Violation("keep_ratio", "must be 0 for an image: only videos are pruned")
+    elif item.keep_ratio and not card.geometry.prunes:
+        several = f"tokens of {card.model_type} span several frames"
+        pooled = f"each frame has one row, as the server runs with --pooling {card.pooling}"
+        yield Violation("keep_ratio", f"must be 0: {pooled if card.geometry.one_row else several}")
+    if len(item.content_id) > _MAX_CONTENT_ID:
+        yield Violation("content_id", f"must have at most {_MAX_CONTENT_ID} characters")
+    if item.store_only:
+        yield from _wrong_store(item, card)
+
+
+def _wrong_store(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
+    if not item.content_id:
+        yield Violation("content_id", "is missing: the rows of a store_only item are cached under it")
+    if not card.limits.cached_bytes:
+        yield Violation("store_only", "must be false: the server has no cache (--cache-bytes)")
+    if item.HasField("region"):
+        yield Violation("store_only", "must be false for an item with a region")
+
+
+def wrong_grid(grid: Grid, modality: Modality | None, card: ModelCard) -> Iterator[Violation]:
+    """The grid of an item."""
+    geometry = card.geometry
+    for name, value in zip("thw", grid, strict=True):
+        if value < 1:
+            yield Violation(f"grid.{name}", "must be positive")
+    for name, reason in geometry.wrong(grid, modality):
+        yield Violation(f"grid.{name}" if name else "grid", reason)
+    most, patches = card.limits.patches_per_item, geometry.patches(grid)
+    if patches > most:
+        yield Violation("grid", f"has {patches} patches, at most {most} are accepted")
+
+
+def wrong_shapes(item: pb.Item, grid: Grid, modality: Modality | None, card: ModelCard) -> Iterator[Violation]:
+    """The shapes of an item's tensors."""
+    geometry = card.geometry
+    yield from _wrong_shape("pixels", item.pixels, grid, geometry.shapes(grid, modality or Modality.IMAGE))
+    crops = geometry.crops(grid)
+    if crops is None and item.HasField("crops"):
+        scope = f"for grid {grid}" if geometry.crop_row else "at all"
+        yield Violation("crops", f"{card.model_type} takes no crops {scope}")
+    elif crops is not None and not item.HasField("crops"):
+        yield Violation("crops", f"is missing: must be {list(crops)} for grid {grid}")
+    elif crops is not None:
+        yield from wrong_type("crops", item.crops)
+        yield from _wrong_shape("crops", item.crops, grid, [crops])
+
+
+def wrong_type(name: str, tensor: pb.Tensor) -> Iterator[Violation]:
+    """The type of a tensor."""
+    if tensor.data_type not in DTYPES:
+        yield Violation(f"{name}.data_type", "must be FLOAT32, FLOAT16, BFLOAT16 or UINT8")
+
+
+def _wrong_shape(name: str, tensor: pb.Tensor, grid: Grid, accepted: Sequence[Shape]) -> Iterator[Violation]:
+    shape = tuple(tensor.shape)
+    if shape not in accepted:
+        options = " or ".join(str(list(option)) for option in accepted)
+        given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
+        yield Violation(f"{name}.shape", f"must be {options} for grid {grid}, got {given}")
+
+
+def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation]:
+    """What is wrong about an item with a file of so many bytes; fields are named within the item."""
+    most = limits.encoded_bytes
+    if not most:
+        yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
+    elif nbytes > most:
+        yield Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted")
+    if item.HasField("pixels"):
+        yield Violation("encoded", "must be empty if the item has pixels")
+    if item.HasField("crops"):
+        yield Violation("crops", "must be absent: the server makes the crops of a file")
+    if item.HasField("grid"):
+        yield Violation("grid", "must be absent: the server chooses the grid of a file")
+
+
+def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterator[Violation]:
+    """What is wrong about an item with a picture; fields are named within the item."""
+    shape, limits = tuple(item.pixels.shape), card.limits
+    axes = AXES_OF_CLIP if modality is Modality.VIDEO else AXES_OF_IMAGE
+    if item.HasField("crops"):
+        yield Violation("crops", "must be absent: the server makes the crops of a picture")
+    if modality not in card.prepared:
+        yield Violation("grid", "is missing, and this server prepares no pictures of this modality")
+    elif len(shape) != axes or shape[-1] not in (RGB, RGBA) or item.pixels.data_type != pb.DATA_TYPE_UINT8:
+        layout = "(frames, height, width, 3 or 4)" if modality is Modality.VIDEO else "(height, width, 3 or 4)"
+        given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
+        yield Violation("grid", f"is missing: only a picture has none, {layout} in UINT8; pixels are {given}")
+    elif min(shape) < 1:
+        yield Violation("pixels.shape", f"must be of at least one pixel, got {list(shape)}")
+    elif shape[-3] * shape[-2] > limits.encoded_pixels:
+        size = f"{shape[-2]}x{shape[-3]}"
+        yield Violation("pixels.shape", f"is a picture of {size}, the limit is {limits.encoded_pixels} pixels")
+    elif prod(shape) > picture_bytes(limits):
+        yield Violation("pixels.shape", f"takes {prod(shape)} bytes, at most {picture_bytes(limits)} are accepted")
