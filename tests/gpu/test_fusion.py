@@ -78,7 +78,8 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
 @torch.inference_mode()
 def test_a_backend_that_is_wrong_in_one_band_is_not_fused(tower: PackedTower, attention: Selection) -> None:
     right = attention.at(1)
-    other = "triton" if right.name == "varlen" else "varlen"  # backends of one name are compared once
+    # Backends of one name are compared once; layers call Triton's kernel directly.
+    other = "sdpa" if right.name == "varlen" else "varlen"
     wrong = LoadedBackend(other, lambda q, *_: torch.full_like(q, torch.nan))
     for position in range(4):
         bands = tuple(wrong if each == position else right for each in range(4))
