@@ -89,7 +89,8 @@ class TileFamily(Family):
         """See Family: the part that `within` names. SigLIP's pooling head, which no rows pass through, is left out."""
         whole = super().read_config(folder, settings)
         config = changed(at(whole, self.within), {"dtype": whole.dtype}) if self.within else whole
-        if hasattr(config.vision_config, "vision_use_head"):
+        # SiglipVisionConfig of transformers 5.17 does not declare the field, whose default is true.
+        if hasattr(config.vision_config, "vision_use_head") or config.vision_config.model_type == "siglip_vision_model":
             return changed(config, {"vision_config.vision_use_head": False})
         return config
 
