@@ -333,6 +333,7 @@ def test_a_killed_engine_ends_every_rpc_and_every_edge(checkpoints: Checkpoints,
         assert {call.result(LONG) for call in calls} == {"UNAVAILABLE"}
         assert time.monotonic() - begun < 20
         assert gone(processes)
+        server.process.wait(20)  # edges end with its first thread, its sockets close with its last
         with socket.create_server(("127.0.0.1", server.port)):
             pass
 
