@@ -10,7 +10,7 @@ from vitwire import Client, Item
 from vitwire._transport.balancing import Share
 from vitwire._transport.channel import ENCODE, ENCODE_STREAM
 from vitwire._transport.protocol import Options, parts_of
-from vitwire.cli._bench.pictures import Form, random_item
+from vitwire.cli._bench.workload import Form, random_item
 from vitwire.model import Model
 
 PIXELS = ("uint8", "float16", "float32", "picture", "jpeg")
@@ -39,7 +39,7 @@ def images_of(client: Client, size: str, pixels: str, seeds: Iterable[int]) -> l
     """
     model = client.model()
     height, width = SIZES.get(size) or (int(size), int(size))
-    made = partial(random_item, height, width, 0, model=model, grid_of=lambda item: client.encode([item])[0].grid)
+    made = partial(random_item, (height, width), 0, model=model, grid_of=lambda item: client.encode([item])[0].grid)
     if pixels in _FORMS:
         return [made(form=_FORMS[pixels], seed=seed) for seed in seeds]
     if size not in SIZES:

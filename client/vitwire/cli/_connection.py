@@ -1,11 +1,13 @@
 """Options that all commands share, the client made from them, and how errors become a line and an exit code."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import grpc
 import typer
@@ -25,10 +27,6 @@ Cert = Annotated[Path | None, typer.Option(help="Client certificate, PEM, for mu
 Key = Annotated[Path | None, typer.Option(help="Private key of the client certificate, PEM.")]
 Timeout = Annotated[float, typer.Option(min=0.001, help="Timeout of each request, in seconds.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait up to 10 minutes for the server to start and load its model.")]
-OutputType = Annotated[
-    DType | None, typer.Option(help="Type of the embeddings on the network; default: the server's dtype.")
-]
-RequestPriority = Annotated[Priority, typer.Option("--priority", help="batch: wait behind interactive requests.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -40,15 +38,15 @@ _NOTICE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How to reach the service."""
+    """How to reach the service: the options of every command, and settings of those that set them."""
 
-    target: str
-    token: str | None = field(repr=False)
-    tls: bool
-    ca: Path | None
-    cert: Path | None
-    key: Path | None
-    timeout: float
+    target: Target = DEFAULT_TARGET
+    token: Token = field(default=None, repr=False)
+    tls: Tls = False
+    ca: Ca = None
+    cert: Cert = None
+    key: Key = None
+    timeout: Timeout = 10.0
     wait: bool = False
     max_retries: int = MAX_RETRIES
     connections: int = CONNECTIONS
@@ -58,33 +56,12 @@ class Connection:
     @contextmanager
     def client(self) -> Iterator[Client]:
         """A client; errors in the block are reported as by `reported`."""
-        with (
-            reported(),
-            Client(
-                self.target,
-                tls=self._tls(),
-                token=self.token,
-                timeout=self.timeout,
-                wait_for_ready=self.wait,
-                max_retries=self.max_retries,
-                connections=self.connections,
-                output_type=self.output_type,
-                priority=self.priority,
-            ) as client,
-        ):
+        with reported(), Client(self.target, **self._arguments()) as client:
             yield client
 
     def async_client(self) -> AsyncClient:
         """A client for asyncio, to be made in the event loop that uses it. Raises ValueError or OSError."""
-        return AsyncClient(
-            self.target,
-            tls=self._tls(),
-            token=self.token,
-            timeout=self.timeout,
-            wait_for_ready=self.wait,
-            max_retries=self.max_retries,
-            connections=self.connections,
-        )
+        return AsyncClient(self.target, **self._arguments())
 
     def model(self, client: Client) -> Model:
         """The service's model; with `wait`, once a server is ready, with a notice on stderr if that takes time."""
@@ -99,6 +76,11 @@ class Connection:
         finally:
             notice.cancel()
 
+    def _arguments(self) -> Mapping[str, Any]:
+        """Of a client, after the target."""
+        names = ("token", "timeout", "max_retries", "connections", "output_type", "priority")
+        return {name: getattr(self, name) for name in names} | {"tls": self._tls(), "wait_for_ready": self.wait}
+
     def _tls(self) -> bool | Path | grpc.ChannelCredentials:
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key must be set together")
@@ -106,6 +88,42 @@ class Connection:
             return self.ca or self.tls
         ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@dataclass(frozen=True, slots=True)
+class PatientConnection(Connection):
+    """With the option to wait for the server."""
+
+    wait: Wait = False
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it: in place of each parameter whose default is a dataclass, its fields.
+
+    Fields that are `Annotated` become options, with the values of that default; the others keep these values.
+    """
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    parameters: list[Parameter] = []
+    for each in signature(command).parameters.values():
+        if not is_dataclass(each.default):
+            parameters.append(each)
+            continue
+        hints = get_type_hints(type(each.default), include_extras=True)
+        names = [own.name for own in fields(each.default) if hasattr(hints[own.name], "__metadata__")]
+        groups[each.name] = each.default, names
+        for name in names:
+            default = getattr(each.default, name)
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
+
+    @wraps(command)
+    def flat(**values: Any) -> None:  # noqa: ANN401  # one for each parameter
+        for group, (default, names) in groups.items():
+            values[group] = replace(default, **{name: values.pop(name) for name in names})
+        command(**values)
+
+    flat.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {each.name: each.annotation for each in parameters}
+    return flat
 
 
 @contextmanager

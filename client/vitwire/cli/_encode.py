@@ -13,24 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vitwire import Client, Item, Model, VitwireError
-from vitwire.cli._connection import (
-    DEFAULT_TARGET,
-    INTERRUPTED,
-    Ca,
-    Cert,
-    Connection,
-    Json,
-    Key,
-    OutputType,
-    RequestPriority,
-    Target,
-    Timeout,
-    Tls,
-    Token,
-    Wait,
-    warn,
-)
+from vitwire import Client, DType, Item, Model, Priority, VitwireError
+from vitwire.cli._connection import INTERRUPTED, Json, PatientConnection, warn, with_options
 from vitwire.cli._files import check_decodes, found, read
 from vitwire.cli._output import Encoded, Failed, check_out, printable, unique_names, write
 
@@ -38,6 +22,18 @@ _WINDOW = 16
 """Files read and sent together; bounds the memory used for them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Connection(PatientConnection):
+    output_type: Annotated[
+        DType | None, typer.Option(help="Type of the embeddings on the network; default: the server's dtype.")
+    ] = None
+    priority: Annotated[Priority, typer.Option(help="batch: wait behind interactive requests.")] = "interactive"
+
+
+_CONNECTION = _Connection(timeout=120.0)
+
+
+@with_options
 def encode(
     files: Annotated[
         list[Path],
@@ -54,25 +50,13 @@ def encode(
         ),
     ] = None,
     *,
-    target: Target = DEFAULT_TARGET,
-    token: Token = None,
-    tls: Tls = False,
-    ca: Ca = None,
-    cert: Cert = None,
-    key: Key = None,
-    timeout: Timeout = 120.0,
-    output_type: OutputType = None,
-    priority: RequestPriority = "interactive",
-    wait: Wait = False,
+    connection: _Connection = _CONNECTION,
     as_json: Json = False,
 ) -> None:
     """Encode files of images and clips and write their embeddings. Files that fail are listed, and the exit code is 1.
 
     After Ctrl-C or a failure of the service, finished embeddings are still written and the other files are listed.
     """
-    connection = Connection(
-        target, token, tls, ca, cert, key, timeout, wait, output_type=output_type, priority=priority
-    )
     with connection.client() as client:
         taken, names = found(files)
         if out is not None:
@@ -80,7 +64,7 @@ def encode(
         model = connection.model(client)
         check_decodes(model)
         unique = unique_names(list(map(printable, names)))
-        outcomes, interrupted = _outcomes(_Encoding(client, model, taken, unique, timeout))
+        outcomes, interrupted = _outcomes(_Encoding(client, model, taken, unique, connection.timeout))
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
         for broken in failed:

@@ -8,21 +8,9 @@ from typing import Annotated
 import typer
 
 from vitwire import Budget, Model
-from vitwire.cli._connection import (
-    DEFAULT_TARGET,
-    Ca,
-    Cert,
-    Connection,
-    Json,
-    Key,
-    Target,
-    Timeout,
-    Tls,
-    Token,
-    Wait,
-)
+from vitwire.cli._connection import Connection, Json, PatientConnection, with_options
 
-_SERVING = "SERVING"
+_CONNECTION, _PATIENT = Connection(), PatientConnection()
 _SECTIONS = {
     "model": ("model_id", "model_type", "weights_fingerprint", "dtype", "pooling", "available_poolings"),
     "embeddings": ("embedding_width", "deepstack_levels", "rows_by_grid", "deliveries"),
@@ -32,20 +20,9 @@ _SECTIONS = {
 }
 
 
-def info(
-    *,
-    target: Target = DEFAULT_TARGET,
-    token: Token = None,
-    tls: Tls = False,
-    ca: Ca = None,
-    cert: Cert = None,
-    key: Key = None,
-    timeout: Timeout = 10.0,
-    wait: Wait = False,
-    as_json: Json = False,
-) -> None:
+@with_options
+def info(*, connection: PatientConnection = _PATIENT, as_json: Json = False) -> None:
     """Show the service's model, limits and budgets."""
-    connection = Connection(target, token, tls, ca, cert, key, timeout, wait)
     with connection.client() as client:
         model = connection.model(client)
     typer.echo("\n".join(_lines(model)))
@@ -53,22 +30,17 @@ def info(
         typer.echo(json.dumps(asdict(model)))
 
 
+@with_options
 def health(
     service: Annotated[str, typer.Argument(help="Leave empty for readiness, or `liveness`.")] = "",
     *,
-    target: Target = DEFAULT_TARGET,
-    token: Token = None,
-    tls: Tls = False,
-    ca: Ca = None,
-    cert: Cert = None,
-    key: Key = None,
-    timeout: Timeout = 10.0,
+    connection: Connection = _CONNECTION,
 ) -> None:
     """Show the health of the service; the exit code is 0 only if it is SERVING."""
-    with Connection(target, token, tls, ca, cert, key, timeout).client() as client:
+    with connection.client() as client:
         status = client.health(service)
     typer.echo(status)
-    raise typer.Exit(0 if status == _SERVING else 1)
+    raise typer.Exit(0 if status == "SERVING" else 1)
 
 
 def _lines(model: Model) -> Iterator[str]:

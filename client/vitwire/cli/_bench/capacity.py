@@ -1,7 +1,12 @@
-"""The search for the highest rate at which a service keeps its latency. Pure: it decides which rate to try next."""
+"""`vitwire bench --find-capacity`: the search for the highest rate at which a service keeps its latency."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from vitwire.cli._bench.load import Pace
+from vitwire.cli._bench.options import Options
+from vitwire.cli._bench.results import Run, percentiles
 
 GROWTH = 2.0
 """Factor from one rate to the next, until one holds and one does not."""
@@ -11,6 +16,10 @@ CONFIRMATIONS = 3
 MAX_TRIALS = 40
 MISSES = 0.01
 """Share of requests that may miss the limit: the 99th percentile."""
+_MIN_CONCURRENCY = 64
+_MAX_CONCURRENCY = 1024
+_IN_FLIGHT = 4
+"""Requests in flight that a trial allows, as a multiple of those at the latency limit (Little's law)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,24 @@ class Verdict:
     p99_ms: float | None
     holds: bool
     limited_by: str | None
+
+    @classmethod
+    def of(cls, trial: Run, rate: float, limit_ms: float) -> "Verdict":
+        """It holds if 99 % of all requests that were due were answered in time, the generator's delays included."""
+        summary = trial.summary
+        missed, requests = summary.missed(limit_ms), len(summary.samples)
+        holds = requests > 0 and missed <= MISSES * requests and not summary.cut
+        latency = percentiles(summary.latencies)
+        return cls(
+            rate=round(rate, 3),
+            seconds=round(summary.seconds, 1),
+            requests=requests,
+            missed=missed,
+            p50_ms=latency.get("p50"),
+            p99_ms=latency.get("p99"),
+            holds=holds,
+            limited_by=None if holds else trial.limited_by(limit_ms),
+        )
 
 
 @dataclass(slots=True)
@@ -90,11 +117,6 @@ class Search:
         return self.held if self.failed <= self.held * TOLERANCE else math.sqrt(self.held * self.failed)
 
 
-def holds(missed: int, requests: int) -> bool:
-    """Whether at most `MISSES` of the requests missed the limit, all that were due being counted."""
-    return requests > 0 and missed <= MISSES * requests
-
-
 def trial_seconds(rate: float, seconds: float, limit_ms: float, *, confirming: bool) -> float:
     """Duration of a trial: at least `seconds`, and, up to 2 minutes, long enough for the requests and the limit.
 
@@ -107,3 +129,66 @@ def trial_seconds(rate: float, seconds: float, limit_ms: float, *, confirming: b
 def replicas(demand: float, capacity: float, headroom: float) -> int:
     """Replicas for a demand in requests per second, each loaded to `1 - headroom` of its capacity at most."""
     return max(1, math.ceil(demand / (capacity * (1 - headroom)) - 1e-9))
+
+
+@dataclass(slots=True)
+class Finding:
+    """Trials so far, and the rate that they found."""
+
+    options: Options
+    rate: float | None = None
+    """Requests per second; None if no rate was confirmed."""
+    limited_by: str | None = None
+    """What limited the lowest rate that failed."""
+    trials: list[Verdict] = field(default_factory=list)
+    last: Run | None = None
+    """The last trial that held."""
+    interrupted: bool = False
+
+    def document(self) -> dict[str, object]:
+        """For JSON."""
+        asked, needed = self.options, None
+        if asked.for_rate is not None and self.rate is not None:
+            needed = replicas(asked.for_rate, self.rate, asked.headroom)
+        return {
+            "p99_limit_ms": asked.p99_ms,
+            "capacity": None if self.rate is None else round(self.rate, 3),
+            "limited_by": self.limited_by,
+            "is_lower_bound": self.limited_by == "generator",
+            "for_rate": asked.for_rate,
+            "headroom": asked.headroom,
+            "replicas": needed,
+            "trials": [asdict(trial) for trial in self.trials],
+            "confirmation": self.last.document() if self.last else {},
+        }
+
+
+def find_capacity(
+    options: Options, first_rate: float, run_at: Callable[[Pace], Run], on_trial: Callable[[Verdict], None]
+) -> Finding:
+    """Search from `first_rate` on. Ctrl-C in a trial ends the search without a result."""
+    search, finding = Search(first_rate), Finding(options)
+    reasons: dict[float, str | None] = {}
+    while not search.done:
+        rate, limit = search.rate, options.p99_ms
+        seconds = trial_seconds(rate, options.seconds, limit, confirming=search.confirming)
+        trial = run_at(options.pace_at(rate, seconds, concurrency_for(rate, limit)))
+        if trial.interrupted:
+            finding.interrupted = True
+            return finding
+        verdict = Verdict.of(trial, rate, limit)
+        finding.trials.append(verdict)
+        on_trial(verdict)
+        if verdict.holds:
+            finding.last = trial
+        else:
+            reasons[rate] = verdict.limited_by
+        search.record(verdict.holds)
+    finding.rate = search.capacity
+    finding.limited_by = None if search.failed is None else reasons[search.failed]
+    return finding
+
+
+def concurrency_for(rate: float, limit_ms: float) -> int:
+    """Requests in flight that a trial allows: more than a service within the limit ever has."""
+    return min(_MAX_CONCURRENCY, max(_MIN_CONCURRENCY, round(_IN_FLIGHT * rate * limit_ms / 1e3)))

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vitwire import Client, Embedding, Item, Model, VitwireError
-from vitwire.cli._bench.samples import NOT_SENT, Sample
 from vitwire.cli._bench.workload import Shape, Workload
 from vitwire.items import pixel_bytes
 
+NOT_SENT = "NOT_SENT"
+"""Error of a request that was due, but for which no thread was free until after the end."""
 _STAMP_BYTES = 8
 _GRACE_SECONDS = 1.0
 """How long after the end requests that were due before it are still sent."""
@@ -21,6 +22,31 @@ _BEHIND_SECONDS = 5.0
 """How long after the end requests that were due before it are still counted."""
 _MAX_BACKLOG = 500_000
 """Requests that may be due and not yet answered; each takes about 1 KB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request. Times in seconds since the load began."""
+
+    due: float
+    """Scheduled time. Latency counts from here, so all waiting in the generator counts as well."""
+    done: float
+    nbytes: int = 0
+    """Bytes of its pixels."""
+    tokens: int = 0
+    paths: tuple[str, ...] = ()
+    queued: tuple[float, ...] = ()
+    error: str = ""
+    """The status code's name, or NOT_SENT; empty for a request that was answered."""
+    late: float = 0.0
+    """Seconds by which the generator itself was late."""
+    waited: float = 0.0
+    """Seconds for which it then waited until fewer than the maximum were in flight, and for its pixels."""
+
+    @property
+    def latency(self) -> float:
+        """Seconds from its scheduled time to its last row."""
+        return self.done - self.due
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,130 +1,189 @@
-"""Options of `vitwire bench`, checked against each other before anything is sent."""
+"""Options of `vitwire bench`, checked against each other before anything is sent, and when its requests are due."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import numpy as np
 import typer
 
-from vitwire.cli._bench.arrivals import Arrivals, poisson, recorded, uniform
+from vitwire._transport.connections import CONNECTIONS
 from vitwire.cli._bench.load import Pace
-from vitwire.cli._bench.pictures import Form
-from vitwire.cli._bench.traces import Trace
-from vitwire.cli._bench.workload import ImageSize
+from vitwire.cli._bench.workload import Form, ImageSize, Trace
+
+Arrivals = Literal["poisson", "uniform", "trace"]
 
 MAX_CONCURRENCY = 1024
 """Each request in flight takes a thread and a copy of its pixels."""
 CLOSED_CONCURRENCY = 8
 OPEN_CONCURRENCY = 256
 
-Sizes = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Size of the random images, WIDTHxHEIGHT. Repeat the option to alternate between sizes, or add weights to "
-        "draw them at random: --size 448x448:3 --size 1024x1024:1."
-    ),
-]
-SentAs = Annotated[
-    Form,
-    typer.Option(
-        "--as",
-        help="What is sent for a --size: pixels as the model's processor returns them for it, the picture (RGB), which "
-        "the server prepares, or a JPEG file of it (needs Pillow).",
-    ),
-]
-Concurrency = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=MAX_CONCURRENCY,
-        help=f"Most requests in flight. Default: {CLOSED_CONCURRENCY}, or {OPEN_CONCURRENCY} with arrivals at a rate.",
-    ),
-]
-Rate = Annotated[
-    float | None,
-    typer.Option(min=0.001, help="Requests per second, whether earlier ones were answered or not; else back to back."),
-]
-ArrivalsOption = Annotated[
-    Arrivals | None,
-    typer.Option(
-        help="Times of requests with --rate or --trace. Default: trace with a trace that has times, else poisson."
-    ),
-]
-TraceFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        help="Send the sizes of this trace, which vitwire-server serve --record-trace wrote, at its times; "
-        "with --rate these are stretched to that mean rate.",
-    ),
-]
-MetricsPages = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--metrics", help="Metrics page of the server, http://HOST:PORT/metrics; repeat the option for each replica."
-    ),
-]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
-    """How requests arrive."""
+    """All options but those of the connection. Raises BadParameter, naming the option."""
 
-    sizes: tuple[ImageSize, ...]
-    concurrency: int | None
-    rate: float | None
-    arrivals: Arrivals | None
-    trace: Trace | None
-    seconds: float
-    requests: int | None
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of the random images, WIDTHxHEIGHT. Repeat the option to alternate between sizes, or add "
+            "weights to draw them at random: --size 448x448:3 --size 1024x1024:1."
+        ),
+    ] = None
+    items: Annotated[int, typer.Option(min=1, help="Images or clips per request.")] = 1
+    frames: Annotated[int, typer.Option(min=0, help="Send clips with this many frames instead of images.")] = 0
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--as",
+            help="What is sent for a --size: pixels as the model's processor returns them for it, the picture (RGB), "
+            "which the server prepares, or a JPEG file of it (needs Pillow).",
+        ),
+    ] = "pixels"
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Send the sizes of this trace, which vitwire-server serve --record-trace wrote, at its times; "
+            "with --rate these are stretched to that mean rate."
+        ),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_CONCURRENCY,
+            help=f"Most requests in flight. Default: {CLOSED_CONCURRENCY}, or {OPEN_CONCURRENCY} with arrivals at a "
+            "rate.",
+        ),
+    ] = None
+    connections: Annotated[
+        int, typer.Option(min=1, help="Maximum connections; a server with several RPC processes needs several.")
+    ] = CONNECTIONS
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Requests per second, whether earlier ones were answered or not; else back to back."
+        ),
+    ] = None
+    arrivals: Annotated[
+        Arrivals | None,
+        typer.Option(
+            help="Times of requests with --rate or --trace. Default: trace with a trace that has times, else poisson."
+        ),
+    ] = None
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Duration in seconds; with --find-capacity, the least for each trial.")
+    ] = 10.0
+    requests: Annotated[int | None, typer.Option(min=1, help="Stop after this many requests.")] = None
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(help="Metrics page of the server, http://HOST:PORT/metrics; repeat the option for each replica."),
+    ] = None
+    p99_ms: Annotated[
+        float, typer.Option("--p99-ms", min=0.1, help="Latency that 99 % of requests must keep, for --find-capacity.")
+    ] = 500.0
+    for_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="With --find-capacity: print the replicas for this many requests/s.")
+    ] = None
+    headroom: Annotated[
+        float, typer.Option(min=0.0, max=0.95, help="Share of the capacity that --for-rate leaves unused.")
+    ] = 0.3
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a plot of the latencies to this file; PNG, SVG, … by suffix.")
+    ] = None
+    search: Annotated[
+        bool, typer.Option("--find-capacity", help="Search the highest rate at which 99 % of requests keep --p99-ms.")
+    ] = False
+    repeat: Annotated[bool, typer.Option("--repeat", help="Send the same pixels each time, to measure the cache.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
-        """Raises BadParameter, naming the option."""
-        if self.rate is not None and not math.isfinite(self.rate):
-            raise typer.BadParameter(f"{self.rate} is not a finite number", param_hint="--rate")
-        if self.arrivals == "trace" and not (self.trace and self.trace.times):
-            raise typer.BadParameter("trace needs a --trace whose lines have times", param_hint="--arrivals")
-        if self.arrivals in ("poisson", "uniform") and self.rate is None:
-            raise typer.BadParameter(f"{self.arrivals} needs --rate", param_hint="--arrivals")
+        checks = {
+            "--requests": (self.search and self.requests is not None, "--find-capacity chooses the number of requests"),
+            "--for-rate": (self.for_rate is not None and not self.search, "needs --find-capacity"),
+            "--as": (self.form != "pixels" and self.trace, "a trace holds grids, so that only pixels can be sent"),
+            "--frames": (self.form == "jpeg" and self.frames, "a clip cannot be a JPEG: leave out --frames"),
+            "--rate": (not math.isfinite(self.rate or 0.0), f"{self.rate} is not a finite number"),
+            "--arrivals": (
+                self.arrivals in ("poisson", "uniform") and self.rate is None, f"{self.arrivals} needs --rate"
+            ),
+        }  # fmt: skip
+        for name, (is_wrong, reason) in checks.items():
+            if is_wrong:
+                raise typer.BadParameter(reason, param_hint=name)
+
+    @cached_property
+    def sizes(self) -> tuple[ImageSize, ...]:
+        """The sizes of random images. Raises BadParameter."""
+        try:
+            return tuple(map(ImageSize.parse, self.size or ["448x448"]))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--size") from error
+
+    @cached_property
+    def recording(self) -> Trace | None:
+        """What the trace holds. Raises OSError and ValueError."""
+        return None if self.trace is None else Trace.read(self.trace)
 
     @property
     def chosen_arrivals(self) -> Arrivals | None:
-        """None where requests follow each other back to back."""
-        if self.arrivals is not None:
-            return self.arrivals
-        if self.trace and self.trace.times:
-            return "trace"
+        """None if requests follow each other back to back. Raises BadParameter, and as `recording`."""
+        has_times = bool(self.recording and self.recording.times)
+        if self.arrivals == "trace" and not has_times:
+            raise typer.BadParameter("trace needs a --trace whose lines have times", param_hint="--arrivals")
+        if self.arrivals is not None or has_times:
+            return self.arrivals or "trace"
         return None if self.rate is None else "poisson"
 
     def pace(self) -> Pace:
-        """As the options say. Raises ValueError for a trace without a rate of its own."""
-        arrivals = self.chosen_arrivals
-        if arrivals is None:
+        """As the options say. Raises as `chosen_arrivals`, and ValueError for a trace without a rate of its own."""
+        if self.chosen_arrivals is None:
             return Pace(self.concurrency or CLOSED_CONCURRENCY, self.seconds, self.requests)
-        return self._open(arrivals, self.rate, self.seconds, self.concurrency or OPEN_CONCURRENCY, self.requests)
+        due = self._due(self.chosen_arrivals, self.rate)
+        return Pace(self.concurrency or OPEN_CONCURRENCY, self.seconds, self.requests, due)
 
     def pace_at(self, rate: float, seconds: float, concurrency: int) -> Pace:
         """For a trial at a rate, whatever `rate` says."""
-        return self._open(self.chosen_arrivals or "poisson", rate, seconds, self.concurrency or concurrency, None)
+        due = self._due(self.chosen_arrivals or "poisson", rate)
+        return Pace(self.concurrency or concurrency, seconds, due=due)
 
-    def _open(
-        self, arrivals: Arrivals, rate: float | None, seconds: float, concurrency: int, requests: int | None
-    ) -> Pace:
+    def _due(self, arrivals: Arrivals, rate: float | None) -> Iterator[float]:
         if arrivals == "trace":
-            assert self.trace is not None
-            times = self.trace.times
-            if rate is None and times[-1] <= times[0]:
-                raise ValueError("--trace: the trace has no two different times: set --rate")
-            return Pace(concurrency, seconds, requests, recorded(times, rate))
-        assert rate is not None
-        due = uniform(rate) if arrivals == "uniform" else poisson(rate)
-        return Pace(concurrency, seconds, requests, due)
+            assert self.recording, "checked"
+            return recorded(self.recording.times, rate)
+        assert rate is not None, "checked"
+        return uniform(rate) if arrivals == "uniform" else poisson(rate)
 
 
-def sizes_of(texts: list[str] | None) -> tuple[ImageSize, ...]:
-    """Raises BadParameter for a size that cannot be read."""
-    try:
-        return tuple(map(ImageSize.parse, texts or ["448x448"]))
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--size") from error
+def poisson(rate: float, seed: int = 0) -> Iterator[float]:
+    """Times in seconds, endlessly, of independent requests: exponential gaps, `rate` per second on average."""
+    rng = np.random.default_rng(seed)
+    moment = 0.0
+    while True:
+        moment += float(rng.exponential(1 / rate))
+        yield moment
+
+
+def uniform(rate: float) -> Iterator[float]:
+    """Times with equal gaps."""
+    return (number / rate for number in count())
+
+
+def recorded(times: Sequence[float], rate: float | None = None) -> Iterator[float]:
+    """The times of a trace from 0 on, repeated endlessly; with a rate, stretched so that it is the mean rate.
+
+    Raises ValueError without a rate if the times do not have one: fewer than two, or all equal.
+    """
+    span = times[-1] - times[0] if times else 0.0
+    if span <= 0:
+        if rate is None:
+            raise ValueError("--trace: the trace has no two different times: set --rate")
+        return uniform(rate)
+    mean_gap = span / (len(times) - 1)
+    scale = 1.0 if rate is None else 1 / (rate * mean_gap)
+    return ((start * (span + mean_gap) + moment - times[0]) * scale for start in count() for moment in times)

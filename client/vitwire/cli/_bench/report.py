@@ -9,8 +9,8 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from vitwire.cli._bench.capacity import Verdict
-from vitwire.cli._bench.samples import Summary
+from vitwire.cli._bench.capacity import Finding, Verdict
+from vitwire.cli._bench.results import Summary
 from vitwire.cli._bench.workload import Shape
 from vitwire.shared.extras import remedy
 
@@ -98,18 +98,20 @@ def plot(path: Path, summary: Summary) -> None:
     figure.savefig(path, dpi=140)
 
 
-def plot_trials(path: Path, trials: Sequence[Verdict], limit_ms: float, capacity: float | None) -> None:
+def plot_trials(path: Path, finding: Finding) -> None:
     """Latency over rate, by trial."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # as above
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for holds, color, label in ((True, _BLUE, "holds"), (False, _RED, "fails")):
-        points = [(each.rate, each.p99_ms) for each in trials if each.holds is holds and each.p99_ms is not None]
+        points = [
+            (each.rate, each.p99_ms) for each in finding.trials if each.holds is holds and each.p99_ms is not None
+        ]
         axes.scatter([rate for rate, _ in points], [latency for _, latency in points], color=color, label=label)
-    axes.axhline(limit_ms, color=_GREY, linewidth=0.5, linestyle="--")
-    if capacity is not None:
-        axes.axvline(capacity, color=_GREY, linewidth=0.5, linestyle="--")
+    axes.axhline(finding.options.p99_ms, color=_GREY, linewidth=0.5, linestyle="--")
+    if finding.rate is not None:
+        axes.axvline(finding.rate, color=_GREY, linewidth=0.5, linestyle="--")
     axes.set(xlabel="requests per second", ylabel="p99 of answered requests, ms", yscale="log", title="trials")
     axes.legend()
     figure.savefig(path, dpi=140)

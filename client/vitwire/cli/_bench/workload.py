@@ -1,24 +1,97 @@
-"""What the benchmark sends: items of random pixels, and which of them each request holds."""
+"""What the benchmark sends: random items of sizes or of a trace, and which of them each request holds."""
 
+import io
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vitwire import Item, Model
-from vitwire.cli._bench.pictures import Form, Grid, GridOf, item_of, random_item
-from vitwire.cli._bench.traces import Trace
+from vitwire.items import Modality
 
+Grid = tuple[int, int, int]
+GridOf = Callable[[Item], Grid]
+"""Sends a picture, and returns the grid that the server chose."""
+Form = Literal["pixels", "picture", "jpeg"]
+"""pixels: what a processor returns; picture: RGB in memory; jpeg: a file of it. The server prepares the latter two."""
+
+_COARSE = 16
+"""Pixels for each value of a picture's low frequencies."""
+_NOISE = 8
 _MIX_REQUESTS = 1024
 """Requests drawn from a weighted mix before they repeat."""
 _MAX_WARMUP = 32
+_LINE = '{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}'
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSize:
+class Size(NamedTuple):
+    """The size of one item of a trace."""
+
+    modality: Modality
+    grid: Grid
+
+
+class Trace(NamedTuple):
+    """Requests in order of arrival, as `vitwire-server serve --record-trace` writes them: sizes without pixels."""
+
+    requests: Sequence[Sequence[Size]]
+    times: Sequence[float]
+    """Seconds, ascending; empty if the trace has none."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Trace":
+        """A JSON line per request. A time that is smaller than the one before starts another recording, which follows.
+
+        Raises OSError, or ValueError that names file and line.
+        """
+        requests: list[Sequence[Size]] = []
+        times: list[float] = []
+        offset = last = 0.0
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                sizes, moment = _request(line, f"{path}:{number}")
+                requests.append(sizes)
+                if moment is not None:
+                    offset += last if moment < last else 0.0
+                    last = moment
+                    times.append(offset + moment)
+        if not requests:
+            raise ValueError(f"{path}: the trace has no requests")
+        if times and len(times) != len(requests):
+            raise ValueError(f'{path}: some lines have no "t"; give it to all or to none')
+        return cls(requests, times)
+
+
+def _request(line: str, where: str) -> tuple[Sequence[Size], float | None]:
+    try:
+        request: dict[str, Any] = json.loads(line)
+        sizes = [_size(item) for item in request["items"]]
+        moment = None if request.get("t") is None else float(request["t"])
+        if not sizes or (moment is not None and not 0 <= moment < float("inf")):
+            raise ValueError("no items, or a time that is not a positive number")
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: expected {_LINE}, got {error!r}") from error
+    return sizes, moment
+
+
+def _size(item: dict[str, Any]) -> Size:
+    t, h, w = (int(side) for side in item["grid"])
+    modality = item.get("modality", "image")
+    if min(t, h, w) < 1 or modality not in ("image", "video"):
+        raise ValueError(f"modality {modality!r} of grid {[t, h, w]}")
+    return Size(modality, (t, h, w))
+
+
+class ImageSize(NamedTuple):
     """A size of `--size`."""
 
     width: int
@@ -66,7 +139,7 @@ class Shape:
     size: str
     resized_to: str | None
     """The size at which it is encoded, if that differs by a token or more."""
-    grid: tuple[int, int, int]
+    grid: Grid
     tokens: int
 
     @classmethod
@@ -87,19 +160,16 @@ def _unit(grid: Grid, model: Model) -> tuple[tuple[int, int], int]:
     return (tiles.crop if tiles.crop and not tiles.single and grid[0] > 1 else tiles.tile), 1
 
 
-def of_sizes(
-    sizes: Sequence[ImageSize], items: int, frames: int, form: Form, model: Model, grid_of: GridOf
-) -> Workload:
-    """Requests of `items` images, or clips of `frames` frames.
+def of_sizes(sizes: Sequence[ImageSize], items: Sequence[Item], count: int) -> Workload:
+    """Requests of `count` items, of which there is one for each size.
 
     Sizes take turns; if any has a weight, each item's size is drawn by weight instead (1 for those without).
     """
-    made = [random_item(size.height, size.width, frames, form, model, grid_of) for size in sizes]
-    named = dict(zip(sizes, made, strict=True))
+    named = dict(zip(sizes, items, strict=True))
     if all(size.weight is None for size in sizes):
-        turns, distinct = cycle(made), len(sizes) // math.gcd(len(sizes), items)
-        return Workload([list(islice(turns, items)) for _ in range(distinct)], named)
-    return Workload([[made[index] for index in row] for row in draws(sizes, items, _MIX_REQUESTS)], named)
+        turns, distinct = cycle(items), len(sizes) // math.gcd(len(sizes), count)
+        return Workload([list(islice(turns, count)) for _ in range(distinct)], named)
+    return Workload([[items[index] for index in row] for row in draws(sizes, count, _MIX_REQUESTS)], named)
 
 
 def draws(sizes: Sequence[ImageSize], items: int, requests: int) -> list[list[int]]:
@@ -115,3 +185,56 @@ def of_trace(trace: Trace, model: Model) -> Workload:
     """The requests of a trace, as pixels of the shapes that a processor returns."""
     items = {size: item_of(size.grid, size.modality, model) for sizes in trace.requests for size in sizes}
     return Workload([[items[size] for size in sizes] for sizes in trace.requests])
+
+
+def random_item(size: tuple[int, int], frames: int, form: Form, model: Model, grid_of: GridOf, seed: int = 0) -> Item:
+    """A random image, or a clip if `frames` is not 0, of uint8 values; its shape is that of the grid if form is pixels.
+
+    size: height and width.
+    Raises ValueError for a JPEG if Pillow is not installed, and if the server does not prepare the modality.
+    """
+    modality: Modality = "video" if frames else "image"
+    if modality not in model.prepared:
+        what = "clips" if frames else "pictures"
+        raise ValueError(
+            f"--size: this server prepares no {what} of {model.model_type}, so that the grid of a size is not known; "
+            "use --trace"
+        )
+    if form == "jpeg":
+        return Item(encoded=_jpeg(*size, seed))
+    picture = Item(_random((frames, *size, 3) if frames else (*size, 3), seed), modality=modality)
+    return picture if form == "picture" else item_of(grid_of(picture), modality, model, seed)
+
+
+def item_of(grid: Grid, modality: Modality, model: Model, seed: int = 0) -> Item:
+    """Random pixels of the shape that a processor returns for a grid, and crops if the model takes them."""
+    if model.tiles is None:
+        frames = model.temporal_patch_size if modality == "video" else 1
+        shape = (math.prod(grid), model.channels * frames * model.patch_size**2)
+        return Item(_random(shape, seed), grid, modality)
+    tiles, crops = grid[0], 0
+    if model.tiles.crop is not None:  # one tile shows the whole image
+        tiles, crops = (grid[0], grid[0]) if model.tiles.single else (1, grid[0] - 1)
+    pixels = _random((tiles, model.channels, *model.tiles.tile), seed)
+    if not crops:
+        return Item(pixels, grid, modality)
+    assert model.tiles.crop is not None
+    return Item(pixels, grid, modality, crops=_random((crops, model.channels, *model.tiles.crop), seed))
+
+
+def _random(shape: tuple[int, ...], seed: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def _jpeg(height: int, width: int, seed: int) -> bytes:
+    """A file with low frequencies and some noise, as a photograph has; noise alone would be several times as large."""
+    try:
+        from PIL import Image  # noqa: PLC0415  # only this form needs it
+    except ImportError as error:
+        raise ValueError("--as jpeg: Pillow is not installed: pip install pillow") from error
+    coarse = _random((-(-height // _COARSE), -(-width // _COARSE), 3), seed)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
+    noise = np.random.default_rng((seed, 1)).integers(-_NOISE, _NOISE + 1, smooth.shape, np.int16)
+    file = io.BytesIO()
+    Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()

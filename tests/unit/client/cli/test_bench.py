@@ -24,13 +24,12 @@ from fake_service import Fake, Running, abort, model_message, running, serving
 from vitwire import Model
 from vitwire.cli._app import app
 from vitwire.cli._bench import load
-from vitwire.cli._bench.capacity import Verdict
-from vitwire.cli._bench.finding import Finding, Goal
+from vitwire.cli._bench.capacity import Finding, Verdict
+from vitwire.cli._bench.load import Sample
+from vitwire.cli._bench.options import Options
 from vitwire.cli._bench.report import rows, trials_table
-from vitwire.cli._bench.runs import Run
-from vitwire.cli._bench.samples import Sample, Summary
-from vitwire.cli._bench.traces import Size, Trace
-from vitwire.cli._bench.workload import of_trace
+from vitwire.cli._bench.results import Run, Summary
+from vitwire.cli._bench.workload import Size, Trace, of_trace
 from vitwire.model import TileShapes
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -88,7 +87,7 @@ def test_tables_have_no_gaps_and_no_dicts() -> None:
     summary = Summary(2.0, [Sample(0.1 * at, 0.1 * at + 0.05, 10, 4, ("graph",), (0.01,)) for at in range(20)])
     last = Run(summary, None, 8, interrupted=False)
     verdicts = [Verdict(8.0, 1.0, 8, 8, None, None, False, "latency"), Verdict(4.0, 1.0, 4, 0, 5.0, 9.0, True, None)]
-    finding = Finding(Goal(500.0, 1.0), 4.0, "latency", verdicts, last).document()
+    finding = Finding(Options(p99_ms=500.0, seconds=1.0), 4.0, "latency", verdicts, last).document()
     for document in (finding, last.document()):
         shown = dict(rows(document | {"rate": None, "trace": None}))
         assert not {"rate", "trace", "trials", "server", "for rate", "replicas"} & shown.keys()

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vitwire.cli._bench import arrivals, capacity, scrape, traces
+from vitwire.cli._bench import capacity, options, scrape
 from vitwire.cli._bench.capacity import Search
-from vitwire.cli._bench.samples import NOT_SENT, Sample, Summary
-from vitwire.cli._bench.workload import ImageSize, draws
+from vitwire.cli._bench.load import NOT_SENT, Sample
+from vitwire.cli._bench.results import Summary
+from vitwire.cli._bench.workload import ImageSize, Trace, draws
 
 rates = st.floats(0.01, 1e5)
 
@@ -20,7 +21,7 @@ rates = st.floats(0.01, 1e5)
 @settings(max_examples=20)
 @given(rates, st.integers(0, 99))
 def test_poisson_arrivals_keep_the_rate_and_ascend(rate: float, seed: int) -> None:
-    times = list(islice(arrivals.poisson(rate, seed), 4000))
+    times = list(islice(options.poisson(rate, seed), 4000))
     assert times == sorted(times)
     assert 4000 / times[-1] == pytest.approx(rate, rel=0.12), "7 standard deviations"
     gaps = [(after - before) * rate for before, after in pairwise(times)]
@@ -29,7 +30,7 @@ def test_poisson_arrivals_keep_the_rate_and_ascend(rate: float, seed: int) -> No
 
 @given(rates)
 def test_uniform_arrivals_have_equal_gaps(rate: float) -> None:
-    assert list(islice(arrivals.uniform(rate), 5)) == pytest.approx([number / rate for number in range(5)])
+    assert list(islice(options.uniform(rate), 5)) == pytest.approx([number / rate for number in range(5)])
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=2, max_size=30), st.none() | st.floats(0.1, 1e4))
@@ -37,7 +38,7 @@ def test_recorded_times_repeat_with_their_gaps_and_take_the_mean_rate(moments: l
     times = sorted(moments)
     assume(times[-1] - times[0] > 1e-3)
     count = len(times)
-    found = list(islice(arrivals.recorded(times, rate), 3 * count))
+    found = list(islice(options.recorded(times, rate), 3 * count))
     assert found == sorted(found)
     assert found[0] == 0
     period = found[count]
@@ -52,8 +53,8 @@ def test_recorded_times_repeat_with_their_gaps_and_take_the_mean_rate(moments: l
 @pytest.mark.parametrize("times", [[], [3.0], [2.0, 2.0]])
 def test_times_without_a_rate_need_one(times: list[float]) -> None:
     with pytest.raises(ValueError, match="--rate"):
-        next(arrivals.recorded(times))
-    assert list(islice(arrivals.recorded(times, 10.0), 2)) == [0, 0.1]
+        next(options.recorded(times))
+    assert list(islice(options.recorded(times, 10.0), 2)) == [0, 0.1]
 
 
 @settings(max_examples=20)
@@ -133,7 +134,7 @@ def test_a_trace_is_read_as_the_server_writes_it(tmp_path: Path) -> None:
     item = {"modality": "video", "grid": [2, 4, 4], "footprint": {"tokens": 8}}
     lines = [{"t": t, "items": [item, {"modality": "image", "grid": [1, 4, 6]}]} for t in (1.0, 2.5, 0.5, 1.0)]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    trace = traces.read(path)
+    trace = Trace.read(path)
     assert trace.times == [1.0, 2.5, 3.0, 3.5], "the third starts another recording"
     assert [size.grid for size in trace.requests[0]] == [(2, 4, 4), (1, 4, 6)]
 
@@ -154,7 +155,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"items": [{"grid": [1, 4, 6]}]}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"trace\.jsonl:2: expected"):
-        traces.read(path)
+        Trace.read(path)
 
 
 PAGE = """# TYPE vitwire_items_total counter

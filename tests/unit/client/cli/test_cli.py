@@ -354,8 +354,8 @@ def process(code: str, *arguments: str, **environment: str) -> subprocess.Comple
 MAIN = "from vitwire_cli import main; main()"
 NO_MEMORY = """
 import numpy as np
-from vitwire.cli._bench import pictures
-pictures._random = lambda *_: np.empty(1 << 62, "u1")
+from vitwire.cli._bench import workload
+workload._random = lambda *_: np.empty(1 << 62, "u1")
 """
 
 

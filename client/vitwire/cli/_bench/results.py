@@ -1,43 +1,22 @@
-"""What a load measured, and its statistics."""
+"""What a load measured, its statistics, and what the service reports about itself."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from vitwire.cli._bench import scrape
+from vitwire.cli._bench.load import NOT_SENT, Load, Sample
 
 Array = npt.NDArray[np.float64]
 
-NOT_SENT = "NOT_SENT"
-"""Error of a request that was due, but for which no thread was free until after the end."""
 _LATE_SECONDS = 0.005
 _LATE_SHARE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request. Times in seconds since the load began."""
-
-    due: float
-    """Scheduled time. Latency counts from here, so all waiting in the generator counts as well."""
-    done: float
-    nbytes: int = 0
-    """Bytes of its pixels."""
-    tokens: int = 0
-    paths: tuple[str, ...] = ()
-    queued: tuple[float, ...] = ()
-    error: str = ""
-    """The status code's name, or NOT_SENT; empty for a request that was answered."""
-    late: float = 0.0
-    """Seconds by which the generator itself was late."""
-    waited: float = 0.0
-    """Seconds for which it then waited until fewer than the maximum were in flight, and for its pixels."""
-
-    @property
-    def latency(self) -> float:
-        """Seconds from its scheduled time to its last row."""
-        return self.done - self.due
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +105,78 @@ def percentiles(values: Array) -> dict[str, float]:
     shares = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
     found = {"mean": values.mean()} | {name: np.percentile(values, share) for name, share in shares.items()}
     return {name: round(float(value), 3) for name, value in (found | {"max": values.max()}).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run and its results."""
+
+    summary: Summary
+    usage: scrape.Usage | None
+    """None without metrics pages."""
+    concurrency: int
+    interrupted: bool
+
+    def limited_by(self, limit_ms: float | None = None) -> str | None:
+        """What limited the run, as far as can be seen from here; None if nothing did.
+
+        limit_ms: of a trial that failed, which always has a cause.
+        """
+        summary = self.summary
+        if not summary.kept_pace(limit_ms):
+            return "generator"
+        if self._held_back(limit_ms):
+            return "concurrency"
+        refused = {code: count for code, count in summary.errors.items() if code != NOT_SENT}
+        if self.usage and self.usage.bound:
+            return self.usage.bound
+        if refused:
+            return f"errors {', '.join(sorted(refused))}"
+        return None if limit_ms is None else "latency"
+
+    def _held_back(self, limit_ms: float | None) -> bool:
+        """Whether requests waited because too few could be in flight, although the service kept the limit."""
+        if limit_ms is None:
+            return NOT_SENT in self.summary.errors
+        kept_rate = self.concurrency / limit_ms * 1e3
+        return self.summary.in_flight_max >= self.concurrency and kept_rate < self.summary.due_rate
+
+    def document(self) -> dict[str, object]:
+        """For JSON."""
+        return self.summary.document() | {
+            "limited_by": self.limited_by(),
+            "server": self.usage.document() if self.usage else None,
+        }
+
+
+def run(load: Load, pages: Sequence[str]) -> Run:
+    """Run a load. Raises what the client raises in it, and OSError for a metrics page that cannot be read.
+
+    pages: URLs of the server's metrics.
+    """
+    before = scrape.read(pages)
+    seconds = _with_progress(load)
+    usage = scrape.Usage(before, scrape.read(pages), seconds, len(pages)) if pages else None
+    summary = Summary(seconds, load.samples, load.cpu_seconds, load.in_flight_max, load.cut)
+    return Run(summary, usage, load.pace.concurrency, load.interrupted.is_set())
+
+
+def _with_progress(load: Load) -> float:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.completed} requests, {task.fields[errors]} errors"),
+        TimeElapsedColumn(),
+    )
+    quiet = not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task("", total=None, errors=0)
+        errors = 0
+
+        def update(sample: Sample) -> None:
+            nonlocal errors
+            errors += bool(sample.error)
+            progress.update(task, advance=1, errors=errors)
+
+        if not quiet:
+            load.on_sample = update
+        return load.run()
