@@ -8,8 +8,7 @@
 the service; everything else of the model is unchanged. docs/client.md has the table of models.
 """
 
-from vitwire.integrations.transformers._attach import attach, detach
+from vitwire.integrations.transformers._attach import RemoteTower, attach, detach
 from vitwire.integrations.transformers._features import Encoder
-from vitwire.integrations.transformers._weights import RemoteTower
 
 __all__ = ["Encoder", "RemoteTower", "attach", "detach"]

@@ -10,7 +10,7 @@ from checkpoints import Checkpoints
 from client_models import client_model
 from prompts import images
 from vitwire import InvalidItem, Item
-from vitwire.integrations.transformers._layout import Call
+from vitwire.integrations.transformers._features import Call
 from vitwire.integrations.transformers._layouts import LAYOUTS
 from vitwire_server.demo.checkpoint import demo_config
 
