@@ -5,14 +5,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TypedDict
 
 from vitwire._delivery.nixl import POOL_BYTES, Delivery
+from vitwire._transport.attempts import MAX_RETRIES, Deadline, Policy
 from vitwire._transport.balancing import Balancing, Spread
 from vitwire._transport.channel import Tls
 from vitwire._transport.connections import CONNECTIONS
-from vitwire._transport.context import Metadata, Token, checked_metadata, checked_token
-from vitwire._transport.deadline import Deadline
+from vitwire._transport.context import Metadata, Token, checked_metadata, checked_target, checked_token
 from vitwire._transport.protocol import Options, Priority
-from vitwire._transport.retry import MAX_RETRIES, Policy
-from vitwire._transport.target import checked_target
 from vitwire.embeddings import DType
 
 

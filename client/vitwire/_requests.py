@@ -13,10 +13,10 @@ import grpc
 from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import Nixl
 from vitwire._options import CallOptions, ClientOptions, ConstructorOptions, DerivedOptions
+from vitwire._transport.attempts import MODEL_SECONDS, Deadline
 from vitwire._transport.balancing import Replicas, Share
 from vitwire._transport.channel import Channels
 from vitwire._transport.context import Context, checked_metadata, log
-from vitwire._transport.deadline import MODEL_SECONDS, Deadline
 from vitwire._transport.exchange import may_mean_other_model
 from vitwire._transport.protocol import Options, Part, parts_of
 from vitwire.errors import VitwireError

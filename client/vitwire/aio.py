@@ -23,9 +23,9 @@ from vitwire._inputs.files import ImageLike
 from vitwire._inputs.pixels import Clip
 from vitwire._options import CallOptions
 from vitwire._requests import BaseClient, Call
-from vitwire._transport.aio_ahead import AsyncAhead, Items
+from vitwire._transport.ahead import AsyncAhead, Items
 from vitwire._transport.aio_calls import AsyncTransport
-from vitwire._transport.deadline import HEALTH_SECONDS
+from vitwire._transport.attempts import HEALTH_SECONDS
 from vitwire.embeddings import Embedding
 from vitwire.errors import VitwireError
 from vitwire.items import Item, Modality, numbered, pixel_bytes, without_pixels

@@ -22,8 +22,8 @@ from vitwire._inputs.pixels import Clip
 from vitwire._options import CallOptions
 from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import Ahead
+from vitwire._transport.attempts import HEALTH_SECONDS
 from vitwire._transport.calls import Calls, Transport
-from vitwire._transport.deadline import HEALTH_SECONDS
 from vitwire.embeddings import Embedding
 from vitwire.errors import VitwireError
 from vitwire.items import Item, Modality, numbered, without_pixels

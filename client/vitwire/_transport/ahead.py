@@ -1,15 +1,19 @@
 """Reading items ahead of their results, so that later items upload while earlier ones are yielded."""
 
+import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from queue import SimpleQueue
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from contextlib import aclosing
+from itertools import islice
 
 from vitwire._delivery.answers import Result
+from vitwire._transport.arrivals import Arrivals, AsyncArrivals
 from vitwire._transport.calls import Calls
 from vitwire._transport.protocol import ONE_MESSAGE_BYTES
 from vitwire.items import Item, checked, pixel_bytes
 
+Items = Iterable[Item] | AsyncIterable[Item]
 Group = dict[int, Item]
 """Items of one request, by position."""
 
@@ -92,27 +96,24 @@ class Window:
 
 
 class Ahead:
-    """Encodes the items of an iterable, which a thread reads ahead. `aio_ahead.py` is the same for asyncio."""
+    """Encodes the items of an iterable, which a thread reads ahead."""
 
     def __init__(self, items: Iterable[Item], encode: Callable[[Group, Calls], Iterator[Result]]) -> None:
         """`encode` gives the results of one request."""
         self._items = items
         self._encode = encode
-        self._arrived: SimpleQueue[Result | Exception | None] = SimpleQueue()
+        self._arrivals = Arrivals[Result]()
         self._calls: set[Calls] = set()
         self._stopped = threading.Event()
         self._taken = threading.Semaphore(0)
-        self._window = Window(self._start)
+        self._window = Window(lambda group: self._arrivals.start(self._request(group)))
 
     def results(self) -> Generator[Result, None, None]:
         """Results as they arrive. Closing the generator cancels the requests in flight."""
-        threading.Thread(target=self._read, daemon=True).start()
+        self._arrivals.start(self._read())
         try:
             while not self._window.is_complete:
-                result = self._arrived.get()
-                if isinstance(result, Exception):
-                    raise result
-                if result is not None:
+                if (result := self._arrivals.next()) is not None:
                     self._window.taken(result[0])
                     self._taken.release()
                     yield result
@@ -122,33 +123,79 @@ class Ahead:
             for calls in tuple(self._calls):
                 calls.cancel()
 
-    def _read(self) -> None:
-        try:
-            for item in self._items:
-                if self._stopped.is_set():
-                    return
-                self._window.add(item)
-                while not (self._window.has_room or self._stopped.is_set()):
-                    self._taken.acquire()
-            self._window.end()
-            self._arrived.put(None)
-        except Exception as error:  # noqa: BLE001  # raised again by the caller
-            self._arrived.put(error)
+    def _read(self) -> Iterator[None]:
+        for item in self._items:
+            if self._stopped.is_set():
+                return
+            self._window.add(item)
+            while not (self._window.has_room or self._stopped.is_set()):
+                self._taken.acquire()
+        self._window.end()
+        yield  # a result of none, as the window may be complete now
 
-    def _start(self, group: Group) -> None:
+    def _request(self, group: Group) -> Iterator[Result]:
         calls = Calls()
         self._calls.add(calls)
         if self._stopped.is_set():
             calls.cancel()
-        threading.Thread(target=self._request, args=(group, calls), daemon=True).start()
-
-    def _request(self, group: Group, calls: Calls) -> None:
         try:
-            for result in self._encode(group, calls):
-                self._arrived.put(result)
-        except Exception as error:  # noqa: BLE001  # as above
-            self._arrived.put(error)
+            yield from self._encode(group, calls)
         finally:
             self._calls.discard(calls)
             if not self._stopped.is_set():
                 self._window.request_ended()
+
+
+class AsyncAhead:
+    """Encodes the items of an iterable, which a task reads ahead."""
+
+    def __init__(self, items: Items, encode: Callable[[Group], AsyncGenerator[Result, None]]) -> None:
+        """`encode` gives the results of one request."""
+        self._items = items
+        self._encode = encode
+        self._arrivals = AsyncArrivals[Result]()
+        self._is_stopped = False
+        self._taken = asyncio.Event()
+        self._window = Window(lambda group: self._arrivals.start(self._request(group)))
+
+    async def results(self) -> AsyncGenerator[Result, None]:
+        """Results as they arrive. Closing the generator cancels the requests in flight."""
+        self._arrivals.start(self._read())
+        try:
+            while not self._window.is_complete:
+                if (result := await self._arrivals.next()) is not None:
+                    self._window.taken(result[0])
+                    self._taken.set()
+                    yield result
+        finally:
+            self._is_stopped = True
+            await self._arrivals.close()
+
+    async def _read(self) -> AsyncGenerator[None, None]:
+        async for item in _each(self._items):
+            self._window.add(item)
+            while not self._window.has_room:
+                self._taken.clear()
+                await self._taken.wait()
+        self._window.end()
+        yield  # as above
+
+    async def _request(self, group: Group) -> AsyncGenerator[Result, None]:
+        try:
+            async with aclosing(self._encode(group)) as results:
+                async for result in results:
+                    yield result
+        finally:
+            if not self._is_stopped:
+                self._window.request_ended()
+
+
+async def _each(items: Items) -> AsyncIterator[Item]:
+    """The items; an iterable that is not asynchronous may block, so it is read in threads."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+        return
+    iterator = iter(items)
+    while found := await asyncio.to_thread(lambda: list(islice(iterator, 1))):
+        yield found[0]

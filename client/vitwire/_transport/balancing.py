@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from vitwire._transport.deadline import patches_of
+from vitwire._transport.attempts import patches_of
 from vitwire.items import Item
 from vitwire.model import Model
 

@@ -1,28 +1,25 @@
 """Channels and RPCs of the synchronous client. `aio_calls.py` is the same for asyncio."""
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from queue import SimpleQueue
 
 import grpc
 
 from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import ROOM_SECONDS
 from vitwire._transport import channel as grpc_channel
+from vitwire._transport.arrivals import merged
+from vitwire._transport.attempts import Attempts, Deadline
 from vitwire._transport.balancing import Replicas
 from vitwire._transport.channel import StreamCall
 from vitwire._transport.connections import Connection, Connections
 from vitwire._transport.context import Context, Metadata
-from vitwire._transport.deadline import Deadline
 from vitwire._transport.diagnosis import diagnosed
 from vitwire._transport.exchange import Exchange, model_of
 from vitwire._transport.protocol import Part
-from vitwire._transport.retry import Attempts
-from vitwire._transport.slots import Slots
-from vitwire._transport.timers import Timers
-from vitwire.errors import Unavailable, VitwireError, from_rpc, is_from_server
+from vitwire._transport.waiting import Slots, Timers
+from vitwire.errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire.model import Model
 from vitwire.v1 import encoder_pb2 as pb
 
@@ -38,7 +35,7 @@ class Transport:
         """Of requests; the caller of `encode` holds one."""
         self._security = channels.security
         self._timers = Timers()
-        self._connections: Connections[grpc.Channel] = Connections(channels.open, connections)
+        self.connections: Connections[grpc.Channel] = Connections(channels.open, connections)
         self.replicas = Replicas()
 
     def encode(
@@ -52,15 +49,16 @@ class Transport:
         """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
         calls = calls or Calls()
         exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
-        common = {stream: self.common(parts, stream=stream) for stream in (True, False)}
+        common = {stream: self.connections.common(parts, stream=stream) for stream in (True, False)}
         streams = [self.results(each, context.metadata, calls, common[not each.part.one_message]) for each in exchanges]
         try:
-            yield from streams[0] if len(streams) == 1 else _merged(streams)
+            yield from streams[0] if len(streams) == 1 else merged(streams)
         finally:
             calls.cancel()
 
-    def model(self, deadline: Deadline, context: Context) -> Model:
-        get_model = self._connections.control(grpc_channel.OPTIONS).unary_unary(*grpc_channel.GET_MODEL)
+    def model(self, deadline: Deadline, context: Context, calls: "Calls | None" = None) -> Model:
+        calls = calls or Calls()
+        get_model = self.connections.control(grpc_channel.OPTIONS).unary_unary(*grpc_channel.GET_MODEL)
         attempts = Attempts(context.policy, deadline)
         while True:
             accept_timeout = attempts.accept_timeout()
@@ -71,11 +69,12 @@ class Transport:
                 if accept_timeout is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     attempts.unanswered()
                     continue
-                delay = attempts.delay(self._with_reason(error, attempts, context.metadata))
-            time.sleep(delay)
+                delay = attempts.delay(self.with_reason(error, attempts, context.metadata))
+            if not calls.wait(delay):
+                raise EncodeFailed("the call was cancelled", code="CANCELLED")
 
     def health(self, service: str, deadline: Deadline, context: Context) -> str:
-        check = self._connections.control(grpc_channel.HEALTH_OPTIONS).unary_unary(*grpc_channel.HEALTH)
+        check = self.connections.control(grpc_channel.HEALTH_OPTIONS).unary_unary(*grpc_channel.HEALTH)
         try:
             status = check(service, timeout=deadline.left(), metadata=context.metadata)
         except grpc.RpcError as error:
@@ -85,8 +84,8 @@ class Transport:
         return grpc_channel.health_name(status)
 
     def close(self) -> None:
-        channels = self._connections.close()
-        if self._connections.is_forked:
+        channels = self.connections.close()
+        if self.connections.is_forked:
             return
         self._timers.close()
         closing = threading.Thread(target=_close_all, args=(channels,), daemon=True)
@@ -96,10 +95,6 @@ class Transport:
             _close_all(channels)
         else:
             closing.join(_CLOSE_SECONDS)
-
-    def common(self, parts: Sequence[Part], *, stream: bool) -> Connection[grpc.Channel] | None:
-        """See Connections."""
-        return self._connections.common(parts, stream=stream)
 
     def results(
         self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None = None
@@ -120,7 +115,7 @@ class Transport:
                 if not calls.wait(ROOM_SECONDS):
                     return
             accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self._connections.bulk(
+            with self.connections.bulk(
                 part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
             ) as connection:
                 call = calls.add(self._start(connection.channel, exchange, metadata))
@@ -136,7 +131,7 @@ class Transport:
                 except grpc.RpcError as error:
                     if exchange.is_complete:
                         return
-                    delay = exchange.failed(self._with_reason(error, exchange.attempts, metadata, part), connection)
+                    delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
                 finally:
                     calls.drop(call)
                     exchange.close()
@@ -146,7 +141,7 @@ class Transport:
                 return
             calls.wait(delay)
 
-    def _with_reason(
+    def with_reason(
         self, error: grpc.RpcError, attempts: Attempts, metadata: Metadata, part: Part | None = None
     ) -> VitwireError:
         """The error; if gRPC only reports that no server is ready, what that means, or the reason of a server."""
@@ -161,7 +156,7 @@ class Transport:
 
     def _reason(self, known: VitwireError | None, metadata: Metadata) -> VitwireError | None:
         """Why no server is ready: None if one is ready, `known` if none answers."""
-        get_model = self._connections.control(grpc_channel.HEALTH_OPTIONS).unary_unary(*grpc_channel.GET_MODEL)
+        get_model = self.connections.control(grpc_channel.HEALTH_OPTIONS).unary_unary(*grpc_channel.GET_MODEL)
         try:
             get_model(pb.GetModelRequest(), timeout=grpc_channel.REASON_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
@@ -220,28 +215,3 @@ class Calls:
 def _close_all(channels: Sequence[grpc.Channel]) -> None:
     for channel in channels:
         channel.close()
-
-
-def _merged(streams: Sequence[Iterator[Answer]]) -> Iterator[Answer]:
-    """Results of all streams as they arrive; the threads end with their calls, which the caller cancels."""
-    arrived: SimpleQueue[Answer | Exception | None] = SimpleQueue()
-
-    def drain(stream: Iterator[Answer]) -> None:
-        try:
-            for result in stream:
-                arrived.put(result)
-            arrived.put(None)
-        except Exception as error:  # noqa: BLE001  # raised again by the caller
-            arrived.put(error)
-
-    for stream in streams:
-        threading.Thread(target=drain, args=(stream,), daemon=True).start()
-    running = len(streams)
-    while running:
-        result = arrived.get()
-        if isinstance(result, Exception):
-            raise result
-        if result is None:
-            running -= 1
-        else:
-            yield result

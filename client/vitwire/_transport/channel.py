@@ -13,9 +13,9 @@ import grpc.aio
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from vitwire._delivery.answers import Response
+from vitwire._transport.attempts import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire._transport.balancing import CONTENT_HEADER
 from vitwire._transport.diagnosis import Security
-from vitwire._transport.retry import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, Request, read_chunk, read_plain, write_chunk, write_request
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from vitwire._delivery.answers import Accepted, Answer, Response
 from vitwire._delivery.assembler import Assembler
+from vitwire._transport.attempts import Attempts
 from vitwire._transport.balancing import CONTENT_HEADER
 from vitwire._transport.connections import C, Connection
 from vitwire._transport.context import log
 from vitwire._transport.protocol import Part
-from vitwire._transport.retry import Attempts
 from vitwire.errors import (
     DeadlineExceeded,
     EncodeFailed,

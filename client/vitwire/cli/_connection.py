@@ -13,8 +13,8 @@ import grpc
 import typer
 
 from vitwire import AsyncClient, Client, DType, Model, Priority, VitwireError
+from vitwire._transport.attempts import MAX_RETRIES
 from vitwire._transport.connections import CONNECTIONS
-from vitwire._transport.retry import MAX_RETRIES
 
 Target = Annotated[
     str,

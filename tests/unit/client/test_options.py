@@ -246,7 +246,7 @@ async def test_a_slot_is_free_again_after_an_error_and_an_abandoned_loop(make: C
 async def test_a_request_that_waits_for_its_own_loop_logs_a_warning(
     make: Call, running: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitwire._transport.slots._WARN_SECONDS", 0.2)
+    monkeypatch.setattr("vitwire._transport.waiting._WARN_SECONDS", 0.2)
     async with make(running.target, max_in_flight=1) as client:
         results = client.iter_encode([item(), item()])
         async for _ in results:
@@ -352,7 +352,7 @@ with Client(sys.argv[1], timeout=60) as client:
     client.encode([item])
     held, forked = threading.Event(), threading.Event()
     def hold():  # as the client's own threads may at any time
-        with client._shared.transport._timers._changed, client._shared.transport._connections._lock:
+        with client._shared.transport._timers._changed, client._shared.transport.connections._lock:
             held.set()
             forked.wait()
     threading.Thread(target=hold).start()

@@ -11,7 +11,7 @@ import pytest
 from both_clients import Call, both, large
 from fake_service import Fake, abort, expected, item, retry_info, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item, Overloaded, Unavailable
-from vitwire._transport.deadline import Deadline
+from vitwire._transport.attempts import Deadline
 
 
 @both
