@@ -1,27 +1,104 @@
-"""Everything about the requests of both clients but their I/O."""
+"""The arguments of both clients, and everything about their requests but their I/O."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from inspect import signature
-from typing import Any, Generic, Protocol, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypedDict, TypeVar, Unpack
 
 import grpc
 
 from vitwire._delivery.answers import Answer
-from vitwire._delivery.nixl import Nixl
-from vitwire._options import CallOptions, ClientOptions, ConstructorOptions, DerivedOptions
-from vitwire._transport.attempts import MODEL_SECONDS, Deadline
-from vitwire._transport.balancing import Replicas, Share
-from vitwire._transport.channel import Channels
-from vitwire._transport.context import Context, checked_metadata, log
+from vitwire._delivery.nixl import POOL_BYTES, Delivery, Nixl
+from vitwire._transport.attempts import MAX_RETRIES, MODEL_SECONDS, Deadline, Policy
+from vitwire._transport.balancing import Balancing, Replicas, Share, Spread
+from vitwire._transport.channel import Channels, Tls
+from vitwire._transport.connections import CONNECTIONS
+from vitwire._transport.context import Context, Token, checked_metadata, checked_target, checked_token, log
 from vitwire._transport.exchange import may_mean_other_model
-from vitwire._transport.protocol import Options, Part, parts_of
+from vitwire._transport.protocol import Options, Part, Priority, parts_of
+from vitwire.embeddings import DType
 from vitwire.errors import VitwireError
 from vitwire.items import Item
 from vitwire.model import Model
+
+P = ParamSpec("P")
+S = TypeVar("S")
+_Taking: TypeAlias = Callable[[S, "ClientOptions"], None]
+_LEAST = {"connections": 1, "max_in_flight": 1, "max_retries": 0, "delivery_bytes": 1}
+
+
+class CallOptions(TypedDict, total=False):
+    """Of every method that encodes; None, or left out: the client's."""
+
+    timeout: float | None
+    output_type: DType | None
+    priority: Priority | None
+
+
+class DerivedOptions(CallOptions, total=False):
+    """Of `with_options`; None, or left out: as before."""
+
+    spread: Spread | None
+    affinity: bool | None
+    max_retries: int | None
+    wait_for_ready: bool | None
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """The arguments of a client, checked; `Client` documents them. Raises ValueError."""
+
+    target: str | None = None
+    """Never None in an instance: the environment's by default."""
+    _: KW_ONLY
+    tls: Tls = None
+    token: Token = field(default=None, repr=False)
+    timeout: float | None = None
+    output_type: DType | None = None
+    priority: Priority = "interactive"
+    spread: Spread = 1
+    affinity: bool = False
+    connections: int = CONNECTIONS
+    max_in_flight: int | None = None
+    max_retries: int = MAX_RETRIES
+    wait_for_ready: bool = False
+    metadata: Mapping[str, str] | None = field(default=None, repr=False)
+    channel_options: Mapping[str, int | str] | None = None
+    delivery: Delivery = "auto"
+    device: str | None = None
+    delivery_bytes: int = POOL_BYTES
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target", checked_target(self.target))
+        checked_token(self.token)
+        object.__setattr__(self, "metadata", dict(checked_metadata(self.metadata, self.token)) or None)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        Deadline(self.timeout, 0.0)
+        Options.of(self.output_type, self.priority)
+        _ = self.balancing  # which checks its arguments
+
+    @property
+    def balancing(self) -> Balancing:
+        return Balancing(self.spread, self.affinity)
+
+
+def _taking(options: Callable[P, ClientOptions]) -> "Callable[[_Taking[S]], Callable[Concatenate[S, P], None]]":
+    """Gives a constructor the arguments of `options`, which it gets as one object."""
+
+    def decorate(constructor: "_Taking[S]") -> Callable[Concatenate[S, P], None]:
+        def init(self: S, /, *args: P.args, **named: P.kwargs) -> None:
+            constructor(self, options(*args, **named))
+
+        return init
+
+    return decorate
 
 
 class _Transport(Protocol):
@@ -64,12 +141,13 @@ class BaseClient(Generic[T]):
     __signature__ = signature(ClientOptions)
     _make_transport: type[T]
 
-    def __init__(self, target: str | None = None, **options: Unpack[ConstructorOptions]) -> None:
-        own = self._options = ClientOptions(target, **options)
-        assert own.target, "checked"
-        channels = Channels.of(own.target, own.tls, own.channel_options)
-        transport = self._make_transport(channels, own.connections, own.max_in_flight)
-        self._shared = Shared(transport, Nixl(own.delivery, own.device, own.delivery_bytes))
+    @_taking(ClientOptions)
+    def __init__(self, options: ClientOptions) -> None:
+        self._options = options
+        assert options.target, "checked"
+        channels = Channels.of(options.target, options.tls, options.channel_options)
+        transport = self._make_transport(channels, options.connections, options.max_in_flight)
+        self._shared = Shared(transport, Nixl(options.delivery, options.device, options.delivery_bytes))
         self._is_derived = False
 
     def with_options(self, **options: Unpack[DerivedOptions]) -> Self:
@@ -128,7 +206,9 @@ class BaseClient(Generic[T]):
 
     def _context(self) -> Context:
         """Of a new request."""
-        return Context.of(self._options.token, self._options.headers, self._options.policy)
+        own = self._options
+        headers = tuple((own.metadata or {}).items())
+        return Context.of(own.token, headers, Policy(own.max_retries, own.wait_for_ready))
 
     def _shares(self, items: Mapping[int, Item], model: Model) -> list[Share]:
         """How a request is split into RPCs."""

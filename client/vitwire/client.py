@@ -19,8 +19,7 @@ from vitwire._delivery.answers import (
 )
 from vitwire._inputs.files import ImageLike
 from vitwire._inputs.pixels import Clip
-from vitwire._options import CallOptions
-from vitwire._requests import BaseClient, Call
+from vitwire._requests import BaseClient, Call, CallOptions
 from vitwire._transport.ahead import Ahead
 from vitwire._transport.attempts import HEALTH_SECONDS
 from vitwire._transport.calls import Calls, Transport

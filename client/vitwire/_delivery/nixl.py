@@ -50,8 +50,6 @@ class Nixl:
             raise ValueError(f"device must be None or a CUDA device such as 'cuda:0', got {device!r}")
         if device is not None and delivery == "stream":
             raise ValueError("device needs delivery='nixl' or 'auto': rows in a stream arrive on the host")
-        if nbytes < 1:
-            raise ValueError(f"delivery_bytes must be positive, got {nbytes}")
         self.is_required = delivery == "nixl"
         self._is_wanted = self.is_required or (delivery == "auto" and device is not None)  # to the host, streams win
         self._device = device

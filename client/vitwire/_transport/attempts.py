@@ -4,7 +4,7 @@ import math
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vitwire.errors import DeadlineExceeded, Overloaded, Unavailable, VitwireError
 from vitwire.items import Item
@@ -93,16 +93,11 @@ _MAX_UNANSWERED = 2
 _REASON_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """When a client retries. Raises ValueError for a negative number."""
+class Policy(NamedTuple):
+    """When a client retries."""
 
     max_retries: int = MAX_RETRIES
     wait_for_ready: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries must be at least 0, got {self.max_retries}")
 
 
 class Attempts:

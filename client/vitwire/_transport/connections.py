@@ -50,9 +50,6 @@ class Connections(Generic[C]):
     """
 
     def __init__(self, open_channel: Callable[[ChannelOptions], C], limit: int) -> None:
-        """Raises ValueError for a limit below 1."""
-        if limit < 1:
-            raise ValueError(f"connections must be at least 1, got {limit}")
         self._open = open_channel
         self._limit = limit
         self._lock = threading.Lock()

@@ -13,18 +13,11 @@ _WARN_SECONDS = 60.0
 """After which a request that may wait without limit logs a warning: it may wait for a loop that it is itself in."""
 
 
-def checked_limit(limit: int | None) -> int | None:
-    """The limit; None for no limit. Raises ValueError for one below 1."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"max_in_flight must be at least 1, got {limit}")
-    return limit
-
-
 class Slots:
     """For threads."""
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = checked_limit(limit)
+        self._limit = limit
         self._free = threading.Semaphore(limit) if limit else None
 
     @contextmanager
@@ -49,7 +42,7 @@ class AsyncSlots:
     """For the tasks of an event loop."""
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = checked_limit(limit)
+        self._limit = limit
         self._free = asyncio.Semaphore(limit) if limit else None
 
     @asynccontextmanager
