@@ -24,6 +24,7 @@ OVERLAYS = sorted(f"overlays/{path.name}" for path in (DEPLOY / "overlays").iter
 ROUTER = "router with monitoring"
 COMBINATIONS = {
     ROUTER: ("router", "router-monitoring"),
+    "gpu with a claim": ("overlays/gpu", "model-claim"),
     "gpu with KEDA": ("overlays/gpu", "monitoring", "keda"),
     "multi-gpu with TLS": ("overlays/multi-gpu", "tls", "tokens", "monitoring"),
     "multi-gpu with a gateway": ("overlays/multi-gpu", "gateway"),
