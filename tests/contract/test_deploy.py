@@ -13,6 +13,7 @@ from manifests import (
     RELEASE,
     ROOT,
     SCRIPTS,
+    STACK,
     TARGETS,
     UID,
     Document,
@@ -53,7 +54,9 @@ def gpus(documents: list[Document]) -> int:
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_schemas_accept_every_document(version: str) -> None:
     """Each once, as targets share most of them."""
-    found = {str(each): each for target in (*TARGETS, "router", "model-download") for each in documents_of(target)}
+    found = {
+        str(each): each for target in (*TARGETS, STACK, "router", "model-download") for each in documents_of(target)
+    }
     for document in found.values():
         if document["kind"] not in custom_resources.KINDS:
             assert kubernetes_validate.validate(document, version, strict=True) == version
