@@ -36,7 +36,7 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
             say(f"the Hub cannot be reached; {folder} holds {model} at {recorded.get('commit')} already")
             return
         raise CheckpointError(f"{model} at {revision} could not be found on the Hub: {_line(error)}") from error
-    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or () if _stays_inside(each.rfilename)}
     fetched: dict[str, int] = {}
     (folder / RECORD).unlink(missing_ok=True)
 
@@ -50,7 +50,8 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
     for pooling in checkpoint.poolings:
         vision_shards(folder, checkpoint.pooled(pooling).family.modules, checkpoint.config, fetch)
     for name in recorded.get("files", {}).keys() - fetched.keys():
-        (folder / name).unlink(missing_ok=True)
+        if _stays_inside(name):
+            (folder / name).unlink(missing_ok=True)
     record = {"model": model, "revision": revision, "commit": info.sha, "files": fetched}
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     say(f"{folder} holds {model} at {info.sha}: {len(fetched)} files, {_size(sum(fetched.values()))}")
@@ -78,6 +79,11 @@ def _fetch(model: str, commit: str, folder: Path, wanted: Mapping[str, int], say
 def _holds(folder: Path, recorded: Mapping[str, object]) -> bool:
     files = recorded.get("files")
     return isinstance(files, dict) and all(_is_complete(folder / name, size) for name, size in files.items())
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a file of this name is within the directory, which a mirror may not respect."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts and name != RECORD
 
 
 def _is_complete(path: Path, size: int) -> bool:
