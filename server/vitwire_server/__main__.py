@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the default)
+       vitwire-server download MODEL --to DIR  fetch what serve reads of a model on the Hugging Face Hub
        vitwire-server demo-checkpoint [FLAGS]  write a tiny VLM with random weights
        vitwire-server budgets [FLAGS]          fit budgets to a trace of item sizes
        vitwire-server completion SHELL         completion of flags: eval "$(vitwire-server completion bash)"
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     commands = {
         "serve": _serve,
+        "download": _download,
         "demo-checkpoint": _demo_checkpoint,
         "budgets": _budgets,
         "completion": _completion,
@@ -196,6 +198,29 @@ def _leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _download(words: list[str]) -> int:
+    import argparse  # noqa: PLC0415 - as above
+    from pathlib import Path  # noqa: PLC0415 - as above
+
+    parser = argparse.ArgumentParser(
+        "vitwire-server download",
+        description="Fetch the configuration and the vision weights of a model. Interrupted downloads continue.",
+        epilog="HF_TOKEN is used for gated models, HF_ENDPOINT for a mirror of the Hub.",
+    )
+    parser.add_argument("model", help="id on the Hugging Face Hub, such as Qwen/Qwen3-VL-8B-Instruct")
+    parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="directory for the files")
+    parser.add_argument("--revision", default="main", help="branch, tag or commit (default: main)")
+    options = parser.parse_args(words)
+    from vitwire_server.towers.checkpoints.downloading import download_model  # noqa: PLC0415 - loads torch
+    from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
+
+    try:
+        download_model(options.model, options.revision, options.to, lambda line: print(line, flush=True))
+    except (CheckpointError, OSError) as error:
+        return _fail(error, 1)
+    return 0
 
 
 def _demo_checkpoint(words: list[str]) -> int:

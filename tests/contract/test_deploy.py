@@ -13,6 +13,7 @@ from manifests import (
     RELEASE,
     ROOT,
     SCRIPTS,
+    STACK,
     TARGETS,
     UID,
     Document,
@@ -40,6 +41,11 @@ def is_secure(documents: list[Document]) -> bool:
     return "VITWIRE_TLS_CERT" in variables(documents)
 
 
+def egress_ports(rule: Document) -> list[int]:
+    assert rule["to"], "an empty list admits every address"
+    return [each["port"] for each in rule["ports"]]
+
+
 def gpus(documents: list[Document]) -> int:
     """Processes of the pod, each with ports of its own."""
     return len(variables(documents).get("VITWIRE_DEVICES", "one").split(","))
@@ -48,7 +54,9 @@ def gpus(documents: list[Document]) -> int:
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_schemas_accept_every_document(version: str) -> None:
     """Each once, as targets share most of them."""
-    found = {str(each): each for target in (*TARGETS, "router", "model-download") for each in documents_of(target)}
+    found = {
+        str(each): each for target in (*TARGETS, STACK, "router", "model-download") for each in documents_of(target)
+    }
     for document in found.values():
         if document["kind"] not in custom_resources.KINDS:
             assert kubernetes_validate.validate(document, version, strict=True) == version
@@ -148,8 +156,10 @@ def test_the_network_policy_opens_these_ports_only(documents: list[Document]) ->
     for span, (_, sources) in zip(spans, opened, strict=True):
         if ports["metrics"] in span:
             assert [list(source) for source in sources] == [["namespaceSelector"]]
-    names = "OTLP" in " ".join(variables(documents))
-    assert bool(policy.get("egress")) == names, "the server connects to a collector only"
+    assert {port for rule in policy["egress"] for port in egress_ports(rule)} == {
+        *([443, 53] if "download" in {each["name"] for each in containers(documents)} else []),
+        *([4317, 53] if "VITWIRE_OTLP_ENDPOINT" in variables(documents) else []),
+    }, "the download reaches the Hub, the server a collector, nothing else"
 
 
 def test_probes_ask_the_health_services(documents: list[Document]) -> None:

@@ -72,7 +72,7 @@ def test_volumes_are_declared_and_writable_where_needed(documents: list[Document
     volumes = {volume["name"]: volume for volume in pod(documents)["volumes"]}
     for volume in volumes.values():
         assert len(volume) == 2, "a name and one source"
-        assert volume.keys() <= {"name", "emptyDir", "persistentVolumeClaim", "image", "secret"}
+        assert volume.keys() <= {"name", "emptyDir", "persistentVolumeClaim", "ephemeral", "image", "secret"}
     for container in containers(documents):
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert set(mounts.values()) <= volumes.keys()
@@ -87,14 +87,35 @@ def test_volumes_are_declared_and_writable_where_needed(documents: list[Document
     assert claims - made <= {"vitwire-models"}, "which model-download makes"
 
 
-def test_the_readme_names_what_makes_the_claims_of_its_overlays() -> None:
+def test_the_overlay_of_the_readme_needs_no_claim() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     applied = [documents_of(target) for target in re.findall(r"kubectl apply -k deploy/([\w/-]+)", text)]
-    claims = {name for documents in applied for name in found_under(documents, "claimName")}
-    made = {each["metadata"]["name"] for documents in applied for each in documents if "Claim" in each["kind"]}
-    assert claims
-    assert claims <= made
-    assert all(f"`{claim}`" in text for claim in claims)
+    assert applied
+    assert not [name for documents in applied for name in found_under(documents, "claimName")]
+
+
+@pytest.mark.parametrize("target", ["overlays/gpu", "overlays/multi-gpu", "overlays/autoscale"])
+def test_pods_download_the_model_into_a_volume_of_their_own(target: str) -> None:
+    """tests/e2e/test_download.py runs the command."""
+    documents = documents_of(target)
+    (container,) = pod(documents)["initContainers"]
+    assert container["command"] == ["python3", "-m", "vitwire_server"]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    asked = re.sub(r"\$\((\w+)\)", lambda name: str(environment[name[1]]), " ".join(container["args"]))
+    assert asked == "download Qwen/Qwen3-VL-8B-Instruct --to /models --revision main"
+    assert variables(documents)["VITWIRE_MODEL"] == "/models"
+    (volume,) = (each for each in pod(documents)["volumes"] if each["name"] == "models")
+    claim = volume["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert claim["accessModes"] == ["ReadWriteOnce"]
+    assert "storageClassName" not in claim, "the cluster's default"
+    assert {each["name"]: each.get("readOnly") for each in server(documents)["volumeMounts"]}["models"] is True
+
+
+@pytest.mark.parametrize("target", ["gpu with a claim", "gpu with claims and a gateway"])
+def test_a_claim_or_an_image_replaces_the_download(target: str) -> None:
+    assert not pod(documents_of(target)).get("initContainers")
+    (volume,) = (each for each in pod(documents_of(target))["volumes"] if each["name"] == "models")
+    assert volume.keys() & {"persistentVolumeClaim", "image"}
 
 
 def test_kernels_are_kept_on_a_volume(documents: list[Document]) -> None:

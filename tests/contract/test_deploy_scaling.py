@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import custom_resources
-from manifests import ROOT, Document, documents_of, found_under, only, render, server, variables
+from manifests import ROOT, Document, documents_of, found_under, only, quantity, render, server, variables
 
 AUTOSCALED = {"overlays/autoscale": "HorizontalPodAutoscaler", "gpu with KEDA": "ScaledObject"}
 GATEWAY = "gpu with claims and a gateway"
@@ -77,7 +77,8 @@ def test_both_autoscalers_behave_alike() -> None:
     (kept,) = found_under(second["advanced"], "behavior")
     assert first["behavior"] == kept
     assert (first["minReplicas"], first["maxReplicas"]) == (second["minReplicaCount"], second["maxReplicaCount"])
-    assert [*found_under(first, "averageValue")] == [*found_under(second, "threshold")]
+    values, thresholds = found_under(first, "averageValue"), found_under(second, "threshold")
+    assert [quantity(each) for each in values] == [quantity(each) for each in thresholds]
 
 
 def test_pods_start_before_they_are_removed_again(autoscaled: list[Document]) -> None:
@@ -93,7 +94,7 @@ def test_the_autoscaled_metric_exists() -> None:
     name = metric["pods"]["metric"]["name"]
     assert f"| `{name}` | gauge |" in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     (query,) = found_under(autoscaler(documents_of("gpu with KEDA")), "query")
-    assert query == f'sum({name}{{job="vitwire"}})'
+    assert query == f'sum(max by (pod) ({name}{{job="vitwire"}}))'
 
 
 @pytest.mark.parametrize("target", ["overlays/autoscale", "multi-gpu with TLS"])

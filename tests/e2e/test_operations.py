@@ -120,7 +120,7 @@ def beside(tmp_path: Path) -> list[dict[str, object]]:
 
 def test_a_second_service_beside_the_first_shares_nothing_with_it(beside: list[dict[str, object]]) -> None:
     shown = {str(each["kind"]): yaml.safe_dump(each) for each in beside}
-    assert "claimName: vitwire-models-next" in shown["Deployment"]
+    assert "value: 0123456789abcdef0123456789abcdef01234567" in shown["Deployment"]
     for kind in ("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"):
         assert "name: vitwire-next" in shown[kind]
         assert "instance: vitwire-next" in shown[kind].partition("spec:")[2]

@@ -71,7 +71,7 @@ _SCALED_OBJECT = _closed(
                 "serverAddress query threshold",
                 serverAddress={"type": "string", "pattern": r"^https?://[^/]+$"},
                 query={"type": "string"},
-                threshold={"type": "string", "pattern": r"^[0-9]+$"},  # every value of this map is a string
+                threshold={"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"},  # every value of this map is a string
             ),
         )
     ),

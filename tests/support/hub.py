@@ -14,10 +14,37 @@ _COMMIT = "0" * 40
 
 @dataclass
 class Hub:
-    """Its address, and the names of the files that it gave away."""
+    """Its repository and address, and which files it gave away."""
 
-    url: str
+    repository: str
+    folder: Path
+    commit: str = _COMMIT
+    url: str = ""
     fetched: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
+    """Files that were asked for from an offset on."""
+    most: int | None = None
+    """Bytes of a file after which the connection breaks off."""
+    lost: set[str] = field(default_factory=set)
+    """Files that are listed and cannot be fetched."""
+    listed: dict[str, int] = field(default_factory=dict)
+    """Further names and sizes in the listing."""
+
+    def described(self, path: str) -> bytes | None:
+        """What the Hub's API answers; None for what this hub does not have."""
+        files = [each for each in sorted(self.folder.iterdir()) if each.is_file()]
+        if path.startswith(f"/api/models/{self.repository}/tree/"):
+            return json.dumps([_entry(each) for each in files]).encode()
+        if not path.startswith(f"/api/models/{self.repository}"):
+            return None
+        sizes = {each.name: each.stat().st_size for each in files} | self.listed
+        siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+        return json.dumps({"id": self.repository, "sha": self.commit, "siblings": siblings}).encode()
+
+    def content(self, name: str) -> bytes | None:
+        """A file of the repository; None if it cannot be fetched."""
+        path = self.folder / name
+        return path.read_bytes() if name not in self.lost and path.is_file() else None
 
 
 def _entry(path: Path) -> dict[str, object]:
@@ -25,47 +52,61 @@ def _entry(path: Path) -> dict[str, object]:
     return {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": sha1(path.read_bytes()).hexdigest()}
 
 
+class _Server(ThreadingHTTPServer):
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hub = hub
+        hub.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        hub, path = self.server.hub, self.path.partition("?")[0]
+        if path.startswith("/api/"):
+            self._send(hub.described(path), body=body)
+            return
+        name = path.removeprefix(f"/{hub.repository}/resolve/").partition("/")[2]
+        first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0]) if body else 0
+        if body:
+            hub.fetched.append(name)
+        if first:
+            hub.resumed.append(name)
+        self._send(hub.content(name), body=body, first=first, most=hub.most)
+
+    def _send(self, content: bytes | None, *, body: bool, first: int = 0, most: int | None = None) -> None:
+        if content is None:
+            self.send_error(404)
+            return
+        self.send_response(206 if first else 200)
+        self.send_header("Content-Length", str(len(content) - first))
+        self.send_header("ETag", f'"{sha1(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.server.hub.commit)
+        if most is not None:
+            self.send_header("Connection", "close")
+        if first:
+            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        if body:
+            self.wfile.write(content[first:] if most is None else content[first : first + most])
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is http.server's
+        """Nothing is logged."""
+
+
 @contextmanager
-def hub(repository: str, folder: Path) -> Iterator[Hub]:
-    """Serve the files of a folder as those of a repository `owner/name`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def _answer(self, *, body: bool) -> None:
-            path = self.path.partition("?")[0]
-            name = path.removeprefix(f"/{repository}/resolve/").partition("/")[2]
-            if path.startswith(f"/api/models/{repository}/tree/"):
-                content = json.dumps([_entry(each) for each in sorted(folder.iterdir())]).encode()
-            elif path.startswith(f"/api/models/{repository}"):
-                content = json.dumps({"id": repository, "sha": _COMMIT}).encode()
-            else:
-                content = (folder / name).read_bytes()
-                if body:
-                    running.fetched.append(name)
-            self.send_response(200)
-            headers = {
-                "Content-Length": len(content),
-                "ETag": f'"{sha1(content).hexdigest()}"',
-                "X-Repo-Commit": _COMMIT,
-            }
-            for key, value in headers.items():
-                self.send_header(key, str(value))
-            self.end_headers()
-            if body:
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is http.server's
-            """Nothing is logged."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        running = Hub(f"http://127.0.0.1:{server.server_port}")
+def hub(repository: str, folder: Path, commit: str = _COMMIT) -> Iterator[Hub]:
+    """Serve the files of a folder as those of a repository `owner/name` at a commit."""
+    running = Hub(repository, folder, commit)
+    with _Server(running) as server:
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

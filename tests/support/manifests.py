@@ -20,10 +20,13 @@ Document: TypeAlias = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SCRIPTS = Path(sys.executable).parent
-OVERLAYS = sorted(f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir())
+STACK = "overlays/stack"
+"""Several Deployments: encoder, engine and router."""
+OVERLAYS = sorted({f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir()} - {STACK})
 ROUTER = "router with monitoring"
 COMBINATIONS = {
     ROUTER: ("router", "router-monitoring"),
+    "gpu with a claim": ("overlays/gpu", "model-claim"),
     "gpu with KEDA": ("overlays/gpu", "monitoring", "keda"),
     "multi-gpu with TLS": ("overlays/multi-gpu", "tls", "tokens", "monitoring"),
     "multi-gpu with a gateway": ("overlays/multi-gpu", "gateway"),

@@ -9,7 +9,7 @@ import shtab
 from vitwire_server.config.parser import source_of
 from vitwire_server.config.settings import ServeSettings
 
-COMMANDS = ("serve", "demo-checkpoint", "budgets", "completion")
+COMMANDS = ("serve", "download", "demo-checkpoint", "budgets", "completion")
 
 
 def main(words: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,8 @@ def load_tower(
     The tower is built in `dtype` rather than cast to it: casting a built module would round its
     rotary frequencies too.
     """
-    hub_id = checkpoint.model_id if checkpoint.on_hub else None
-    weights = read_weights(checkpoint.folder, hub_id, checkpoint.family.modules, checkpoint.config, track)
+    fetch = partial(download, checkpoint.model_id) if checkpoint.on_hub else None
+    weights = read_weights(checkpoint.folder, checkpoint.family.modules, checkpoint.config, track, fetch)
     if adapter:
         adapter.merge(checkpoint.family, checkpoint.config, weights)
     transformers.utils.logging.disable_progress_bar()

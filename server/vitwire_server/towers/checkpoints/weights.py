@@ -28,6 +28,8 @@ _LAYOUTS = (
 
 Track = Callable[[Iterable[str], str, int], Iterable[str]]
 """Wraps an iterable in a progress bar: items, description, how many."""
+Fetch = Callable[[list[str]], object]
+"""Brings files of these names into the folder, as far as the hub has them. Raises CheckpointError."""
 
 
 def download(model: str, patterns: list[str]) -> Path:
@@ -40,16 +42,27 @@ def download(model: str, patterns: list[str]) -> Path:
         ) from error
 
 
+def vision_shards(
+    folder: Path, modules: Mapping[str, Module], config: Config, fetch: Fetch | None
+) -> dict[str, list[tuple[str, str, str]]]:
+    """The shards with vision weights, fetched; of each weight: module, name within it, name in the shard.
+
+    `config` is the whole checkpoint's. Without `fetch`, shards may be missing. Raises CheckpointError.
+    """
+    shards = _shards(folder, _weight_map(_whole(folder, fetch)), modules, config)
+    if fetch:
+        fetch(list(shards))
+    return shards
+
+
 def read_weights(
-    folder: Path, hub_id: str | None, modules: Mapping[str, Module], config: Config, track: Track
+    folder: Path, modules: Mapping[str, Module], config: Config, track: Track, fetch: Fetch | None = None
 ) -> dict[str, Weights]:
     """The weights of each module, by their names within it; `config` is the whole checkpoint's. Raises CheckpointError.
 
-    With `hub_id`, `folder` is the hub's cache, where shards are fetched as they are needed.
+    `fetch` brings shards into the folder that are not there yet.
     """
-    shards = _vision_shards(folder, _weight_map(_whole(folder, hub_id)), modules, config)
-    if hub_id:
-        download(hub_id, list(shards))
+    shards = vision_shards(folder, modules, config, fetch)
     weights: dict[str, Weights] = {module: {} for module in modules}
     for shard in track(list(shards), "loading", len(shards)):
         path = folder / shard
@@ -71,10 +84,9 @@ def _converted(folder: Path, name: str, module: Module, config: Config, weights:
         raise CheckpointError(f"{folder}: the weights do not fit the vision {name}: {error}") from error
 
 
-def _vision_shards(
+def _shards(
     folder: Path, keys: Mapping[str, str], modules: Mapping[str, Module], config: Config
 ) -> dict[str, list[tuple[str, str, str]]]:
-    """For each shard with vision weights, of weights to shards: module, name within it, and name in the shard."""
     shards: dict[str, list[tuple[str, str, str]]] = {}
     for name, module in modules.items():
         named = {key: found for key in keys if (found := module.name(key)) is not None}
@@ -90,13 +102,13 @@ def _vision_shards(
     return shards
 
 
-def _whole(folder: Path, hub_id: str | None) -> Path:
-    """The index of a checkpoint's shards, or its only file, which is fetched from the hub. Raises CheckpointError."""
+def _whole(folder: Path, fetch: Fetch | None) -> Path:
+    """The index of a checkpoint's shards, or its only file, which is fetched. Raises CheckpointError."""
     for index, single in _LAYOUTS:
         if (folder / index).is_file():
             return folder / index
-        if hub_id:
-            download(hub_id, [single])
+        if fetch:
+            fetch([single])
         if (folder / single).is_file():
             return folder / single
     raise CheckpointError(f"{folder} holds no weights: none of {', '.join(name for pair in _LAYOUTS for name in pair)}")

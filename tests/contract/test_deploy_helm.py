@@ -1,0 +1,159 @@
+"""The Helm chart, rendered by Helm's own engine, is what Kustomize renders."""
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import custom_resources
+from manifests import DEPLOY, RELEASE, Document, documents_of, found_under, server
+
+helm = pytest.importorskip("helm_python.chart", reason="Helm's library is built for Linux only")
+CHART = DEPLOY / "helm" / "vitwire"
+TLS = {"tls": {"secret": "vitwire-tls"}}
+PAIRS: Mapping[str, Mapping[str, Any]] = {
+    "overlays/gpu": {},
+    "overlays/gpu-tls": {**TLS, "tokens": {"secret": "vitwire-tokens"}},
+    "overlays/gpu-mtls": {"tls": {"secret": "vitwire-tls", "clientCertificates": True}},
+    "overlays/autoscale": {"autoscaling": {"kind": "hpa"}, "podMonitor": True},
+    "gpu with KEDA": {"autoscaling": {"kind": "keda"}, "podMonitor": True},
+    "gpu with a claim": {"model": {"source": "claim"}},
+    "gpu with claims and a gateway": {
+        "model": {"source": "image"},
+        "cache": {"shared": True},
+        "tracing": {"endpoint": "otel-collector.monitoring:4317"},
+        "network": {
+            "from": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "envoy-gateway-system"}}}]
+        },
+    },
+}
+"""Values of the chart by the folder or combination of deploy/ that has the same objects."""
+OUTSIDE = {"Gateway", "GRPCRoute", "PrometheusRule"}
+"""Kinds that the chart leaves to Kustomize, and dashboards."""
+ADDED = ("app.kubernetes.io/managed-by", "helm.sh/chart", "vitwire/devices")
+"""Labels that only one of them sets, and nothing selects in a chart."""
+
+
+def rendered(values: Mapping[str, Any], name: str = "vitwire") -> list[Document]:
+    with helm.Chart.load(CHART) as chart:
+        chart.validate_schema(dict(values))
+        files = chart.render(values=dict(values), name=name)
+    texts = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
+    return [document for text in texts for document in yaml.safe_load_all(text) if document]
+
+
+def comparable(documents: list[Document]) -> dict[tuple[str, str], Document]:
+    """By kind and name, without hashes of settings, labels that only one sets, and the order of lists with names."""
+    found = {}
+    for document in copy.deepcopy(documents):
+        metadata = document["metadata"]
+        if document["kind"] in OUTSIDE or "grafana_dashboard" in metadata["labels"]:
+            continue
+        if document["kind"] == "ConfigMap":
+            metadata["name"], metadata["labels"] = "vitwire", {}
+        if document["kind"] == "Deployment":
+            template = document["spec"]["template"]
+            template["metadata"].pop("annotations", None)
+            server([document])["envFrom"][0]["configMapRef"]["name"] = "vitwire"
+            template["spec"]["volumes"].sort(key=lambda each: each["name"])
+            server([document])["volumeMounts"].sort(key=lambda each: each["name"])
+            if not template["spec"].get("initContainers"):
+                template["spec"].pop("initContainers", None)
+        for label in ADDED:
+            metadata["labels"].pop(label, None)
+        if document["kind"] in {"PodMonitor", "HorizontalPodAutoscaler", "ScaledObject", "PersistentVolumeClaim"}:
+            metadata["labels"] = {}
+        if document["kind"] == "PodMonitor":  # the other ports are those of overlays/multi-gpu
+            document["spec"]["podMetricsEndpoints"] = document["spec"]["podMetricsEndpoints"][:1]
+        found[document["kind"], metadata["name"]] = document
+    return found
+
+
+@pytest.mark.parametrize("target", PAIRS)
+def test_the_chart_renders_what_kustomize_renders(target: str) -> None:
+    assert comparable(rendered(PAIRS[target])) == comparable(documents_of(target))
+
+
+@pytest.mark.parametrize("target", PAIRS)
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_schemas_accept_every_document(target: str, version: str) -> None:
+    for document in rendered(PAIRS[target]):
+        if document["kind"] in custom_resources.KINDS:
+            assert custom_resources.errors(document) == []
+        else:
+            assert kubernetes_validate.validate(document, version, strict=True) == version
+
+
+def test_helm_finds_nothing_to_mend() -> None:
+    report = helm.lint(CHART, {}, strict=True)
+    assert report["errors"] == []
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
+
+
+def test_two_releases_share_nothing() -> None:
+    shown = yaml.safe_dump_all(rendered({"cache": {"shared": True}, "podMonitor": True}, name="next"))
+    assert set(re.findall(r"(?:claimName|serviceAccountName): (\S+)", shown)) == {"next", "next-cache"}
+    names = {each["metadata"]["name"] for each in yaml.safe_load_all(shown)}
+    assert names == {"next", "next-cache"}
+    assert set(found_under([*yaml.safe_load_all(shown)], "app.kubernetes.io/instance")) == {"next"}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model": {"source": "disk"}}, "model/source"),
+        ({"autoscaling": {"kind": "vpa"}}, "autoscaling/kind"),
+        ({"model": {"revison": "main"}}, "revison"),
+        ({"settings": {"max-queued-items": 5}}, "max-queued-items"),
+        ({"settings": {"VITWIRE_DEVICE": "cpu"}}, "VITWIRE_DEVICE"),
+        ({"tracing": {"endpoint": "collector"}}, "tracing/endpoint"),
+        ({"tls": {"clientCertificates": True}}, "tls.clientCertificates needs tls.secret"),
+    ],
+)
+def test_wrong_values_are_refused(values: Mapping[str, Any], reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        rendered(values)
+
+
+def test_further_values_reach_the_pod() -> None:
+    values = {
+        "image": {"repository": "registry.example/vitwire", "tag": "next", "pullSecrets": [{"name": "registry"}]},
+        "settings": {"BUDGETS": "learn", "STATE_DIR": "/cache/state", "MAX_QUEUED_ITEMS": 512},
+        "nodeSelector": {"nvidia.com/mig.config": "all-1g.10gb"},
+        "priorityClassName": "serving",
+        "runtimeClassName": "nvidia",
+        "model": {"storageClass": "fast"},
+        "replicas": 3,
+    }
+    documents = {each["kind"]: each for each in rendered(values)}
+    deployment = documents["Deployment"]["spec"]
+    pod = deployment["template"]["spec"]
+    assert deployment["replicas"] == 3
+    assert {each["image"] for each in pod["initContainers"] + pod["containers"]} == {"registry.example/vitwire:next"}
+    assert (pod["imagePullSecrets"], pod["nodeSelector"]) == (values["image"]["pullSecrets"], values["nodeSelector"])
+    assert (pod["priorityClassName"], pod["runtimeClassName"]) == ("serving", "nvidia")
+    assert list(found_under(pod["volumes"], "storageClassName")) == ["fast"]
+    settings = documents["ConfigMap"]["data"]
+    assert settings["VITWIRE_BUDGETS"] == "learn"
+    assert settings["VITWIRE_MAX_QUEUED_ITEMS"] == "512"
+    assert settings["VITWIRE_DEVICE"] == "cuda", "defaults stay"
+
+
+def test_every_value_is_in_the_schema() -> None:
+    """A value that the schema leaves out could be misspelt without an error."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for name, value in values.items():
+        described = schema["properties"][name]
+        if "additionalProperties" in described and name != "settings":
+            assert described["properties"].keys() == value.keys()
+
+
+def test_the_chart_has_the_version_of_the_release() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == RELEASE
