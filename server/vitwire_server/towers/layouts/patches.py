@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, isqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.footprints import PatchFootprints
@@ -137,6 +139,19 @@ class PatchTower(Tower):
 
 def _bytes(measured: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in measured.values())
+
+
+def attend(module: nn.Module, implementation: str, heads: Sequence[Tensor], **attended: Any) -> Tensor:  # noqa: ANN401
+    """Packed attention by the function that transformers knows by this name, for modules that it is not handed on to.
+
+    `heads` are queries, keys and values `(1, rows, heads, head_dim)`, the result is of the queries' shape; `attended`
+    are the boundaries, and `scaling`.
+    """
+    heads_first = (each.transpose(1, 2) for each in heads)
+    rows, _ = ALL_ATTENTION_FUNCTIONS[implementation](
+        module, *heads_first, None, dropout=0.0, is_causal=False, **attended
+    )
+    return rows  # type: ignore[no-any-return]
 
 
 def neighbours(grid: Grid, merge: int) -> Tensor:

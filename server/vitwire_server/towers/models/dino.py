@@ -8,8 +8,7 @@ from vitwire_server.towers.family import Parts, Weights, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.fused import split_qkv
 from vitwire_server.towers.shared.learned import fix_positions
-from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import part, stock, variant
+from vitwire_server.towers.shared.parts import Constants, part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _STORED_NAMES = (

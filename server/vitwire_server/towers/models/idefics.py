@@ -29,11 +29,9 @@ from vitwire_server.towers.processors.settings import (
 )
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.learned import fractional_positions, positioned
-from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import part, projector, stock
-from vitwire_server.towers.shared.perceiver import resampled
+from vitwire_server.towers.shared.parts import Constants, part, projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
-from vitwire_server.towers.shared.resampled import QueriedTower
+from vitwire_server.towers.shared.resamplers import QueriedTower, resampled
 from vitwire_server.towers.shared.siglip import packed_layers, siglip
 
 _TILE, _LONGEST = 364, 4 * 364

@@ -24,9 +24,8 @@ from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, st
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.parts import part, projector, stock
-from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, ProjectedTiles, shuffled, shuffles
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _DYNAMIC = {

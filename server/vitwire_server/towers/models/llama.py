@@ -21,8 +21,7 @@ from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, wh
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import SHUFFLED, ProjectedTiles, shuffles
 
 
 def _llama4_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:

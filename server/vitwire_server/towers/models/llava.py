@@ -23,9 +23,8 @@ from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles
 from vitwire_server.towers.processors.single import tile_of
 from vitwire_server.towers.processors.tiles import fits_tower, stretched, tiled
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.clip import clip
 from vitwire_server.towers.shared.parts import projector
-from vitwire_server.towers.shared.projected import ProjectedLayers
+from vitwire_server.towers.shared.projected_tiles import ProjectedLayers, clip
 from vitwire_server.towers.shared.siglip import siglip
 
 _POOLED = Served("spatial_pool_mode", lambda mode, _: mode in ("average", "max"), "'average' or 'max'")

@@ -17,9 +17,8 @@ from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.modules import Constants, SingleParameter
-from vitwire_server.towers.shared.parts import part, stock
-from vitwire_server.towers.shared.sam import gather_relative_positions
+from vitwire_server.towers.shared.learned import gather_relative_positions
+from vitwire_server.towers.shared.parts import Constants, SingleParameter, part, stock
 
 _SAM_NAMES = (
     (r"^sam_encoder\.blocks\.", "sam_encoder.layers."),

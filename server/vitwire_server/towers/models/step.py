@@ -18,10 +18,9 @@ from vitwire_server.towers.layouts.crops import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
-from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.learned import gather_relative_positions
+from vitwire_server.towers.shared.parts import Constants, projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
-from vitwire_server.towers.shared.sam import gather_relative_positions
 
 
 def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
