@@ -46,7 +46,7 @@ class Dinov3(PlainEncoder):
         tile = torch.zeros(1, self.channels, self.tile.height, self.tile.width, device=self._tower.device)
         cosines, sines = self._tower.rope_embeddings(tile)
         self._rotary = Constants(cosines=cosines.clone(), sines=sines.clone())
-        self.constants = {"rotary": self._rotary}
+        self.model["rotary"] = self._rotary
 
     def tokens(self, tiles: Tensor) -> Tensor:
         tower, states = self._tower, self._tower.embeddings(tiles)

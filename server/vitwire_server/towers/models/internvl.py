@@ -166,15 +166,15 @@ def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 class Shuffled(ProjectedTiles):
     """Pixel shuffle before the projector."""
 
-    def rows(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().rows(tiles), self.merge)
+    def features(self, tiles: Tensor) -> Tensor:
+        return shuffled(super().features(tiles), self.merge)
 
 
 class InternVL(ProjectedTiles):
     """A ViT with a class token, which is left out, then pixel shuffle and the projector."""
 
-    def rows(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().rows(tiles)[:, 1:], self.merge)
+    def features(self, tiles: Tensor) -> Tensor:
+        return shuffled(super().features(tiles)[:, 1:], self.merge)
 
 
 class NvlmProjector(InternVLMultiModalProjector):

@@ -1,13 +1,11 @@
 """Square tiles through a stock tower, and a projector of its rows; pixel shuffle; chosen layers of CLIP's kin."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from vitwire_server.towers.configs import Config, at, last_layer
 from vitwire_server.towers.family import Module, Parts, in_model
-from vitwire_server.towers.layouts.tiles import Encoder, TileShape, heads_of, merged_tile, side
+from vitwire_server.towers.layouts.tiles import TileShape, TileTower, heads_of, merged_tile, side
 from vitwire_server.towers.served import Served
 
 SHUFFLED = "1 divided by a whole number"
@@ -16,7 +14,7 @@ MLP1 = {"mlp1.0.": "layer_norm.", "mlp1.1.": "linear_1.", "mlp1.3.": "linear_2."
 """Prefixes of the projector after a pixel shuffle, in checkpoints that follow OpenGVLab's layout."""
 
 
-class ProjectedTiles(Encoder):
+class ProjectedTiles(TileTower):
     """One token for each patch, or for each square of patches as the field at `merged_by` says.
 
     That field holds the patches a side of a square, or the share of a side that is left of them.
@@ -29,6 +27,7 @@ class ProjectedTiles(Encoder):
 
         Raises ValueError if the squares leave patches over, or if tokens are not made of the last layer.
         """
+        super().__init__(parts, config)
         last_layer(config)
         vision = config.vision_config
         size, self.patch, self.merge = side(vision.image_size), side(vision.patch_size), 1
@@ -40,20 +39,18 @@ class ProjectedTiles(Encoder):
         self.channels = vision.num_channels
         self.width = at(config, width or "text_config.hidden_size")
         self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector: Any = parts.get("projector")
         self.blocks = list(self._tower.get_submodule(layers))
 
     def encode(self, tiles: Tensor) -> Tensor:
-        rows: Tensor = self._projector(self.rows(tiles))
+        rows: Tensor = self._projector(self.features(tiles))
         return rows.flatten(1, -2)
 
-    def rows(self, tiles: Tensor) -> Tensor:
+    def features(self, tiles: Tensor) -> Tensor:
         """`(tiles, C, H, W)` to what is projected."""
         return self._tower(pixel_values=tiles).last_hidden_state  # type: ignore[no-any-return]
 
 
-class ProjectedLayers(Encoder):
+class ProjectedLayers(TileTower):
     """Rows of chosen layers of CLIP's or SigLIP's tower, side by side, and a projector, as LLaVA has it.
 
     The configuration names the layers as transformers numbers hidden states, before the last norm: 0 is before the
@@ -63,9 +60,8 @@ class ProjectedLayers(Encoder):
 
     def __init__(self, parts: Parts, config: Config) -> None:
         """Raises ValueError over a layer that the tower does not have."""
+        super().__init__(parts, config)
         vision, layers = config.vision_config, config.vision_feature_layer
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
         held = list(self._tower.encoder.layers)
         self._chosen = [_number(layer, len(held)) for layer in ([layers] if isinstance(layers, int) else layers)]
         self._left_out = int(getattr(config, "vision_feature_select_strategy", "default") == "default")
@@ -78,9 +74,9 @@ class ProjectedLayers(Encoder):
         self.attention_heads = heads_of(vision)
 
     def encode(self, tiles: Tensor) -> Tensor:
-        return self.projected(self.rows(tiles))
+        return self.projected(self.features(tiles))
 
-    def rows(self, tiles: Tensor) -> Tensor:
+    def features(self, tiles: Tensor) -> Tensor:
         """`(tiles, C, H, W)` to `(tiles, rows, columns)` before they are projected."""
         states: Tensor = self._tower.embeddings(tiles)
         if hasattr(self._tower, "pre_layrnorm"):  # CLIP's; spelled so in every checkpoint

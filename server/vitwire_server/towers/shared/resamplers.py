@@ -39,10 +39,10 @@ class QueriedTower(RasterTower):
         return ResampledGeometry(**asdict(super()._geometry(config)))
 
     @cached_property
-    def footprints(self) -> Footprints:  # type: ignore[override]  # of another class than other patches'
+    def footprint(self) -> Footprints:
         return ResampledFootprints(self._queries)
 
-    @property
+    @cached_property
     def capacities(self) -> Capacities:
         return ResampledCapacities(self._queries)
 
@@ -104,13 +104,10 @@ class ResampledTower(QueriedTower):
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         self._resampler: Resampler = parts["resampler"]
         super().__init__(family, parts, config, queries=len(self._resampler.query))
+        self.resampler_heads = self._resampler.attn.num_heads, _HEAD
 
     def _geometry(self, config: Config) -> Geometry:
         return replace(super()._geometry(config), longest_side=LONGEST_SIDE)
-
-    @property
-    def resampler_heads(self) -> tuple[int, int]:
-        return self._resampler.attn.num_heads, _HEAD
 
     def _inputs(self) -> dict[str, Kind]:
         return {"places": Rows((2,), torch.int64)}
