@@ -20,8 +20,8 @@ from vitwire_server.demo.shrinking import Json
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.models.deepseek import DownsampleProjector
 from vitwire_server.towers.models.internvl import NvlmProjector
-from vitwire_server.towers.shared.modules import SingleParameter
-from vitwire_server.towers.shared.resampler import Resampler
+from vitwire_server.towers.shared.parts import SingleParameter
+from vitwire_server.towers.shared.resamplers import Resampler
 
 _LLM: Any = AutoModelForCausalLM
 

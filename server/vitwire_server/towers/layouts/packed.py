@@ -139,7 +139,8 @@ class PackedTower(PatchTower):
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
         own: Config = self.model.config
-        width = at(config, family.width)
+        width, hidden = at(config, family.width), getattr(own, "embed_dim", None) or own.hidden_size
+        self.attention_heads = own.num_attention_heads, hidden // own.num_attention_heads
         self.head = family.head(
             parts, Geometry(**sizes(own)._asdict(), width=width, levels=0, raster=family.inputs.raster)
         )
@@ -148,14 +149,8 @@ class PackedTower(PatchTower):
         self._learned: Any = None if learned is None else self.model.get_submodule(learned)
         self._window_side = own.window_size // own.patch_size if family.span is AttentionSpan.WINDOWS else 0
 
-    @property
-    def attention_heads(self) -> tuple[int, int]:
-        config: Config = self.model.config
-        hidden = getattr(config, "embed_dim", None) or config.hidden_size
-        return config.num_attention_heads, hidden // config.num_attention_heads
-
     @cached_property
-    def footprints(self) -> PatchFootprints:
+    def footprint(self) -> PatchFootprints:
         geometry = self.geometry
         pooled = geometry.pooled * geometry.clip_merge**2 if isinstance(geometry, ClipGeometry) else 1
         return PatchFootprints(geometry.merge, self.family.span is AttentionSpan.CLIP, pooled)

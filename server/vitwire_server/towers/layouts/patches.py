@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, isqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.footprints import PatchFootprints
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import total
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind
 from vitwire_server.towers.rewrites import aligned_mlps, linear_patches
@@ -45,7 +45,8 @@ class PatchTower(Tower):
         """`parts` are the modules of `family`, loaded; they stay where they are."""
         self.family = family
         self.model = parts["tower"]
-        self._modules = parts
+        self.modules = parts
+        self.blocks = list(self.model.get_submodule(family.layers))
         self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
         self._kept_bytes = 0
 
@@ -58,22 +59,10 @@ class PatchTower(Tower):
     def _inputs(self) -> dict[str, Kind]:
         """The metadata that the forward takes beside the ends of its segments."""
 
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        return self._modules
-
     def rewrite(self) -> None:
         linear_patches(self.model)
         if self.device.type == "cuda":
             aligned_mlps(self.model)
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return list(self.model.get_submodule(self.family.layers))
-
-    @cached_property
-    def footprints(self) -> PatchFootprints:
-        return PatchFootprints(self.geometry.merge)
 
     def samples_for(self, budget: Budget) -> list[Grid]:
         """See Tower; for short segments, squares of about their length."""
@@ -92,10 +81,6 @@ class PatchTower(Tower):
             segments=budget.max_segments + ceil(patches / budget.max_segment_patches),
             longest=budget.max_segment_patches,
         )
-
-    def exact(self, grids: Sequence[Grid]) -> Capacity:
-        load = total([self.footprint(grid) for grid in grids])
-        return Capacity(load.patches, load.tokens, load.segments, load.longest)
 
     def reserve(self, capacity: Capacity) -> Metadata:
         tensors = {key: kind.allocate(capacity, self.device) for key, kind in self._kinds.items()}
@@ -137,6 +122,19 @@ class PatchTower(Tower):
 
 def _bytes(measured: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in measured.values())
+
+
+def attend(module: nn.Module, implementation: str, heads: Sequence[Tensor], **attended: Any) -> Tensor:  # noqa: ANN401
+    """Packed attention by the function that transformers knows by this name, for modules that it is not handed on to.
+
+    `heads` are queries, keys and values `(1, rows, heads, head_dim)`, the result is of the queries' shape; `attended`
+    are the boundaries, and `scaling`.
+    """
+    heads_first = (each.transpose(1, 2) for each in heads)
+    rows, _ = ALL_ATTENTION_FUNCTIONS[implementation](
+        module, *heads_first, None, dropout=0.0, is_causal=False, **attended
+    )
+    return rows  # type: ignore[no-any-return]
 
 
 def neighbours(grid: Grid, merge: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vitwire_server.core.footprints import PatchFootprints
+from vitwire_server.core.footprints import Footprints, PatchFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
@@ -71,6 +71,11 @@ class RasterTower(PatchTower):
         if self._pool:
             self.geometry = replace(self.geometry, width=self._pool.width, one_row=True)
         self._projector: Any = parts.get("projector")
+        self.attention_heads = self._heads(self.model.config)
+
+    def _heads(self, vision: Config) -> tuple[int, int]:
+        size = getattr(vision, "head_dim", None) or vision.hidden_size // vision.num_attention_heads
+        return vision.num_attention_heads, size
 
     def _geometry(self, config: Config) -> Geometry:
         """Sizes of the tower; `config` is the whole checkpoint's."""
@@ -86,14 +91,8 @@ class RasterTower(PatchTower):
             channels_last=self.family.channels_last,
         )
 
-    @property
-    def attention_heads(self) -> tuple[int, int]:
-        config: Config = self.model.config
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_attention_heads, size
-
     @cached_property
-    def footprints(self) -> PatchFootprints:
+    def footprint(self) -> Footprints:
         return PatchFootprints(self.geometry.merge, one_row=self.geometry.one_row)
 
     def rows(self, capacity: Capacity) -> int:

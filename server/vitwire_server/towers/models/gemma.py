@@ -66,8 +66,10 @@ class Gemma4Tower(RasterTower):
 
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
-        self._no_padding = torch.zeros(1, 1, dtype=torch.bool, device=self.device)
-        """The stock tower sees no padding: rows that pad a budget are left out afterwards."""
+        # The stock tower sees no padding: rows that pad a budget are left out afterwards.
+        self.model.register_buffer(
+            "no_padding", torch.zeros(1, 1, dtype=torch.bool, device=self.device), persistent=False
+        )
 
     def _geometry(self, config: Config) -> Geometry:
         own = super()._geometry(config)
@@ -76,17 +78,13 @@ class Gemma4Tower(RasterTower):
     def _inputs(self) -> dict[str, Kind]:
         return {"positions": Rows((2,), torch.int64), "squares": Sources(self.geometry.merge**2)}
 
-    def to(self, device: torch.device | str) -> None:
-        super().to(device)
-        self._no_padding = self._no_padding.to(device)
-
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         squares = neighbours(grid, self.geometry.merge)
         return {**super()._compute(grid), "positions": places(grid).flip(1), "squares": squares}
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model, positions = self.model, tensors["positions"].unsqueeze(0)
-        states = model.patch_embedder(pixels.unsqueeze(0), positions, self._no_padding)
+        states = model.patch_embedder(pixels.unsqueeze(0), positions, model.no_padding)
         rotary = model.encoder.rotary_emb(states, positions)
         for layer in model.encoder.layers:
             states = layer(states, position_embeddings=rotary, position_ids=positions, **attended)

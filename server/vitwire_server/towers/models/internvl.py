@@ -24,9 +24,8 @@ from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, st
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.parts import part, projector, stock
-from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, ProjectedTiles, shuffled, shuffles
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _DYNAMIC = {
@@ -167,15 +166,15 @@ def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 class Shuffled(ProjectedTiles):
     """Pixel shuffle before the projector."""
 
-    def rows(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().rows(tiles), self.merge)
+    def features(self, tiles: Tensor) -> Tensor:
+        return shuffled(super().features(tiles), self.merge)
 
 
 class InternVL(ProjectedTiles):
     """A ViT with a class token, which is left out, then pixel shuffle and the projector."""
 
-    def rows(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().rows(tiles)[:, 1:], self.merge)
+    def features(self, tiles: Tensor) -> Tensor:
+        return shuffled(super().features(tiles)[:, 1:], self.merge)
 
 
 class NvlmProjector(InternVLMultiModalProjector):

@@ -19,7 +19,7 @@ from vitwire_server.towers.models.siglip import Siglip2Tower, siglip2_config
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, unsized
 from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.grouped_queries import copied, ungrouped
+from vitwire_server.towers.shared.fused import copied, ungrouped
 from vitwire_server.towers.shared.parts import projector, stock
 
 

@@ -22,8 +22,7 @@ from vitwire_server.towers.processors.settings import HALF, images, unsized
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.learned import positioned
 from vitwire_server.towers.shared.parts import part, projector, stock
-from vitwire_server.towers.shared.resampled import ResampledTower
-from vitwire_server.towers.shared.resampler import Resampler
+from vitwire_server.towers.shared.resamplers import ResampledTower, Resampler
 from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
 
 _SIDE = 2

@@ -26,8 +26,8 @@ from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.learned import TAPPED, bilinear, fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock
-from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
 from vitwire_server.towers.shared.pooling import MEAN
+from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, shuffles
 from vitwire_server.towers.tower import Metadata
 
 _NAMES = (

@@ -17,9 +17,8 @@ from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.modules import Constants, SingleParameter
-from vitwire_server.towers.shared.parts import part, stock
-from vitwire_server.towers.shared.sam import gather_relative_positions
+from vitwire_server.towers.shared.learned import gather_relative_positions
+from vitwire_server.towers.shared.parts import Constants, SingleParameter, part, stock
 
 _SAM_NAMES = (
     (r"^sam_encoder\.blocks\.", "sam_encoder.layers."),
@@ -63,11 +62,11 @@ class SamEncoder(CropEncoder):
     """Views through SAM and further layers, of the same tokens whether overview or crop; a separator ends an image."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
         vision = config.vision_config
         sam = vision.sam_config
         self.patch, self.merge = sam.patch_size, _MERGE
-        self._tower: Any = parts["tower"]
-        self._projector, self._separator = parts["projector"], parts["separator"]
+        self._separator = parts["separator"]
         counts = {size: self._tokens(size) for size in (sam.image_size, config.crop_size)}
         self.tile = TileShape(sam.image_size, sam.image_size, counts[sam.image_size] + 1)
         self.crop = TileShape(config.crop_size, config.crop_size, counts[config.crop_size])
@@ -109,7 +108,7 @@ class DeepseekOcr2(SamEncoder):
         super().__init__(parts, config)
         counts = {size: len(queries.weight) for size, queries in self._queries.items()}
         self._constants = nn.ModuleDict({str(size): self._fixed(count) for size, count in counts.items()})
-        self.constants = {"constants": self._constants}
+        self.model["constants"] = self._constants
         self.blocks = [*self._tower.sam_encoder.layers, *self._tower.vision_encoder.layers]
 
     def _tokens(self, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Poolers: parts that make one row of the tokens of an image."""
+"""Poolers: parts that make one row of the tokens of an image, or of a packed segment."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,9 @@ from torch.nn import functional
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Parts, Pooler, always
-from vitwire_server.towers.shared.segments import numbers, summed
+
+_CHUNK = 16
+"""Rows that are summed at once."""
 
 PROJECTION = {
     "projection": Module(
@@ -132,3 +134,36 @@ class SegmentAttention:
         states = attention.out_proj(attended.flatten(1).to(rows.dtype))
         pooled: Tensor = states + head.mlp(head.layernorm(states))
         return pooled
+
+
+def numbers(boundaries: Tensor, count: int) -> Tensor:
+    """The number of the segment of each of `count` rows; rows behind the last one have that of one more."""
+    places = torch.arange(count, dtype=boundaries.dtype, device=boundaries.device)
+    return torch.searchsorted(boundaries, places, right=True) - 1
+
+
+def summed(rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+    """The sum of the rows of each segment, of at most `longest` rows: that of chunks, then of their sums, and so on.
+
+    The order is fixed, so that replays of a graph return the same bits: adding rows to their segment by index would
+    leave it to CUDA. No shape depends on values: chunks are as
+    many as there could be, of which those left over hold no row. NaN and infinity stay in their segment.
+    """
+    segments = len(boundaries) - 1
+    while longest > 1:
+        lengths = boundaries.diff()
+        ends = ((lengths + (_CHUNK - 1)) // _CHUNK).cumsum(0, dtype=boundaries.dtype)
+        firsts = torch.cat([ends.new_zeros(1), ends])
+        count = len(rows) // _CHUNK + segments
+        own = numbers(firsts, count).clamp(max=segments - 1)
+        chunks = torch.arange(count, dtype=boundaries.dtype, device=boundaries.device) - firsts[own]
+        places = (boundaries[own] + chunks * _CHUNK)[:, None] + torch.arange(_CHUNK, device=boundaries.device)
+        rows = _held(rows, places, places < boundaries[own + 1][:, None]).sum(1)
+        boundaries, longest = firsts, -(-longest // _CHUNK)
+    return _held(rows, boundaries[:-1].long(), boundaries.diff() > 0)
+
+
+def _held(rows: Tensor, places: Tensor, held: Tensor) -> Tensor:
+    """Rows at these places; zeros where nothing is held there."""
+    found = rows[places.clamp(max=len(rows) - 1)]
+    return found.masked_fill(~held.view(*held.shape, *[1] * (rows.ndim - 1)), 0)
