@@ -21,8 +21,8 @@ from vitwire.shared.regions import Region as Part
 from vitwire_server.core.delivery import Delivered, MemoryKind, NotDelivered, Placing, Region
 from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.transfers import Bounds
-from vitwire_server.observe.metrics.delivery import DeliveryMetrics
-from vitwire_server.observe.metrics.series import Series, Shared
+from vitwire_server.observe.metrics.series import Series
+from vitwire_server.observe.metrics.sessions import DeliveryMetrics
 from vitwire_server.runtime.memory.outbox import DeviceRows, Outbox
 from vitwire_server.sessions.delivering import SharedRows
 
@@ -45,7 +45,7 @@ def outbox(device: torch.device) -> Outbox:
 
 def delivering(outbox: Outbox) -> Courier:
     series = Series(CollectorRegistry())
-    courier = Courier(DeliveryMetrics(series, Shared(series)), Bounds(seconds=SECONDS / 6, waiting_seconds=SECONDS))
+    courier = Courier(DeliveryMetrics(series), Bounds(seconds=SECONDS / 6, waiting_seconds=SECONDS))
     courier.add_device(outbox.memory, outbox.exported(), outbox.uploaded)
     return courier
 

@@ -13,7 +13,7 @@ from vitwire_server.core.delivery import Delivered, DeviceRows, Fallback, NotDel
 from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox
 from vitwire_server.delivery.transfers import Bounds, Job, Transfers
-from vitwire_server.observe.metrics.delivery import DeliveryMetrics
+from vitwire_server.observe.metrics.sessions import DeliveryMetrics
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 10.0

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.observe.metrics.series import Series, Shared
+from vitwire_server.observe.metrics.series import Series
 
 _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Read by prometheus_client when it is imported."""
@@ -44,8 +44,7 @@ def edge_metrics() -> RpcMetrics:
         raise RuntimeError(f"{_VARIABLE} is not set: the engine process sets it for its edges")
     for name in _FILES:
         _reserve(Path(folder) / f"{name}_{os.getpid()}.db")
-    series = Series(CollectorRegistry())
-    return RpcMetrics(series, Shared(series))
+    return RpcMetrics(Series(CollectorRegistry()))
 
 
 class EdgeMetrics(Collector):

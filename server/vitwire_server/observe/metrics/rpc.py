@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place
-from vitwire_server.observe.metrics.series import SECONDS, Series, Shared
+from vitwire_server.observe.metrics.series import SECONDS, Series
 
 ITEM_CODES = (
     "INVALID_ARGUMENT",
@@ -19,58 +19,45 @@ ITEM_CODES = (
 
 
 class RpcMetrics:
-    """Requests, responses and their bytes."""
+    """Requests, responses and their bytes. Attributes that are not metrics record what they are called with."""
 
-    def __init__(self, series: Series, shared: Shared) -> None:
-        self.requests = series.counter("requests", "RPCs by method and status code", "method", "code")
-        self.request_seconds = series.histogram("request_seconds", "Duration of an RPC", SECONDS, "method")
-        self.inflight = series.gauge("inflight_requests", "RPCs with items in flight")
-        self.rejected = series.counter("rejected", "Requests rejected, by the limit that was reached", "reason")
-        self._items_failed = series.counter("items_failed", "Items answered with an error", "code")
-        self._received = series.counter("received_bytes", "Bytes of request messages that carry items")
+    def __init__(self, series: Series) -> None:
+        counter, gauge, histogram = series.counter, series.gauge, series.histogram
+        self.requests = counter("requests", "RPCs by method and status code", method=(), code=())
+        self.request_seconds = histogram("request_seconds", "Duration of an RPC", SECONDS, method=())
+        self.inflight = gauge("inflight_requests", "RPCs with items in flight")
+        reasons = ("items", "bytes", "bodies", "uploads")
+        self.rejected = counter("rejected", "Requests rejected, by the limit that was reached", reason=reasons)
+        self._items_failed = counter("items_failed", "Items answered with an error", code=ITEM_CODES)
+        self.received = counter("received_bytes", "Bytes of request messages that carry items").inc
         # Looking up a label takes four times as long as counting.
-        self._delivered = shared.delivered.labels("stream")
-        self._delivery_seconds = shared.delivery_seconds.labels("stream")
-        self._sending, self._cancelled = shared.stages.labels("send"), shared.cancelled.labels("send")
-        for code in ITEM_CODES:
-            self._items_failed.labels(code)
-        for limit in ("items", "bytes", "bodies", "uploads"):
-            self.rejected.labels(limit)
-        self._decode_seconds = series.histogram(
+        self.delivered = series.delivered.labels("stream").inc
+        self._delivery_seconds = series.delivery_seconds.labels("stream")
+        self._sending = series.stages.labels("send")
+        self.send_cancelled = series.cancelled.labels("send").inc
+        self._decode_seconds = histogram(
             "decode_seconds", "Time to decode and prepare an encoded item, its wait for a decoder included", SECONDS,
-            "modality",
+            modality=Modality,
         )  # fmt: skip
-        self._decode_failures = series.counter("decode_failures", "Encoded items that were not decoded", "reason")
-        self._decoders = series.gauge("decode_processes", "Decoder processes that run")
-        self._busy = series.gauge("decode_busy", "Decoder processes that have a job")
-        self._expiry = series.least(
+        self._decode_failures = counter("decode_failures", "Encoded items that were not decoded", reason=Fault)
+        self._decoders = gauge("decode_processes", "Decoder processes that run")
+        self._busy = gauge("decode_busy", "Decoder processes that have a job")
+        self.waiting = gauge("decode_waiting", "Encoded items that wait for a decoder").set
+        self.certificate_loaded = series.least(
             "tls_certificate_expiry_timestamp_seconds",
             "Time at which the certificate that new connections get expires; 0 without TLS",
+        ).set
+        self._prepared = counter(
+            "prepared", "Pictures and files prepared, by where, and why not on the device", where=Place, reason=()
         )
-        self._decode_waiting = series.gauge("decode_waiting", "Encoded items that wait for a decoder")
-        self._prepared = series.counter(
-            "prepared", "Pictures and files prepared, by where, and why not on the device", "where", "reason"
-        )
-        self._prepare_seconds = shared.prepare_seconds
-        for modality in Modality:
-            self._decode_seconds.labels(modality)
-        for reason in Fault:
-            self._decode_failures.labels(reason)
-
-    def certificate_loaded(self, expiry: float) -> None:
-        """New connections get a certificate that expires at this Unix time."""
-        self._expiry.set(expiry)
-
-    def received(self, nbytes: int) -> None:
-        """A request message with items arrived."""
-        self._received.inc(nbytes)
+        self._prepare_seconds = series.prepare_seconds
 
     def item_failed(self, code: str) -> None:
         """An item was answered with an error."""
         self._items_failed.labels(code).inc()
 
     def decoded(self, modality: Modality, seconds: float) -> None:
-        """An encoded item was decoded and prepared, so long after its bytes had arrived."""
+        """An encoded item was decoded and prepared, this long after its bytes had arrived."""
         self._decode_seconds.labels(modality).observe(seconds)
 
     def prepared(self, reason: NotOnDevice | None) -> None:
@@ -87,23 +74,11 @@ class RpcMetrics:
         self._decode_failures.labels(reason).inc()
 
     def decoders(self, count: int, busy: int) -> None:
-        """So many decoders of this process run, and so many of them have a job."""
+        """Of this process, `count` decoders run and `busy` of them have a job."""
         self._decoders.set(count)
         self._busy.set(busy)
 
-    def waiting(self, count: int) -> None:
-        """So many encoded items wait for a decoder of this process."""
-        self._decode_waiting.set(count)
-
     def sent(self, seconds: float) -> None:
-        """The rows of an item were written to the stream, in so many seconds."""
+        """The rows of an item were written to the stream in this time."""
         self._sending.observe(seconds)
         self._delivery_seconds.observe(seconds)
-
-    def send_cancelled(self) -> None:
-        """An encoded item was not sent, as its RPC was cancelled."""
-        self._cancelled.inc()
-
-    def delivered(self, nbytes: int) -> None:
-        """Rows were sent on a response stream."""
-        self._delivered.inc(nbytes)

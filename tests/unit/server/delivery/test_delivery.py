@@ -24,8 +24,8 @@ from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.messages import Outbox, ToSender, Write
 from vitwire_server.delivery.senders import Sender
 from vitwire_server.delivery.transfers import Bounds
-from vitwire_server.observe.metrics.delivery import DeliveryMetrics
-from vitwire_server.observe.metrics.series import Series, Shared
+from vitwire_server.observe.metrics.series import Series
+from vitwire_server.observe.metrics.sessions import DeliveryMetrics
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 MIB = 1 << 20
@@ -76,7 +76,7 @@ class Deliveries:
 def delivering(**bounds: float) -> Iterator[Deliveries]:
     registry = CollectorRegistry()
     series = Series(registry)
-    courier = Courier(DeliveryMetrics(series, Shared(series)), Bounds(**bounds))
+    courier = Courier(DeliveryMetrics(series), Bounds(**bounds))
     try:
         yield Deliveries(courier, registry)
     finally:
