@@ -24,7 +24,7 @@ from vitwire_server.sessions.session import Sessions
 
 if TYPE_CHECKING:
     from vitwire_server.observe.otlp import OtlpTracer
-    from vitwire_server.rpc.decodes import Decoding
+    from vitwire_server.rpc.unprepared import Decoding
 
 _TLS = "--tls-cert, --tls-key, --tls-client-ca"
 _TOKENS = "--auth-tokens-file"

@@ -1,6 +1,7 @@
 """Where rows are to be written: the consumer of an RPC and the regions of its items, checked."""
 
 from bisect import bisect
+from collections.abc import Callable
 
 from vitwire.shared.agents import problem_of
 from vitwire.v1 import encoder_pb2 as pb
@@ -56,24 +57,20 @@ class Claims:
         self._spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
         """First address and end of each region, ascending."""
 
-    def take(self, consumer: Consumer, region: Region) -> bool:
-        """Claim a region; False if it overlaps with one that is claimed."""
-        spans = self._spans.setdefault((consumer.principal, consumer.agent), [])
-        start, end = _span(consumer, region)
-        at = bisect(spans, (start, end))
-        if (at and spans[at - 1][1] > start) or (at < len(spans) and spans[at][0] < end):
-            return False
-        spans.insert(at, (start, end))
-        return True
+    def take(self, consumer: Consumer, region: Region) -> Callable[[], None] | None:
+        """Claim a region; returns what gives it back, once. None if it overlaps with one that is claimed."""
+        owner = consumer.principal, consumer.agent
+        spans = self._spans.setdefault(owner, [])
+        start = consumer.address + region.offset
+        span = start, start + region.nbytes
+        at = bisect(spans, span)
+        if (at and spans[at - 1][1] > start) or (at < len(spans) and spans[at][0] < span[1]):
+            return None
+        spans.insert(at, span)
 
-    def give_back(self, consumer: Consumer, region: Region) -> None:
-        """Give back what `take` claimed, once."""
-        spans = self._spans[consumer.principal, consumer.agent]
-        spans.remove(_span(consumer, region))
-        if not spans:
-            del self._spans[consumer.principal, consumer.agent]
+        def give_back() -> None:
+            spans.remove(span)
+            if not spans:
+                del self._spans[owner]
 
-
-def _span(consumer: Consumer, region: Region) -> tuple[int, int]:
-    start = consumer.address + region.offset
-    return start, start + region.nbytes
+        return give_back

@@ -11,12 +11,12 @@ from grpc_reflection.v1alpha import reflection
 
 from vitwire_server.observe.tracing import Tracer
 from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable
+from vitwire_server.rpc.boundary import RpcObserver
 from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.health_service import SERVICE as HEALTH_SERVICE
 from vitwire_server.rpc.health_service import HealthService
-from vitwire_server.rpc.observer import RpcObserver
 from vitwire_server.rpc.principals import TokenAuth
-from vitwire_server.rpc.service import SERVICE, EncoderService, handlers
+from vitwire_server.rpc.service import SERVICE, EncoderService
 from vitwire_server.rpc.tokens import Tokens
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class RpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ),
         )
-        self._server.add_generic_rpc_handlers((handlers(service), self._health.handlers()))
+        self._server.add_generic_rpc_handlers((service.handlers(), self._health.handlers()))
         if extras.channelz:
             channelz.add_channelz_servicer(self._server)
         if extras.reflection:

@@ -23,7 +23,7 @@ class _GoneClient:
         raise RuntimeError("ExecuteBatchError")
 
 
-async def _refuse() -> None:
+async def _refuse(_: object, __: object) -> None:
     raise Unavailable("the model is still loading")
 
 
@@ -32,7 +32,7 @@ def test_a_client_that_left_before_its_status_was_sent_raises_no_error() -> None
     metrics = Metrics()
     boundary = RpcBoundary(metrics.rpc, 1.0)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(boundary.run("Encode", cast("Any", _GoneClient()), _refuse()))
+        asyncio.run(boundary.around("Encode", _refuse)(None, cast("Any", _GoneClient())))
     requests = Readings(metrics.registry).by("vitwire_requests_total", "code", method="Encode")
     assert requests == {"UNAVAILABLE": 1}
 
