@@ -55,7 +55,9 @@ def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
 
 
 def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
-    """What does not depend on the kind of an item: pruning, its name, storing."""
+    """Of any kind of item: bytes that come separately, pruning, its name, storing."""
+    parts = {"encoded": item.encoded, "pixels.data": item.pixels.data, "crops.data": item.crops.data}
+    yield from (Violation(name, "must be empty: the bytes follow in chunks") for name, data in parts.items() if data)
     if not 0 <= item.keep_ratio <= 1:
         yield Violation("keep_ratio", f"must be in [0, 1], got {item.keep_ratio:g}")
     elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:

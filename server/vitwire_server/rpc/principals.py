@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import grpc
 
+from vitwire_server.rpc.credentials import Tokens
 from vitwire_server.rpc.grpc_types import Context, Continuation, RpcHandler
-from vitwire_server.rpc.tokens import Tokens
 
 HEALTH = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "

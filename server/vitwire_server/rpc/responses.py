@@ -1,6 +1,7 @@
 """Outcomes to messages: chunks of rows, reports and per-item errors."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import NamedTuple, TypeVar
 
 from vitwire import wire
@@ -8,7 +9,7 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
-from vitwire_server.core.models import Encoding, ModelCard, Precision, Preparation
+from vitwire_server.core.models import Encoding, ModelCard, Preparation
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.tilings import TilingRule
@@ -104,7 +105,7 @@ def _placement(embedding: Embedding, delivered: Delivered) -> pb.EmbeddingPlacem
 
 def model_message(card: ModelCard) -> pb.GetModelResponse:
     """The response to GetModel."""
-    geometry, limits = card.geometry, card.limits
+    geometry = card.geometry
     budgets = [
         pb.Budget(
             tokens=budget.tokens,
@@ -132,21 +133,12 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         deliveries=[pb.DELIVERY_WAY_STREAM, *([pb.DELIVERY_WAY_NIXL] if card.nixl else [])],
         encodings=[_ENCODINGS[kind] for kind in card.encodings],
         budgets=budgets,
-        limits=pb.Limits(
-            request_bytes=limits.request_bytes,
-            items_per_request=limits.items_per_request,
-            patches_per_item=limits.patches_per_item,
-            queued_items=limits.queued_items,
-            queued_bytes=limits.queued_bytes,
-            encoded_bytes=limits.encoded_bytes,
-            encoded_pixels=limits.encoded_pixels,
-            cached_bytes=limits.cached_bytes,
-        ),
+        limits=pb.Limits(**asdict(card.limits)),
         graphs=card.graphs,
         attention_backend=card.attention,
         device=card.device,
         server_version=card.version,
-        precision=_precision(card.precision),
+        precision=pb.Precision(**asdict(card.precision)) if card.precision else None,
         pooling=_POOLINGS[card.pooling],
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
@@ -157,17 +149,6 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         preparation_fingerprint=card.preparation_fingerprint,
         tiles=_tiles(card),
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
-    )
-
-
-def _precision(reduced: Precision | None) -> pb.Precision | None:
-    if reduced is None:
-        return None
-    return pb.Precision(
-        type=reduced.type,
-        layers=reduced.layers,
-        similarity=reduced.similarity,
-        median_similarity=reduced.median_similarity,
     )
 
 

@@ -141,7 +141,7 @@ class Uploads:
         call, codec, field = self._call, self._codec, f"items[{number}]"
         due = self.waited + self._stall_seconds
         if codec.is_unprepared(item, file_bytes):
-            file = codec.unprepared_header(field, item, file_bytes, self._output)
+            file = codec.unprepared(field, item, file_bytes, self._output)
             call.claim(number, region_of(item))
             decodes.admit(call, {number: file})
             return _Upload(file, np.empty(file.nbytes, np.uint8).data, due)

@@ -9,9 +9,8 @@ import grpc
 import pytest
 
 from certificates import Authority
-from vitwire_server.rpc.certificates import Certificates
+from vitwire_server.rpc.credentials import Certificates, Tokens
 from vitwire_server.rpc.principals import TokenAuth, principal
-from vitwire_server.rpc.tokens import Tokens
 
 TOKEN = "0123456789abcdef-alice"
 
