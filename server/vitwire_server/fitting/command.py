@@ -11,7 +11,7 @@ from vitwire_server.core.capacities import Capacities
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
-from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.ladders import gain, held_loads, optimal_ladder, powers_of_two
 from vitwire_server.fitting.scores import Score, plan_ascending
 from vitwire_server.fitting.traces import TraceError, capacities_of, queues, read_trace
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -39,15 +39,13 @@ def _run(options: argparse.Namespace) -> int:
     doubling = _ladder(powers_of_two(options.max_budget_tokens), capacities, options)
     score, reference = _evaluate(judged, _ladder(sizes, capacities, options), doubling, options)
     _show(sizes, score, reference, options.queue_depth)
-    gain = 1 - expected_seconds(weights, sizes, ASSUMED) / expected_seconds(
-        weights, [budget.tokens for budget in doubling], ASSUMED
-    )
-    print(f"predicted gain over powers of two at depths 1 and 4: {gain:.1%}")
+    saved = gain(weights, [budget.tokens for budget in doubling], sizes, ASSUMED)
+    print(f"predicted gain over powers of two at depths 1 and 4: {saved:.1%}")
     if options.out:
         options.out.write_text(json.dumps({"budgets": sizes}) + "\n", encoding="utf-8")
     if options.plot:
         _plot(options.plot, [footprint.tokens for footprint in trace], sizes)
-    results = {**score.document(), "reference": reference.document(), "gain": round(gain, 4)}
+    results = {**score.document(), "reference": reference.document(), "gain": round(saved, 4)}
     print(json.dumps({"budgets": sizes, **results}))
     return 0
 

@@ -1,11 +1,12 @@
-"""The items of one RPC that are in flight, and their outcomes."""
+"""The items that are in flight: those of one RPC with their outcomes, and the regions of all of them."""
 
 import asyncio
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
-from vitwire_server.core.delivery import Region
+from vitwire_server.core.delivery import Consumer, Region
 from vitwire_server.core.errors import InvalidTensors
 from vitwire_server.core.items import Item
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
@@ -144,3 +145,29 @@ class Answers:
         while not self._outcomes.empty():
             self._outcomes.get_nowait()
         return sum(item.answered for item in items)
+
+
+class Claims:
+    """The regions of items in flight, of all RPCs of this process. No two of a consumer overlap."""
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        """First address and end of each region, ascending."""
+
+    def take(self, consumer: Consumer, region: Region) -> Callable[[], None] | None:
+        """Claim a region; returns what gives it back, once. None if it overlaps with one that is claimed."""
+        owner = consumer.principal, consumer.agent
+        spans = self._spans.setdefault(owner, [])
+        start = consumer.address + region.offset
+        span = start, start + region.nbytes
+        at = bisect(spans, span)
+        if (at and spans[at - 1][1] > start) or (at < len(spans) and spans[at][0] < span[1]):
+            return None
+        spans.insert(at, span)
+
+        def give_back() -> None:
+            spans.remove(span)
+            if not spans:
+                del self._spans[owner]
+
+        return give_back

@@ -28,11 +28,17 @@ _EXPECTED = frozenset({grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEE
 _LOGGED_ELSEWHERE = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 
 
-class RpcBoundary:
-    """Counts the RPCs of a service, and is the only place that catches every error."""
+class RpcBoundary(grpc.aio.ServerInterceptor):
+    """Around the RPCs of one service, not health checks and reflection; the only place that catches every error.
 
-    def __init__(self, metrics: RpcMetrics, stall_seconds: float) -> None:
+    Gives them a request id in their trailers and a span, counts them, and logs those that fail. RPCs without a valid
+    token are logged only.
+    """
+
+    def __init__(self, service: str, metrics: RpcMetrics, stall_seconds: float) -> None:
         """A client that does not read its RPC's status for `stall_seconds` is cut off."""
+        self.tracer: Tracer | None = None
+        self._service = service
         self._metrics = metrics
         self._stall_seconds = stall_seconds
         self._active = 0
@@ -46,7 +52,21 @@ class RpcBoundary:
                     self._idle.clear()
                     await self._idle.wait()
 
-    def around(self, method: str, behaviour: Behaviour[M, R]) -> Behaviour[M, R]:
+    async def intercept_service(
+        self, continuation: Continuation, details: grpc.HandlerCallDetails
+    ) -> RpcHandler | None:
+        """Called by gRPC for each RPC, in the task that serves it."""
+        service, _, method = details.method.removeprefix("/").partition("/")
+        if service != self._service:
+            return await continuation(details)
+        headers = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
+        REQUEST_ID.set(request_id(headers.get(_ID_HEADER)))
+        handler = await continuation(details)
+        if handler is None:  # a method that the service does not have
+            return None
+        return replaced(handler, lambda behaviour: self.around(behaviour, method, headers))
+
+    def around(self, behaviour: Behaviour[M, R], method: str, headers: Mapping[str, str]) -> Behaviour[M, R]:
         """The behaviour of an RPC, whose errors end it with their statuses.
 
         If it returns a code, that one is counted; on the wire such an RPC ends with OK.
@@ -54,32 +74,40 @@ class RpcBoundary:
 
         async def run(request: M, context: Context) -> R:
             start = time.perf_counter()
+            context.set_trailing_metadata(((_ID_HEADER, REQUEST_ID.get()),))
             self._metrics.inflight.inc()
             self._active += 1
-            code = grpc.StatusCode.OK
-            try:
-                answer, ending = await self._outcome(method, behaviour, request, context)
-                if ending:
-                    code = ending[0]
-                    await self._abort(context, ending)
-                elif isinstance(answer, grpc.StatusCode):
-                    code = answer
-            except asyncio.CancelledError:
-                code = code if code is not grpc.StatusCode.OK else cancellation(context)
-                raise
-            finally:
-                self._active -= 1
-                self._idle.set()
-                self._metrics.inflight.dec()
-                self._metrics.requests.labels(method, code.name).inc()
-                self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start, exemplar())
+            code = counted = grpc.StatusCode.OK
+            with self.tracer.rpc(self._service, method, headers) if self.tracer else nullcontext() as span:
+                try:
+                    answer, ending = await self._outcome(behaviour, method, request, context)
+                    if ending:
+                        counted = ending[0]
+                        await self._abort(context, ending)
+                    elif isinstance(answer, grpc.StatusCode):
+                        counted = answer
+                except asyncio.CancelledError:
+                    code = cancellation(context)
+                    counted = code if counted is grpc.StatusCode.OK else counted
+                    raise
+                except grpc.aio.AbortError:
+                    code = counted = context.code() or grpc.StatusCode.UNKNOWN
+                    raise
+                finally:
+                    self._active -= 1
+                    self._idle.set()
+                    self._metrics.inflight.dec()
+                    if counted is not grpc.StatusCode.UNAUTHENTICATED:
+                        self._metrics.requests.labels(method, counted.name).inc()
+                        self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start, exemplar())
+                    _log_failure(method, context, code, span)
             assert answer is not None, "an RPC without an answer was aborted"
             return answer
 
         return run
 
     async def _outcome(
-        self, method: str, behaviour: Behaviour[M, R], request: M, context: Context
+        self, behaviour: Behaviour[M, R], method: str, request: M, context: Context
     ) -> tuple[R | None, Ending | None]:
         """The answer, or how the RPC ends.
 
@@ -92,6 +120,8 @@ class RpcBoundary:
             if isinstance(error, Overloaded):
                 self._metrics.rejected.labels(error.reason).inc()
             return None, (code_of(error), message_of(error), trailers_of(error))
+        except grpc.aio.AbortError:  # without a valid token
+            raise
         except Exception:  # noqa: BLE001 - the boundary: a bug ends its RPC, not the server
             if context.cancelled():  # the client left while rows were being written
                 raise asyncio.CancelledError from None
@@ -111,50 +141,6 @@ class RpcBoundary:
         except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
             _log.debug("a client left before its status was sent: %r", error)
             raise asyncio.CancelledError from None
-
-
-class RpcObserver(grpc.aio.ServerInterceptor):
-    """Gives the RPCs of one service, not health checks and reflection, a request id in their trailers and a span.
-
-    Logs those that fail, also without a valid token.
-    """
-
-    def __init__(self, service: str, tracer: Tracer | None) -> None:
-        self._service = service
-        self._tracer = tracer
-
-    async def intercept_service(
-        self, continuation: Continuation, details: grpc.HandlerCallDetails
-    ) -> RpcHandler | None:
-        """Called by gRPC for each RPC, in the task that serves it."""
-        service, _, method = details.method.removeprefix("/").partition("/")
-        if service != self._service:
-            return await continuation(details)
-        headers = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
-        REQUEST_ID.set(request_id(headers.get(_ID_HEADER)))
-        handler = await continuation(details)
-        if handler is None:  # a method that the service does not have
-            return None
-        return replaced(handler, lambda behaviour: self._observed(behaviour, method, headers))
-
-    def _observed(self, behaviour: Behaviour[M, R], method: str, headers: Mapping[str, str]) -> Behaviour[M, R]:
-        async def observed(request: M, context: Context) -> R:
-            context.set_trailing_metadata(((_ID_HEADER, REQUEST_ID.get()),))
-            opened = self._tracer.rpc(self._service, method, headers) if self._tracer else nullcontext()
-            with opened as span:
-                code = grpc.StatusCode.OK
-                try:
-                    return await behaviour(request, context)
-                except asyncio.CancelledError:
-                    code = cancellation(context)
-                    raise
-                except BaseException:
-                    code = context.code() or grpc.StatusCode.UNKNOWN
-                    raise
-                finally:
-                    _log_failure(method, context, code, span)
-
-        return observed
 
 
 def cancellation(context: Context) -> grpc.StatusCode:

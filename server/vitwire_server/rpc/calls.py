@@ -12,10 +12,9 @@ from vitwire_server.core.errors import EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.rpc.answers import Answers, Pending
+from vitwire_server.rpc.answers import Answers, Claims, Pending
 from vitwire_server.rpc.codec import Codec
-from vitwire_server.rpc.deliveries import Claims
-from vitwire_server.rpc.principals import Caller
+from vitwire_server.rpc.credentials import Caller
 from vitwire_server.rpc.unprepared import Decoding, Prepared
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.session import Opening, Session, Sessions

@@ -52,18 +52,22 @@ def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared
     never held a second time as a whole.
     """
     if isinstance(outcome, EncoderError):
-        yield Outgoing(kind(item=item, error=status_of(outcome)).SerializeToString(), 0, last=True)
-        return
-    embedding = outcome.embedding
-    if isinstance(outcome.delivery, Stored):
+        message = kind(item=item, error=status_of(outcome))
+    elif isinstance(outcome.delivery, Stored):
+        embedding = outcome.embedding
         stored = pb.EmbeddingStored(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape)
         message = kind(item=item, report=_report(outcome, prepared), stored=stored)
-        yield Outgoing(message.SerializeToString(), 0, last=True)
+    elif isinstance(outcome.delivery, Delivered):
+        placement = _placement(outcome.embedding, outcome.delivery)
+        message = kind(item=item, report=_report(outcome, prepared), placement=placement)
+    else:
+        yield from _chunks(kind, item, outcome, prepared)
         return
-    if isinstance(outcome.delivery, Delivered):
-        placed = kind(item=item, report=_report(outcome, prepared), placement=_placement(embedding, outcome.delivery))
-        yield Outgoing(placed.SerializeToString(), 0, last=True)
-        return
+    yield Outgoing(message.SerializeToString(), 0, last=True)
+
+
+def _chunks(kind: type[Answer], item: int, outcome: Encoded, prepared: Prepared | None) -> Iterator[Outgoing]:
+    embedding = outcome.embedding
     rows, width = embedding.shape
     row_bytes = width * embedding.dtype.size
     step = max(1, CHUNK_BYTES // row_bytes)

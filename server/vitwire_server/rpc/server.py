@@ -16,10 +16,8 @@ from grpc_reflection.v1alpha import reflection
 from vitwire.wire import Malformed, read_plain
 from vitwire_server.observe.tracing import Tracer
 from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable
-from vitwire_server.rpc.boundary import RpcObserver
-from vitwire_server.rpc.credentials import Certificates, Tokens
+from vitwire_server.rpc.credentials import Certificates, TokenAuth, Tokens
 from vitwire_server.rpc.grpc_types import Stream
-from vitwire_server.rpc.principals import TokenAuth
 from vitwire_server.rpc.service import SERVICE, EncoderService
 
 _log = logging.getLogger(__name__)
@@ -150,12 +148,10 @@ class RpcServer:
         tracer: Tracer | None = None,
     ) -> None:
         self._listen = listen
+        service.boundary.tracer = tracer
         self._health = HealthService()
         self._server = grpc.aio.server(
-            interceptors=[
-                RpcObserver(SERVICE, tracer),
-                *([TokenAuth(listen.tokens)] if listen.tokens else []),
-            ],
+            interceptors=[service.boundary, *([TokenAuth(listen.tokens)] if listen.tokens else [])],
             options=(
                 # A second server on the same port must fail, not share it silently.
                 ("grpc.so_reuseport", int(listen.is_shared)),

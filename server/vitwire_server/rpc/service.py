@@ -18,11 +18,11 @@ from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import trace_item
 from vitwire_server.rpc.boundary import RpcBoundary
 from vitwire_server.rpc.calls import Call, Serving
+from vitwire_server.rpc.checks import consumer_of, region_of
 from vitwire_server.rpc.codec import parsed, priority
+from vitwire_server.rpc.credentials import caller_of, principal
 from vitwire_server.rpc.decodes import submit_all
-from vitwire_server.rpc.deliveries import consumer_of, region_of
 from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancellation
-from vitwire_server.rpc.principals import caller_of, principal
 from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.responses import Answer, accepted_message, messages, model_message
 from vitwire_server.rpc.status import code_of, worst_of
@@ -47,7 +47,7 @@ class EncoderService:
         self._health = health
         self._slots = slots
         self._stall_seconds = stall_seconds
-        self._boundary = RpcBoundary(metrics, stall_seconds)
+        self.boundary = RpcBoundary(SERVICE, metrics, stall_seconds)
         self._writes = PendingWrites(stall_seconds)
         self._draining = False
         self.serving: Serving | None = None
@@ -55,11 +55,10 @@ class EncoderService:
     async def drain(self, seconds: float) -> None:
         """Refuse new requests; wait at most `seconds` until those in flight are answered."""
         self._draining = True
-        await self._boundary.idle(seconds)
+        await self.boundary.idle(seconds)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's methods; tensors are not copied on the way in, and responses are bytes already."""
-        around = self._boundary.around
         read_request = self._counted(wire.read_request)
         read_stream = self._counted(partial(wire.read_chunk, pb.EncodeStreamRequest))
         read_model = partial(wire.read_plain, pb.GetModelRequest)
@@ -67,11 +66,9 @@ class EncoderService:
         # On the wire a unary request is a stream of one message; handled as a stream, it is read when a slot is free.
         streams = grpc.stream_stream_rpc_method_handler
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Encode": streams(around("Encode", self._encode), read_request),
-            "EncodeStream": streams(around("EncodeStream", self._encode_stream), read_stream),
-            "GetModel": grpc.unary_unary_rpc_method_handler(
-                around("GetModel", self._get_model), read_model, write_model
-            ),
+            "Encode": streams(self._encode, read_request),
+            "EncodeStream": streams(self._encode_stream, read_stream),
+            "GetModel": grpc.unary_unary_rpc_method_handler(self._get_model, read_model, write_model),
         }
         declared = {method.name for method in pb.DESCRIPTOR.services_by_name["EncoderService"].methods}
         assert declared == methods.keys(), "every declared method has a handler"

@@ -14,8 +14,7 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRe
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.rpc import decodes
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.checks import refuse
-from vitwire_server.rpc.deliveries import consumer_of, region_of
+from vitwire_server.rpc.checks import consumer_of, refuse, region_of
 from vitwire_server.rpc.unprepared import Unprepared
 
 _SLOWEST = 64 << 10

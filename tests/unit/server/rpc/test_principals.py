@@ -9,8 +9,7 @@ import grpc
 import pytest
 
 from certificates import Authority
-from vitwire_server.rpc.credentials import Certificates, Tokens
-from vitwire_server.rpc.principals import TokenAuth, principal
+from vitwire_server.rpc.credentials import Certificates, TokenAuth, Tokens, principal
 
 TOKEN = "0123456789abcdef-alice"
 
