@@ -26,13 +26,13 @@ from rich.table import Table
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder, budget
+from vitwire_server.core.capacities import PackedCapacities
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import Item
 from vitwire_server.core.plans import Fallback
-from vitwire_server.fitting.ascending import plan_ascending
-from vitwire_server.fitting.command import Score
-from vitwire_server.fitting.ladders import loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.ladders import held_loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.scores import Score, plan_ascending
 from vitwire_server.fitting.traces import queues, read_trace
 from vitwire_server.runtime.attention.selection import select
 from vitwire_server.runtime.compiler.hot_shapes import HotShapes
@@ -83,7 +83,7 @@ def planner(options: argparse.Namespace) -> list[Row]:
 
 
 def _judged(name: str, fitted: Sequence[Footprint], judged: Sequence[Footprint]) -> list[Row]:
-    sizes = optimal_ladder(loads([each.tokens for each in fitted], LARGEST), RUNGS, LARGEST, ASSUMED)
+    sizes = optimal_ladder(held_loads(fitted, PackedCapacities(MERGE), LARGEST), RUNGS, LARGEST, ASSUMED)
     ours, doubling = _ladder(sizes), _ladder(powers_of_two(LARGEST))
     plan = Planner(ours, Bounds(LARGEST, ITEMS, FRAMES), without_graph=Fallback.GRAPHS_OFF).plan
     return [

@@ -10,9 +10,8 @@ from checkpoints import Checkpoints
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
-from vitwire_server.fitting.capacities import capacities_of
 from vitwire_server.fitting.command import main
-from vitwire_server.fitting.traces import TraceError, TraceWriter, read_trace
+from vitwire_server.fitting.traces import TraceError, TraceWriter, capacities_of, read_trace
 from vitwire_server.towers.tower import Tower
 
 LAYOUTS = [(1, 1), (2, 3), (1, 2), (3, 2), (2, 2), (1, 1), (4, 3), (1, 1), (2, 1)]

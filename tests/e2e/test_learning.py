@@ -172,8 +172,8 @@ def test_memory_is_flat_over_twenty_changes(checkpoints: Checkpoints, tmp_path: 
     import psutil  # noqa: PLC0415 - this test only
 
     forgetful = (
-        "from vitwire_server.fitting import histogram\n"
-        "histogram.HALF_LIFE = 128\n"
+        "from vitwire_server.fitting import learned\n"
+        "learned.HALF_LIFE = 128\n"
         f"import runpy; runpy.run_path({noop_server.__file__!r}, run_name='__main__')"
     )
     program = ("-c", forgetful)

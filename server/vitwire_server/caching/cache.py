@@ -60,6 +60,7 @@ Changed = Callable[[int, int, int], None]
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    key: Key
     embedding: Embedding
     names: set[Name] = field(default_factory=set)
     is_leaving: bool = False
@@ -79,7 +80,7 @@ def nbytes_of(rows: int, *content_ids: str) -> int:
 class EmbeddingCache:
     """Evicts the least recently used embeddings at a bound on bytes. Used on the event loop only.
 
-    Rows that come on the device stay there, within a bound of their own. The least recently used ones move to the host,
+    Rows that come on the device stay there, within a separate bound. The least recently used ones move to the host,
     and are found on the device until they are complete there. Rows that were copied to the host for a request stay in
     both places.
 
@@ -99,54 +100,40 @@ class EmbeddingCache:
 
         `download` is needed if rows come on the device.
         """
+        self.is_on = max_bytes > 0
+        """Whether anything is ever cached."""
+        self.nbytes = 0
+        """Bytes held on the host, names and bookkeeping included."""
+        self.stored_nbytes = 0
+        """Bytes held on the device, without rows that are being copied to the host."""
         self._max_bytes, self._max_stored = max_bytes, max_stored
         self._changed = changed
         self._download = download
         self._entries: dict[Key, _Entry] = {}
-        self._on_host: OrderedDict[Key, None] = OrderedDict()
+        self._named: dict[Name, _Entry] = {}
+        self._on_host: OrderedDict[_Entry, None] = OrderedDict()
         """Entries whose rows count on the host, the least recently used first."""
-        self._stored: OrderedDict[Key, None] = OrderedDict()
+        self._stored: OrderedDict[DeviceRows, _Entry] = OrderedDict()
         """Entries whose rows count on the device, in the same order; each entry is in one of the two, or in both."""
-        self._stored_keys: dict[DeviceRows, Key] = {}
-        self._keys: dict[Name, Key] = {}
-        self._nbytes = self._stored_nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is ever cached."""
-        return self._max_bytes > 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held on the host, names and bookkeeping included."""
-        return self._nbytes
-
-    @property
-    def stored_nbytes(self) -> int:
-        """Bytes held on the device, without rows that are being copied to the host."""
-        return self._stored_nbytes
 
     def get(self, key: Key, name: Name | None = None) -> Embedding | None:
         """The embedding, marked as the most recently used one; `name` refers to it from now on."""
         entry = self._entries.get(key)
         if entry is None:
             return None
-        self._use(key)
+        self._use(entry)
         if name:
-            self._set_name(name, key, entry)
+            self._set_name(name, entry)
             self._shrink()
         return entry.embedding
 
     def find(self, name: Name) -> tuple[Key, Embedding] | None:
         """The embedding of the content that `name` refers to, if it is still cached."""
-        key = self._keys.get(name)
-        if key is None:
+        entry = self._named.get(name)
+        if entry is None:
             return None
-        self._use(key)
-        return key, self._entries[key].embedding
+        self._use(entry)
+        return entry.key, entry.embedding
 
     def put(self, key: Key, embedding: Embedding, names: set[Name]) -> None:
         """Cache the rows, unless they are larger than the cache; `names` refer to them from now on.
@@ -154,12 +141,14 @@ class EmbeddingCache:
         Rows on the host are copied, those on the device are shared. Rows that are cached already stay, and so do
         their names: equal keys have equal rows.
         """
-        if self.get(key) is None and not self._add(key, embedding):
-            for name in names:  # they refer to this content, not to older pixels
+        if self.get(key) is None and nbytes_of(embedding.nbytes) <= self._max_bytes:
+            self._add(key, embedding)
+        entry = self._entries.get(key)
+        for name in names:
+            if entry:
+                self._set_name(name, entry)
+            else:  # it refers to this content, not to older pixels
                 self._forget(name)
-        else:
-            for name in names:
-                self._set_name(name, key, self._entries[key])
         self._shrink()
 
     def fetch(self, rows: DeviceRows, done: Fetching) -> None:
@@ -167,46 +156,42 @@ class EmbeddingCache:
         assert self._download, "rows came on the device"
 
         def fetched(found: memoryview | EncodeFailed) -> None:
-            key = self._stored_keys.get(rows)
-            if key is not None and not isinstance(found, EncodeFailed):
-                self._keep_on_host(key, found)
+            entry = self._stored.get(rows)
+            if entry and entry not in self._on_host and not isinstance(found, EncodeFailed):
+                self._on_host[entry] = None
+                with self._resizing(entry):
+                    entry.embedding = replace(entry.embedding, data=found)
+                self._shrink()
             done(found)
 
         self._download(rows, fetched)
 
-    def _use(self, key: Key) -> None:
-        for order in (self._on_host, self._stored):
-            if key in order:
-                order.move_to_end(key)
+    def _use(self, entry: _Entry) -> None:
+        if entry in self._on_host:
+            self._on_host.move_to_end(entry)
+        if (rows := entry.embedding.device) and rows in self._stored:
+            self._stored.move_to_end(rows)
 
-    def _add(self, key: Key, embedding: Embedding) -> bool:
-        """Add the rows; False if they are larger than the cache."""
-        if nbytes_of(embedding.nbytes) > self._max_bytes:
-            return False
+    def _add(self, key: Key, embedding: Embedding) -> None:
+        entry = self._entries[key] = _Entry(key, embedding)
         if embedding.device:
-            self._stored[key] = None
-            self._stored_keys[embedding.device] = key
-            self._stored_nbytes += embedding.device.taken
+            self._stored[embedding.device] = entry
+            self.stored_nbytes += embedding.device.taken
         else:  # the rows' buffer may be pinned memory, which is scarce, or larger than the rows
-            self._on_host[key] = None
-            embedding = replace(embedding, data=memoryview(bytes(embedding.data)))
-        entry = self._entries[key] = _Entry(embedding)
-        self._nbytes += entry.nbytes
-        return True
+            self._on_host[entry] = None
+            entry.embedding = replace(embedding, data=memoryview(bytes(embedding.data)))
+        self.nbytes += entry.nbytes
 
-    def _set_name(self, name: Name, key: Key, entry: _Entry) -> None:
-        """Let `name` refer to `key` only."""
-        if self._keys.get(name) == key:
-            return
-        self._forget(name)
-        self._keys[name] = key
-        with self._resizing(entry):
-            entry.names.add(name)
+    def _set_name(self, name: Name, entry: _Entry) -> None:
+        """Let `name` refer to this entry only."""
+        if self._named.get(name) is not entry:
+            self._forget(name)
+            self._named[name] = entry
+            with self._resizing(entry):
+                entry.names.add(name)
 
     def _forget(self, name: Name) -> None:
-        former = self._keys.pop(name, None)
-        if former is not None:
-            entry = self._entries[former]
+        if entry := self._named.pop(name, None):
             with self._resizing(entry):
                 entry.names.discard(name)
 
@@ -214,84 +199,62 @@ class EmbeddingCache:
     def _resizing(self, entry: _Entry) -> Iterator[None]:
         before = entry.nbytes
         yield
-        self._nbytes += entry.nbytes - before
-
-    def _keep_on_host(self, key: Key, data: memoryview) -> None:
-        """Keep a copy of rows that are on the device."""
-        if key in self._on_host:
-            return
-        self._on_host[key] = None
-        entry = self._entries[key]
-        with self._resizing(entry):
-            entry.embedding = replace(entry.embedding, data=data)
-        self._shrink()
+        self.nbytes += entry.nbytes - before
 
     def _shrink(self) -> None:
-        leaving: list[Key] = []
-        while self._stored_nbytes > self._max_stored:
-            leaving.append(next(iter(self._stored)))
-            self._unstore(leaving[-1])
+        leaving: list[_Entry] = []
+        while self.stored_nbytes > self._max_stored:
+            leaving.append(self._unstore(next(iter(self._stored))))
         evicted = 0
-        while self._nbytes > self._max_bytes:
-            order = self._stored if self._is_crowded or not self._on_host else self._on_host
+        while self.nbytes > self._max_bytes:
+            # If embeddings on the device, with a name each, take half of the host, its rows would leave for them.
+            is_crowded = len(self._stored) * (_OVERHEAD + _NAME_OVERHEAD) > self._max_bytes // 2
+            order = self._stored.values() if is_crowded or not self._on_host else self._on_host
             evicted += self._evict(next(iter(order)))
-        self._changed(self._nbytes, self._stored_nbytes, evicted)
-        for key in leaving:
-            entry = self._entries.get(key)
-            if entry and entry.is_leaving:
+        self._changed(self.nbytes, self.stored_nbytes, evicted)
+        for entry in leaving:
+            if entry.is_leaving and self._entries.get(entry.key) is entry:
                 assert entry.embedding.device and self._download, "rows came on the device"  # noqa: PT018
-                self._download(entry.embedding.device, partial(self._left, key, entry))
+                self._download(entry.embedding.device, partial(self._left, entry))
 
-    @property
-    def _is_crowded(self) -> bool:
-        """Whether embeddings on the device, with a name each, take half of the host: its rows would leave for them."""
-        return len(self._stored) * (_OVERHEAD + _NAME_OVERHEAD) > self._max_bytes // 2
-
-    def _unstore(self, key: Key) -> None:
+    def _unstore(self, rows: DeviceRows) -> _Entry:
         """Rows do not count on the device any more: they are on the host already, or are to be copied there."""
-        self._off_device(key)
-        entry = self._entries[key]
+        entry = self._stored.pop(rows)
+        self.stored_nbytes -= rows.taken
         with self._resizing(entry):
-            if key in self._on_host:
+            if entry in self._on_host:
                 entry.embedding = replace(entry.embedding, device=None)
             else:
                 entry.is_leaving = True
-                self._on_host[key] = None
+                self._on_host[entry] = None
+        return entry
 
-    def _left(self, key: Key, entry: _Entry, found: memoryview | EncodeFailed) -> None:
+    def _left(self, entry: _Entry, found: memoryview | EncodeFailed) -> None:
         """The rows of an entry were copied to the host."""
-        if self._entries.get(key) is not entry:  # evicted meanwhile
+        if self._entries.get(entry.key) is not entry:  # evicted meanwhile
             return
         if isinstance(found, EncodeFailed):
-            self._remove(key)
+            self._remove(entry)
         else:
             entry.embedding = replace(entry.embedding, data=found, device=None)
             entry.is_leaving = False
         self._shrink()
 
-    def _evict(self, key: Key) -> bool:
+    def _evict(self, entry: _Entry) -> bool:
         """Drop the rows on the host; whether the embedding is gone, as it is not on the device."""
-        if key not in self._stored or key not in self._on_host:
-            self._remove(key)
+        if entry.embedding.device not in self._stored or entry not in self._on_host:
+            self._remove(entry)
             return True
-        del self._on_host[key]
-        entry = self._entries[key]
+        del self._on_host[entry]
         with self._resizing(entry):
             entry.embedding = replace(entry.embedding, data=_NOTHING)
         return False
 
-    def _remove(self, key: Key) -> None:
-        if key in self._stored:
-            self._off_device(key)
-        self._on_host.pop(key, None)
-        entry = self._entries.pop(key)
-        self._nbytes -= entry.nbytes
+    def _remove(self, entry: _Entry) -> None:
+        if (rows := entry.embedding.device) and self._stored.pop(rows, None):
+            self.stored_nbytes -= rows.taken
+        self._on_host.pop(entry, None)
+        del self._entries[entry.key]
+        self.nbytes -= entry.nbytes
         for name in entry.names:
-            del self._keys[name]
-
-    def _off_device(self, key: Key) -> None:
-        del self._stored[key]
-        rows = self._entries[key].embedding.device
-        assert rows, "what is stored is on the device"
-        del self._stored_keys[rows]
-        self._stored_nbytes -= rows.taken
+            del self._named[name]

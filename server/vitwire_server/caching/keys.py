@@ -1,34 +1,43 @@
-"""Keys of the embedding cache."""
+"""Keys of the embedding cache, and the digests in them: of 16 bytes, with a seed that nobody knows beforehand."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
 
 from xxhash import xxh3_128
 
 from vitwire_server.caching.cache import Content, Key, Name
 from vitwire_server.core.items import CacheLookup, Item
 
-
-class Digest:
-    """The digest of bytes that arrive in chunks."""
-
-    def __init__(self, seed: int) -> None:
-        """`seed` of 64 bits is random per server, so that collisions cannot be prepared."""
-        self._hash = xxh3_128(seed=seed)
-
-    def add(self, data: memoryview | bytes | bytearray) -> None:
-        """The next bytes."""
-        self._hash.update(data)
-
-    def value(self) -> bytes:
-        """16 bytes."""
-        return self._hash.digest()
+Buffer = memoryview | bytes | bytearray
+_LARGE_BYTES = 4 << 20
 
 
 def digest_of(item: Item, seed: int) -> bytes:
     """The digest of all bytes of an item: its pixels, then its crops."""
-    digest = Digest(seed)
-    digest.add(item.pixels.data)
-    if item.crops:
-        digest.add(item.crops.data)
-    return digest.value()
+    return _digest(parts_of(item), seed)
+
+
+async def digests_of(contents: Mapping[int, Sequence[Buffer]], seed: int) -> dict[int, bytes]:
+    """The digest of the parts of each content. A thread computes them if they are large."""
+
+    def digests() -> dict[int, bytes]:
+        return {number: _digest(parts, seed) for number, parts in contents.items()}
+
+    if sum(len(part) for parts in contents.values() for part in parts) <= _LARGE_BYTES:
+        return digests()
+    return await asyncio.to_thread(digests)
+
+
+def parts_of(item: Item) -> list[Buffer]:
+    """The bytes of an item's tensors."""
+    return [tensor.data for tensor in (item.pixels, item.crops) if tensor]
+
+
+def _digest(parts: Sequence[Buffer], seed: int) -> bytes:
+    digest = xxh3_128(seed=seed)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def key_of(item: Item, digest: bytes, principal: str, fingerprint: str) -> Key:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vitwire_server.caching.cache import EmbeddingCache, Fetching, Key, Name
-from vitwire_server.core.delivery import DeviceRows
+from vitwire_server.caching.cache import EmbeddingCache, Key, Name
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Unavailable
 from vitwire_server.core.items import CacheLookup, Embedding, Modality
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
@@ -46,6 +45,10 @@ class _Flight:
     running: dict[Waiter, None] = field(default_factory=dict)
     waiting: dict[Waiter, None] = field(default_factory=dict)
 
+    def serves(self, waiter: Waiter) -> bool:
+        """Whether a queued item has the waiter's priority or a higher one."""
+        return any(each.ticket.priority <= waiter.ticket.priority for each in self.running)
+
 
 @dataclass(slots=True, eq=False)
 class Joining:
@@ -74,15 +77,14 @@ class SingleFlight:
     """
 
     def __init__(self, cache: EmbeddingCache, monitor: CacheMonitor) -> None:
+        self.is_on = cache.is_on
+        """Whether anything is ever found here."""
+        self.fetch = cache.fetch
+        self.served_from_device = monitor.served_from_device
         self._cache = cache
         self._monitor = monitor
         self._flights: dict[Key, _Flight] = {}
         self._expected: dict[Name, _Expected] = {}
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is ever found here."""
-        return self._cache.is_on
 
     def expect(self, name: Name) -> None:
         """An item of this name was admitted. Ends with `settled`."""
@@ -120,14 +122,6 @@ class SingleFlight:
                 return self._hit(key, embedding)
         return None if name in self._expected else self.missed(lookup)
 
-    def fetch(self, rows: DeviceRows, done: Fetching) -> None:
-        """See EmbeddingCache."""
-        self._cache.fetch(rows, done)
-
-    def served_from_device(self) -> None:
-        """Cached rows were delivered from the device."""
-        self._monitor.served_from_device()
-
     def missed(self, lookup: CacheLookup) -> NotCached:
         """The answer to an item without pixels that is not cached."""
         self._monitor.cache_missed()
@@ -144,20 +138,21 @@ class SingleFlight:
 
     def holds(self, waiter: Waiter) -> bool:
         """Whether the item is cached or in flight now, and needs no forward."""
-        return self._cache.get(waiter.key) is not None or self._joins(waiter)
+        flight = self._flights.get(waiter.key)
+        return self.is_cached(waiter) or (flight is not None and flight.serves(waiter))
 
     def enter(self, waiter: Waiter) -> bool:
         """Whether the item must be queued; if not, it was answered from the cache or waits for one in flight."""
-        embedding = self._cache.get(waiter.key, waiter.name)
-        if embedding is not None:
-            waiter.settle(self._hit(waiter.key, embedding))
+        if found := self.cached(waiter):
+            waiter.settle(found)
             return False
-        joins = self._joins(waiter)
         flight = self._flights.setdefault(waiter.key, _Flight())
-        (flight.waiting if joins else flight.running)[waiter] = None
-        if not joins:
-            self._monitor.cache_missed()
-        return not joins
+        if flight.serves(waiter):
+            flight.waiting[waiter] = None
+            return False
+        flight.running[waiter] = None
+        self._monitor.cache_missed()
+        return True
 
     def completed(self, waiter: Waiter, outcome: Outcome) -> None:
         """A waiter's item was encoded or failed: cache the rows and answer the waiters that wait for them."""
@@ -182,11 +177,6 @@ class SingleFlight:
                 flight.waiting.pop(waiter, None)
         for key in {waiter.key for waiter in waiters}:
             self._promote(key)
-
-    def _joins(self, waiter: Waiter) -> bool:
-        """Whether an item in flight has the waiter's priority or a higher one; it does not wait for lower ones."""
-        flight = self._flights.get(waiter.key)
-        return flight is not None and any(each.ticket.priority <= waiter.ticket.priority for each in flight.running)
 
     def _promote(self, key: Key) -> None:
         """If no item of the key is queued any more, queue that of the highest priority and latest deadline."""

@@ -4,119 +4,19 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.capacities import Capacities
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
-from vitwire_server.core.plans import Batch, Fallback, Plan
-from vitwire_server.core.timeline import Timeline, Work
-from vitwire_server.fitting.ascending import plan_ascending
-from vitwire_server.fitting.capacities import capacities_of
-from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
-from vitwire_server.fitting.traces import TraceError, queues, read_trace
+from vitwire_server.core.plans import Fallback
+from vitwire_server.fitting.ladders import gain, held_loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.scores import Score, plan_ascending
+from vitwire_server.fitting.traces import TraceError, capacities_of, queues, read_trace
 from vitwire_server.scheduling.planner import Bounds, Planner
 
 _FRAMES = 512
-
-
-@dataclass(slots=True)
-class Eager:
-    """Eager launches for one reason."""
-
-    launches: int = 0
-    items: int = 0
-    tokens: int = 0
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds that they block the host."""
-        return self.launches * ASSUMED.eager_host
-
-
-@dataclass(slots=True)
-class Score:
-    """Results of a packing method on a trace."""
-
-    real: int = 0
-    computed: int = 0
-    launches: int = 0
-    seconds: float = 0.0
-    """Predicted, host and device, if each queue finds an idle engine."""
-    load: Timeline = field(default_factory=Timeline)
-    """The same if queues follow one another without a pause."""
-    per_budget: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Items and padded tokens by budget."""
-    fallbacks: dict[Fallback, Eager] = field(default_factory=dict)
-    """Eager launches by reason."""
-
-    @property
-    def padding(self) -> float:
-        """Share of padding among computed tokens."""
-        return 1 - self.real / self.computed if self.computed else 0.0
-
-    @property
-    def eager(self) -> int:
-        """Eager launches."""
-        return sum(eager.launches for eager in self.fallbacks.values())
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds that eager launches block the host."""
-        return sum(eager.host_seconds for eager in self.fallbacks.values())
-
-    def document(self) -> dict[str, Any]:
-        """The results for the JSON document."""
-        eager = {
-            str(reason): {
-                "launches": each.launches,
-                "items": each.items,
-                "tokens": each.tokens,
-                "host_seconds": round(each.host_seconds, 6),
-            }
-            for reason, each in self.fallbacks.items()
-        }
-        return {
-            "padding": round(self.padding, 6),
-            "launches": self.launches,
-            "eager": self.eager,
-            "eager_host_seconds": round(self.host_seconds, 6),
-            "seconds": round(self.seconds, 6),
-            "seconds_under_load": round(self.load.end, 6),
-            "eager_launches": eager,
-        }
-
-    def add(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
-        """Add the batches of one queue on an idle engine."""
-        alone = Timeline()
-        for batch in plan.batches:
-            alone.run(_work(batch, footprints))
-            tokens = sum(footprints[item].tokens for item in batch.items)
-            size = batch.budget.tokens if batch.budget else tokens
-            self.real += tokens
-            self.computed += size
-            self.launches += 1
-            if batch.budget:
-                items, padded = self.per_budget.get(size, (0, 0))
-                self.per_budget[size] = (items + len(batch.items), padded + size - tokens)
-            elif batch.fallback:
-                eager = self.fallbacks.setdefault(batch.fallback, Eager())
-                eager.launches += 1
-                eager.items += len(batch.items)
-                eager.tokens += tokens
-        self.seconds += alone.end
-
-    def add_under_load(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
-        """Add the time of one queue's batches behind those before."""
-        for batch in plan.batches:
-            self.load.run(_work(batch, footprints))
-
-
-def _work(batch: Batch, footprints: Sequence[Footprint]) -> Work:
-    return ASSUMED.work(batch.budget, sum(footprints[item].tokens for item in batch.items))
 
 
 def main(words: Sequence[str]) -> int:
@@ -139,21 +39,14 @@ def _run(options: argparse.Namespace) -> int:
     doubling = _ladder(powers_of_two(options.max_budget_tokens), capacities, options)
     score, reference = _evaluate(judged, _ladder(sizes, capacities, options), doubling, options)
     _show(sizes, score, reference, options.queue_depth)
-    gain = 1 - expected_seconds(weights, sizes, ASSUMED) / expected_seconds(
-        weights, [budget.tokens for budget in doubling], ASSUMED
-    )
-    print(f"predicted gain over powers of two at depths 1 and 4: {gain:.1%}")
+    saved = gain(weights, [budget.tokens for budget in doubling], sizes, ASSUMED)
+    print(f"predicted gain over powers of two at depths 1 and 4: {saved:.1%}")
     if options.out:
         options.out.write_text(json.dumps({"budgets": sizes}) + "\n", encoding="utf-8")
     if options.plot:
         _plot(options.plot, [footprint.tokens for footprint in trace], sizes)
-    document = {
-        "budgets": sizes,
-        **score.document(),
-        "reference": reference.document(),
-        "gain": round(gain, 4),
-    }
-    print(json.dumps(document))
+    results = {**score.document(), "reference": reference.document(), "gain": round(saved, 4)}
+    print(json.dumps({"budgets": sizes, **results}))
     return 0
 
 
@@ -164,20 +57,19 @@ def _evaluate(
     limits = Bounds(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
     planner = Planner(ladder, limits, without_graph=Fallback.GRAPHS_OFF)
     score, reference = Score(), Score()
-    plans = options.plans.open("w", encoding="utf-8") if options.plans else None
-    try:
-        for number, queue in enumerate(queues(trace, options.queue_depth)):
-            plan = planner.plan(queue)
-            score.add(plan, queue)
-            score.add_under_load(planner.plan(queue, score.load.backlog), queue)
-            ascending = plan_ascending(queue, doubling, options.max_items_per_batch)
-            reference.add(ascending, queue)
-            reference.add_under_load(ascending, queue)
-            if plans:
-                _write(plans, number, plan)
-    finally:
-        if plans:
-            plans.close()
+    lines = []
+    for number, queue in enumerate(queues(trace, options.queue_depth)):
+        plan = planner.plan(queue)
+        score.add(plan, queue)
+        score.add_under_load(planner.plan(queue, score.load.backlog), queue)
+        ascending = plan_ascending(queue, doubling, options.max_items_per_batch)
+        reference.add(ascending, queue)
+        reference.add_under_load(ascending, queue)
+        for batch in plan.batches:
+            budget = batch.budget.tokens if batch.budget else None
+            lines.append(json.dumps({"queue": number, "items": batch.items, "budget": budget}) + "\n")
+    if options.plans:
+        options.plans.write_text("".join(lines), encoding="utf-8")
     return score, reference
 
 
@@ -188,12 +80,6 @@ def _ladder(sizes: Iterable[int], capacities: Capacities, options: argparse.Name
 
 def _budget(capacities: Capacities, tokens: int, options: argparse.Namespace) -> Budget:
     return capacities.budget(tokens, max_items=options.max_items_per_batch, max_frames=_FRAMES)
-
-
-def _write(plans: TextIO, number: int, plan: Plan) -> None:
-    for batch in plan.batches:
-        line = {"queue": number, "items": list(batch.items), "budget": batch.budget.tokens if batch.budget else None}
-        plans.write(json.dumps(line) + "\n")
 
 
 def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> None:
@@ -239,12 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("vitwire-server budgets", description=__doc__)
     add = parser.add_argument
     add("--trace", type=Path, required=True, help="trace to fit the ladder to, as written by serve --record-trace")
-    add(
-        "--merge-size",
-        type=_positive,
-        default=2,
-        help="merge size of the model, for lines of the trace without a footprint",
-    )
+    add("--merge-size", type=_positive, default=2, help="merge size of the model, for lines without a footprint")
     add("--count", type=_positive, default=24, help="maximum number of budgets")
     add("--max-budget-tokens", type=_positive, default=4096, help="tokens of the largest budget")
     add("--max-items-per-batch", type=_positive, default=64, help="maximum items per forward")

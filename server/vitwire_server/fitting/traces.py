@@ -5,9 +5,11 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from vitwire_server.core.capacities import Capacities, CropCapacities, PackedCapacities, TileCapacities
 from vitwire_server.core.files import append_regular
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Item
@@ -81,11 +83,9 @@ def read_trace(path: Path, merge: int) -> list[Footprint]:
 
 def _items(line: str, merge: int, where: str) -> Iterator[Footprint]:
     try:
-        request: dict[str, Any] = json.loads(line)
-        for item in request["items"]:
-            t, h, w = item["grid"]
-            recorded = item.get("footprint")
-            yield _recorded(recorded) if recorded else _from_grid(Grid(int(t), int(h), int(w)), merge)
+        for item in json.loads(line)["items"]:
+            grid, counts = Grid(*map(int, item["grid"])), item.get("footprint")
+            yield _recorded(counts) if counts else _from_grid(grid, merge)
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f'{where}: expected {{"items": [{{"grid": [t, h, w]}}]}}, got {error!r}') from error
 
@@ -116,3 +116,44 @@ def queues(footprints: Sequence[Footprint], depth: int) -> Iterator[Sequence[Foo
     """The items in queues of `depth`, in their order of arrival; the last may be shorter."""
     for start in range(0, len(footprints), depth):
         yield footprints[start : start + depth]
+
+
+def capacities_of(trace: Sequence[Footprint]) -> Capacities:
+    """The capacities of a tower with these footprints. Raises TraceError if no kind of tower fits.
+
+    The segments of a packed item have all its patches; a tile is one row, however many patches its segment has.
+    """
+    if all(item.segments * item.longest == item.patches for item in trace):
+        merge = max(-(-item.patches // item.tokens) for item in trace)
+        return PackedCapacities(ceil(merge**0.5))
+    longest = trace[0].longest
+    if all(item.longest == longest for item in trace):
+        found = _tiles(trace, longest) or _crops(trace, longest)
+        if found:
+            return found
+    raise TraceError("the trace has items of several models: fit one model at a time")
+
+
+def _tiles(trace: Sequence[Footprint], longest: int) -> TileCapacities | None:
+    """Tile towers: every tile is a segment with the same number of tokens."""
+    tile = trace[0].tokens // trace[0].patches
+    paired = any(item.crops for item in trace)
+    alike = (item.segments == item.patches and item.tokens == tile * item.patches for item in trace)
+    pairs = (item.crops == (item.patches if paired else 0) for item in trace)
+    return TileCapacities(tile, longest, paired) if all(alike) and all(pairs) else None
+
+
+def _crops(trace: Sequence[Footprint], longest: int) -> CropCapacities | None:
+    """Where an item has one overview and any number of crops, whose tokens follow from two items that differ in them.
+
+    Where none do, an overview and a crop are taken to have as many tokens each.
+    """
+    fewest, most = (choose(trace, key=lambda item: item.crops) for choose in (min, max))
+    between = most.crops - fewest.crops
+    crop = (most.tokens - fewest.tokens) // between if between else most.tokens // (1 + most.crops)
+    overview = fewest.tokens - fewest.crops * crop
+    alike = (
+        item.patches == 1 and item.segments == 1 + item.crops and item.tokens == overview + crop * item.crops
+        for item in trace
+    )
+    return CropCapacities(overview, crop, longest) if overview > 0 and crop > 0 and all(alike) else None

@@ -14,17 +14,16 @@ from vitwire_server.process.descriptors import rpc_connections
 from vitwire_server.process.preparing import decoding
 from vitwire_server.process.threads import read_at_start, refresh_for_ever
 from vitwire_server.rpc.calls import Serving
-from vitwire_server.rpc.certificates import Certificates
 from vitwire_server.rpc.codec import Codec
+from vitwire_server.rpc.credentials import Certificates, Tokens
 from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.server import Extras, Listen, RpcServer
 from vitwire_server.rpc.service import EncoderService
-from vitwire_server.rpc.tokens import Tokens
 from vitwire_server.sessions.session import Sessions
 
 if TYPE_CHECKING:
     from vitwire_server.observe.otlp import OtlpTracer
-    from vitwire_server.rpc.decodes import Decoding
+    from vitwire_server.rpc.unprepared import Decoding
 
 _TLS = "--tls-cert, --tls-key, --tls-client-ca"
 _TOKENS = "--auth-tokens-file"

@@ -12,9 +12,7 @@ from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.capacities import CropCapacities
 from vitwire_server.core.reports import LadderMonitor
-from vitwire_server.fitting.histogram import Demands
-from vitwire_server.fitting.refits import Learned
-from vitwire_server.fitting.state import StateFile
+from vitwire_server.fitting.learned import Demands, Learned, StateFile
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.scheduling.planner import Planner

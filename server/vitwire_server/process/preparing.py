@@ -20,8 +20,7 @@ from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.child import HARDWARE
 from vitwire_server.preparing.files.pool import DecodePool, Sizes
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
-from vitwire_server.rpc.decodes import Decoding
-from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, picture_bytes
+from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, Decoding, picture_bytes
 from vitwire_server.scheduling.admission import Admission
 
 _log = logging.getLogger(__name__)

@@ -67,48 +67,39 @@ class PortReservation:
 
     def __init__(self, host: str, port: int) -> None:
         """Reserve the port; 0 picks one that is free at every address of the host. Raises OSError if it is taken."""
-        self._sockets = ExitStack()
-        try:
-            self.port = port or self._reserve_free_port(host.strip("[]"))
-            if port:
-                self._reserve(host.strip("[]"), port)
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        name = host.strip("[]")
+        for left in reversed(range(1 if port else _ATTEMPTS)):
+            try:
+                self.port = port or _free_port(name)
+                self._sockets = _reserved(name, self.port)
+                break
+            except OSError as error:
+                if not left or error.errno != errno.EADDRINUSE:
+                    raise OSError(f"cannot listen on {host}:{port}: {error}") from error
 
     def close(self) -> None:
         """Give the port up; processes that listen keep it."""
         self._sockets.close()
 
-    def _reserve_free_port(self, name: str) -> int:
-        for attempt in range(_ATTEMPTS):
-            port = _free_port(name)
-            try:
-                self._reserve(name, port)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or attempt == _ATTEMPTS - 1:
-                    raise
-            else:
-                break
-        return port
 
-    def _reserve(self, name: str, port: int) -> None:
-        """Raises OSError if an address is taken or none can be bound."""
-        count, unusable = 0, None
-        with ExitStack() as reserved:
-            for family, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
-                try:
-                    reserved.enter_context(_shared_socket(family, address))
-                    count += 1
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        raise
-                    unusable = error  # as with `localhost` where IPv6 is off; gRPC leaves it out too
-            if name == "0.0.0.0":  # noqa: S104 - compared with; gRPC listens on every IPv6 address too where it can
-                with suppress(OSError):
-                    reserved.enter_context(_shared_socket(socket.AF_INET6, ("::", port), only_v6=True))
-            if unusable and not count:
-                raise unusable
-            self._sockets = reserved.pop_all()
+def _reserved(name: str, port: int) -> ExitStack:
+    """Sockets at all addresses. Raises OSError if an address is taken or none can be bound."""
+    count, unusable = 0, None
+    with ExitStack() as reserved:
+        for family, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
+            try:
+                reserved.enter_context(_shared_socket(family, address))
+                count += 1
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                unusable = error  # as with `localhost` where IPv6 is off; gRPC leaves it out too
+        if name == "0.0.0.0":  # noqa: S104 - compared with; gRPC listens on every IPv6 address too where it can
+            with suppress(OSError):
+                reserved.enter_context(_shared_socket(socket.AF_INET6, ("::", port), only_v6=True))
+        if unusable and not count:
+            raise unusable
+        return reserved.pop_all()
 
 
 def _free_port(name: str) -> int:

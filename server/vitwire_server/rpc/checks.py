@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from vitwire.shared.agents import problem_of
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_server.core.delivery import Consumer, MemoryKind, Region
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
@@ -18,6 +20,7 @@ DTYPES = {
 }
 OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
+_MEMORY_KINDS = {pb.MEMORY_KIND_HOST: MemoryKind.HOST, pb.MEMORY_KIND_DEVICE: MemoryKind.DEVICE}
 _MAX_CONTENT_ID = 512
 
 
@@ -55,7 +58,9 @@ def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
 
 
 def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
-    """What does not depend on the kind of an item: pruning, its name, storing."""
+    """Of any kind of item: bytes that come separately, pruning, its name, storing."""
+    parts = {"encoded": item.encoded, "pixels.data": item.pixels.data, "crops.data": item.crops.data}
+    yield from (Violation(name, "must be empty: the bytes follow in chunks") for name, data in parts.items() if data)
     if not 0 <= item.keep_ratio <= 1:
         yield Violation("keep_ratio", f"must be in [0, 1], got {item.keep_ratio:g}")
     elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:
@@ -155,3 +160,42 @@ def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterato
         yield Violation("pixels.shape", f"is a picture of {size}, the limit is {limits.encoded_pixels} pixels")
     elif prod(shape) > picture_bytes(limits):
         yield Violation("pixels.shape", f"takes {prod(shape)} bytes, at most {picture_bytes(limits)} are accepted")
+
+
+def consumer_of(message: pb.EncodeRequest | pb.EncodeStreamOptions, principal: str, field: str) -> Consumer | None:
+    """The consumer of an RPC; None if its rows come in the response. Raises InvalidRequest."""
+    if not message.HasField("delivery"):
+        return None
+    delivery = message.delivery
+    kind = _MEMORY_KINDS.get(delivery.memory)
+    consumer = Consumer(
+        principal,
+        delivery.agent,
+        delivery.agent_metadata,
+        kind or MemoryKind.HOST,
+        delivery.device,
+        delivery.address,
+        delivery.bytes,
+    )
+    wrong = {
+        "memory": None if kind else "must be HOST or DEVICE",
+        "agent": problem_of(delivery.agent, delivery.agent_metadata),
+        "address": consumer.problem(),
+    }
+    violations = [Violation(f"{field}.{name}", reason) for name, reason in wrong.items() if reason]
+    if violations:
+        raise InvalidRequest(violations)
+    return consumer
+
+
+def region_of(item: pb.Item | pb.EncodeStreamRegion) -> Region | None:
+    """The region of an item, unchecked."""
+    return Region(item.region.offset, item.region.bytes) if item.HasField("region") else None
+
+
+def wrong_region(region: Region | None, consumer: Consumer | None, needed: int) -> list[Violation]:
+    """What is wrong with the region of an item whose rows have `needed` bytes."""
+    if region is None:
+        return []
+    reason = region.problem(consumer, needed) if consumer else "needs the delivery of the request"
+    return [Violation("region", reason)] if reason else []

@@ -1,6 +1,5 @@
 """Messages to items: everything a client sends is checked here, on the CPU, before it is queued."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import TypeVar
@@ -20,8 +19,7 @@ from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.rpc import checks
-from vitwire_server.rpc.checks import MODALITIES, refuse
-from vitwire_server.rpc.deliveries import region_of, wrong_region
+from vitwire_server.rpc.checks import MODALITIES, refuse, region_of, wrong_region
 from vitwire_server.rpc.unprepared import Unprepared, goes_to_device, is_picture
 from vitwire_server.scheduling.tickets import Priority
 
@@ -60,16 +58,6 @@ class Codec:
         refuse(list(checks.wrong_options(message)), "options")
         return self._output(message.output_type), priority(message.priority)
 
-    def header(self, field: str, item: pb.Item, output: DType, consumer: Consumer | None = None) -> Item | CacheLookup:
-        """An item that is uploaded in chunks, without its bytes. Raises InvalidRequest."""
-        tensors = (("pixels.data", item.pixels.data), ("crops.data", item.crops.data))
-        return self._header(field, item, output, consumer, _early(tensors))
-
-    def unprepared_header(self, field: str, item: pb.Item, file_bytes: int, output: DType) -> Unprepared:
-        """A file of so many bytes or a picture that is uploaded in chunks. Raises InvalidRequest."""
-        early = _early((("encoded", item.encoded), ("pixels.data", item.pixels.data)))
-        return self._unprepared(field, item, file_bytes, output, early)
-
     def measured(self, field: str, item: Unprepared, found: Measured, consumer: Consumer | None) -> Item:
         """The item as it will be once it was prepared. Raises InvalidRequest."""
         message = pb.Item()
@@ -106,12 +94,12 @@ class Codec:
     ) -> Item | CacheLookup | Unprepared:
         """The item with its bytes. Raises InvalidRequest."""
         if self.is_unprepared(item, len(tensors.encoded)):
-            made = self._unprepared(field, item, len(tensors.encoded), output)
+            made = self.unprepared(field, item, len(tensors.encoded), output)
             data = tensors.encoded or tensors.pixels
             if len(data) != made.nbytes:
                 refuse([Violation("pixels.data", f"has {len(data)} bytes, shape requires {made.nbytes}")], field)
             return replace(made, data=data)
-        header = self._header(field, item, output, consumer)
+        header = self.header(field, item, output, consumer)
         if isinstance(header, CacheLookup):
             return header
         parts = (("pixels", tensors.pixels, header.pixels), ("crops", tensors.crops, header.crops))
@@ -124,11 +112,9 @@ class Codec:
         crops = replace(header.crops, data=tensors.crops) if header.crops else None
         return replace(header, pixels=replace(header.pixels, data=tensors.pixels), crops=crops)
 
-    def _unprepared(
-        self, field: str, item: pb.Item, file_bytes: int, output: DType, early: Sequence[Violation] = ()
-    ) -> Unprepared:
-        """The item without its bytes. Raises InvalidRequest, with `early` violations as well."""
-        wrong = [*early, *checks.wrong_extras(item, self._card), *checks.wrong_modality(item, self._card)]
+    def unprepared(self, field: str, item: pb.Item, file_bytes: int, output: DType) -> Unprepared:
+        """A file of `file_bytes` bytes or a picture, without its bytes. Raises InvalidRequest."""
+        wrong = [*checks.wrong_extras(item, self._card), *checks.wrong_modality(item, self._card)]
         modality = MODALITIES.get(item.modality)
         picture = tuple(item.pixels.shape) if is_picture(item) and not file_bytes else None
         if picture is None:
@@ -139,12 +125,10 @@ class Codec:
         assert modality, "it was checked"
         return Unprepared(item, modality, output, prod(picture) if picture else file_bytes, picture)
 
-    def _header(
-        self, field: str, item: pb.Item, output: DType, consumer: Consumer | None, early: Sequence[Violation] = ()
-    ) -> Item | CacheLookup:
-        """The item without its bytes. Raises InvalidRequest, with `early` violations as well."""
+    def header(self, field: str, item: pb.Item, output: DType, consumer: Consumer | None = None) -> Item | CacheLookup:
+        """An item without its bytes. Raises InvalidRequest."""
         card, region = self._card, region_of(item)
-        wrong = [*early, *checks.wrong_extras(item, card), *wrong_region(region, consumer, needed=0)]
+        wrong = [*checks.wrong_extras(item, card), *wrong_region(region, consumer, needed=0)]
         modality = MODALITIES.get(item.modality)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
         if item.content_id and not item.HasField("pixels") and not wrong:
@@ -189,10 +173,6 @@ class Codec:
 def priority(number: int) -> Priority:
     """The priority of a checked number; unspecified means interactive."""
     return Priority.BATCH if number == pb.PRIORITY_BATCH else Priority.INTERACTIVE
-
-
-def _early(parts: Sequence[tuple[str, bytes]]) -> list[Violation]:
-    return [Violation(name, "must be empty: the bytes follow in chunks") for name, data in parts if data]
 
 
 def _described(tensor: pb.Tensor) -> Pixels:

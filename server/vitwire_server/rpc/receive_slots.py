@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vitwire_server.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Violation
+from vitwire_server.rpc.credentials import Caller, caller_of
 from vitwire_server.rpc.grpc_types import Stream, read, wait_for_cancellation
-from vitwire_server.rpc.principals import Caller, caller_of
 from vitwire_server.scheduling.admission import SHARE
 
 _FEWEST, _MOST = 4, 64

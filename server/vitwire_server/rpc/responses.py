@@ -1,6 +1,7 @@
 """Outcomes to messages: chunks of rows, reports and per-item errors."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import NamedTuple, TypeVar
 
 from vitwire import wire
@@ -8,13 +9,13 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Modality
-from vitwire_server.core.models import Encoding, ModelCard, Precision, Preparation
+from vitwire_server.core.models import Encoding, ModelCard, Preparation
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.tilings import TilingRule
 from vitwire_server.rpc.checks import DTYPES
-from vitwire_server.rpc.decodes import Prepared
 from vitwire_server.rpc.status import duration, status_of
+from vitwire_server.rpc.unprepared import Prepared
 
 Answer = TypeVar("Answer", pb.EncodeResponse, pb.EncodeStreamResponse)
 
@@ -51,18 +52,22 @@ def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared
     never held a second time as a whole.
     """
     if isinstance(outcome, EncoderError):
-        yield Outgoing(kind(item=item, error=status_of(outcome)).SerializeToString(), 0, last=True)
-        return
-    embedding = outcome.embedding
-    if isinstance(outcome.delivery, Stored):
+        message = kind(item=item, error=status_of(outcome))
+    elif isinstance(outcome.delivery, Stored):
+        embedding = outcome.embedding
         stored = pb.EmbeddingStored(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape)
         message = kind(item=item, report=_report(outcome, prepared), stored=stored)
-        yield Outgoing(message.SerializeToString(), 0, last=True)
+    elif isinstance(outcome.delivery, Delivered):
+        placement = _placement(outcome.embedding, outcome.delivery)
+        message = kind(item=item, report=_report(outcome, prepared), placement=placement)
+    else:
+        yield from _chunks(kind, item, outcome, prepared)
         return
-    if isinstance(outcome.delivery, Delivered):
-        placed = kind(item=item, report=_report(outcome, prepared), placement=_placement(embedding, outcome.delivery))
-        yield Outgoing(placed.SerializeToString(), 0, last=True)
-        return
+    yield Outgoing(message.SerializeToString(), 0, last=True)
+
+
+def _chunks(kind: type[Answer], item: int, outcome: Encoded, prepared: Prepared | None) -> Iterator[Outgoing]:
+    embedding = outcome.embedding
     rows, width = embedding.shape
     row_bytes = width * embedding.dtype.size
     step = max(1, CHUNK_BYTES // row_bytes)
@@ -104,7 +109,7 @@ def _placement(embedding: Embedding, delivered: Delivered) -> pb.EmbeddingPlacem
 
 def model_message(card: ModelCard) -> pb.GetModelResponse:
     """The response to GetModel."""
-    geometry, limits = card.geometry, card.limits
+    geometry = card.geometry
     budgets = [
         pb.Budget(
             tokens=budget.tokens,
@@ -132,21 +137,12 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         deliveries=[pb.DELIVERY_WAY_STREAM, *([pb.DELIVERY_WAY_NIXL] if card.nixl else [])],
         encodings=[_ENCODINGS[kind] for kind in card.encodings],
         budgets=budgets,
-        limits=pb.Limits(
-            request_bytes=limits.request_bytes,
-            items_per_request=limits.items_per_request,
-            patches_per_item=limits.patches_per_item,
-            queued_items=limits.queued_items,
-            queued_bytes=limits.queued_bytes,
-            encoded_bytes=limits.encoded_bytes,
-            encoded_pixels=limits.encoded_pixels,
-            cached_bytes=limits.cached_bytes,
-        ),
+        limits=pb.Limits(**asdict(card.limits)),
         graphs=card.graphs,
         attention_backend=card.attention,
         device=card.device,
         server_version=card.version,
-        precision=_precision(card.precision),
+        precision=pb.Precision(**asdict(card.precision)) if card.precision else None,
         pooling=_POOLINGS[card.pooling],
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],
@@ -157,17 +153,6 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         preparation_fingerprint=card.preparation_fingerprint,
         tiles=_tiles(card),
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
-    )
-
-
-def _precision(reduced: Precision | None) -> pb.Precision | None:
-    if reduced is None:
-        return None
-    return pb.Precision(
-        type=reduced.type,
-        layers=reduced.layers,
-        similarity=reduced.similarity,
-        median_similarity=reduced.median_similarity,
     )
 
 

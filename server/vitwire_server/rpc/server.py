@@ -1,23 +1,24 @@
 """The gRPC server: ports, credentials, health, reflection."""
 
+import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health_pb2 as pb
 from grpc_reflection.v1alpha import reflection
 
+from vitwire.wire import Malformed, read_plain
 from vitwire_server.observe.tracing import Tracer
 from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable
-from vitwire_server.rpc.certificates import Certificates
-from vitwire_server.rpc.health_service import SERVICE as HEALTH_SERVICE
-from vitwire_server.rpc.health_service import HealthService
-from vitwire_server.rpc.observer import RpcObserver
-from vitwire_server.rpc.principals import TokenAuth
-from vitwire_server.rpc.service import SERVICE, EncoderService, handlers
-from vitwire_server.rpc.tokens import Tokens
+from vitwire_server.rpc.credentials import Certificates, TokenAuth, Tokens
+from vitwire_server.rpc.grpc_types import Stream
+from vitwire_server.rpc.service import SERVICE, EncoderService
 
 _log = logging.getLogger(__name__)
 LIVENESS = "liveness"
@@ -25,6 +26,9 @@ _FOREVER_MS = (1 << 31) - 1
 _HANDSHAKE_MS = 20_000
 """A connection that has not completed its TLS and HTTP/2 handshake by then is closed."""
 _PING_MS = 20_000
+Request: TypeAlias = pb.HealthCheckRequest | Malformed
+Answers: TypeAlias = Stream[Request, pb.HealthCheckResponse]
+HEALTH = pb.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 def bracketed(host: str) -> str:
@@ -79,6 +83,58 @@ class Extras:
     channelz: bool = False
 
 
+class HealthService:
+    """The health service, on one event loop.
+
+    Unlike gRPC's, a watcher that does not read holds up neither a change of status nor others. A request that cannot
+    be parsed is the caller's mistake: gRPC's would log a traceback and answer INTERNAL.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {}
+        self._changed = asyncio.Event()
+        """Set at the next change of any status, and then replaced."""
+
+    def set(self, service: str, *, serving: bool) -> None:
+        """Change the status of a service."""
+        self._statuses[service] = pb.HealthCheckResponse.SERVING if serving else pb.HealthCheckResponse.NOT_SERVING
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service's methods."""
+        read, write = partial(read_plain, pb.HealthCheckRequest), pb.HealthCheckResponse.SerializeToString
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check, read, write),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch, read, write),
+        }
+        return grpc.method_handlers_generic_handler(HEALTH, methods)
+
+    async def _check(self, request: Request, context: Answers) -> pb.HealthCheckResponse:
+        service = await _service_of(request, context)
+        if service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return pb.HealthCheckResponse(status=self._statuses[service])
+
+    async def _watch(self, request: Request, context: Answers) -> None:
+        """Ends when the client or the server does."""
+        service, shown = await _service_of(request, context), None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(service, pb.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != shown:
+                await context.write(pb.HealthCheckResponse(status=status))
+                shown = status
+            await changed.wait()
+
+
+async def _service_of(request: Request, context: Answers) -> str:
+    if isinstance(request, Malformed):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a valid protobuf message")
+    name: str = request.service
+    return name
+
+
 class RpcServer:
     """EncoderService with health on one port. Create it on a running event loop."""
 
@@ -92,12 +148,10 @@ class RpcServer:
         tracer: Tracer | None = None,
     ) -> None:
         self._listen = listen
+        service.boundary.tracer = tracer
         self._health = HealthService()
         self._server = grpc.aio.server(
-            interceptors=[
-                RpcObserver(SERVICE, tracer),
-                *([TokenAuth(listen.tokens)] if listen.tokens else []),
-            ],
+            interceptors=[service.boundary, *([TokenAuth(listen.tokens)] if listen.tokens else [])],
             options=(
                 # A second server on the same port must fail, not share it silently.
                 ("grpc.so_reuseport", int(listen.is_shared)),
@@ -118,11 +172,11 @@ class RpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ),
         )
-        self._server.add_generic_rpc_handlers((handlers(service), self._health.handlers()))
+        self._server.add_generic_rpc_handlers((service.handlers(), self._health.handlers()))
         if extras.channelz:
             channelz.add_channelz_servicer(self._server)
         if extras.reflection:
-            names = (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+            names = (SERVICE, HEALTH, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:

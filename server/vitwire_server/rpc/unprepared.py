@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.items import DType, Modality
-from vitwire_server.core.models import Limits, ModelCard, Place
+from vitwire_server.core.models import Limits, ModelCard, Place, Preparation
+from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.preparing.files.pool import DecodePool
+from vitwire_server.scheduling.admission import Admission
 
 RGB, RGBA = 3, 4
 AXES_OF_IMAGE, AXES_OF_CLIP = 3, 4
@@ -37,6 +41,24 @@ class Unprepared:
     def field(self) -> str:
         """The field of the item that it came in."""
         return "pixels" if self.picture else "encoded"
+
+
+class Prepared(NamedTuple):
+    """What the server chose for a file or picture, for its report."""
+
+    grid: tuple[int, int, int]
+    frame_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What all RPCs of a process prepare with."""
+
+    pool: DecodePool
+    waiting: Admission
+    """Bounds the files in the process."""
+    preparation: Preparation
+    metrics: RpcMetrics
 
 
 def is_picture(item: pb.Item) -> bool:

@@ -1,19 +1,21 @@
 """Items that arrive in chunks on one stream."""
 
-from dataclasses import dataclass, field, replace
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+from xxhash import xxh3_128
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.caching.keys import Digest
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRequest, Overloaded, Violation
-from vitwire_server.core.items import CacheLookup, DType, Item
+from vitwire_server.core.items import CacheLookup, Item
+from vitwire_server.rpc import decodes
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.codec import Codec
-from vitwire_server.rpc.deliveries import consumer_of, region_of
+from vitwire_server.rpc.checks import consumer_of, refuse, region_of
 from vitwire_server.rpc.unprepared import Unprepared
-from vitwire_server.scheduling.admission import Permit
 
 _SLOWEST = 64 << 10
 """Bytes a second that an upload must reach: from its header on it holds a permit for all of its bytes."""
@@ -26,12 +28,10 @@ class _Upload:
     item: Item | Unprepared
     """Without its bytes."""
     data: memoryview
-    digest: Digest | None
-    """None where nothing is cached."""
     due: float
     """When it counts as stalled unless more bytes arrive, on the clock of `Uploads.waited`."""
-    permit: Permit | None = None
-    """Of a file or picture."""
+    digest: xxh3_128 | None = None
+    """None if nothing is cached, or the item is a file or picture."""
     filled: int = 0
 
     @property
@@ -54,7 +54,6 @@ class _Upload:
         return self.last_field
 
 
-@dataclass(slots=True)
 class Uploads:
     """Assembles items from the messages of a stream and submits each as soon as it is complete.
 
@@ -62,20 +61,21 @@ class Uploads:
     stream ends the stream.
     """
 
-    codec: Codec
-    call: Call
-    output: DType
-    most: int
-    """Unfinished uploads that may be open at once."""
-    stall_seconds: float
-    """Seconds that an upload may lag behind the slowest rate."""
-    waited: float = 0.0
-    """Seconds spent waiting for the client's messages; time that the server takes does not count."""
-    _unfinished: dict[int, _Upload] = field(default_factory=dict)
-    _refused: set[int] = field(default_factory=set)
-    _forgot: bool = False
-    """Whether more were refused than are remembered."""
-    _started: bool = False
+    def __init__(self, call: Call, stall_seconds: float) -> None:
+        """An upload may lag `stall_seconds` behind the slowest rate."""
+        self._call = call
+        self._codec = call.serving.codec
+        self._output = call.serving.card.dtype
+        self._most = call.serving.card.limits.items_per_request
+        """Unfinished uploads that may be open at once."""
+        self._stall_seconds = stall_seconds
+        self.waited = 0.0
+        """Seconds spent waiting for the client's messages; time that the server takes does not count."""
+        self._unfinished: dict[int, _Upload] = {}
+        self._refused: set[int] = set()
+        self._forgot = False
+        """Whether more were refused than are remembered."""
+        self._started = False
 
     @property
     def waiting(self) -> bool:
@@ -90,7 +90,7 @@ class Uploads:
         """The error that ends the stream once no time is left."""
         number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
         reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.nbytes} bytes"
-        return DeadlineExceeded(f"{reason}, {self.stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
+        return DeadlineExceeded(f"{reason}, {self._stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
         """Handle one message. Raises InvalidRequest if the stream cannot continue."""
@@ -98,15 +98,12 @@ class Uploads:
         if kind == "options":
             if self._started:
                 raise _stream_error("options", "must be the first message, and sent once")
-            self.output, priority = self.codec.options(message.options)
-            self.call.priority = priority
-            self.call.consumer = consumer_of(message.options, self.call.principal, "options.delivery")
+            self._output, self._call.priority = self._codec.options(message.options)
+            self._call.consumer = consumer_of(message.options, self._call.principal, "options.delivery")
         elif kind == "header":
             await self._begin(message.header)
         elif kind == "region":
-            number = message.region.item
-            if not self.call.set_region(number, region_of(message.region)):
-                raise _stream_error("region.item", f"the header of item {number} did not announce a region")
+            self._place(message.region)
         elif kind == "chunk":
             await self._append(message.chunk.item, data)
         else:
@@ -115,62 +112,70 @@ class Uploads:
 
     def finish(self) -> None:
         """The client sends no more: refuse unfinished uploads."""
-        self.call.end_regions()
+        for item in self._call.answers.items.values():
+            item.place(None)
         for number, upload in list(self._unfinished.items()):
             reason = f"received only {upload.filled} of {upload.nbytes} bytes"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{upload.next_field}", reason)]))
 
     async def _begin(self, message: pb.EncodeStreamHeader) -> None:
-        number, item = message.item, message.header
-        if self.call.is_open(number):
+        number = message.item
+        if number in self._call.answers.items:
             raise _stream_error("header.item", f"item {number} is already in flight")
-        if len(self._unfinished) >= self.most:
-            raise _stream_error("header.item", f"more than {self.most} uploads are unfinished")
+        if len(self._unfinished) >= self._most:
+            raise _stream_error("header.item", f"more than {self._most} uploads are unfinished")
         self._refused.discard(number)
         try:
             if message.region_follows:
-                self._ask_region(number, item, message.encoded_bytes)
-            if self.codec.is_unprepared(item, message.encoded_bytes):
-                self._unfinished[number] = self._begin_unprepared(number, item, message.encoded_bytes)
-                return
-            header = self.codec.header(f"items[{number}]", item, self.output, self.call.consumer)
-            self.call.claim(number, region_of(item))
-            if isinstance(header, CacheLookup):
-                await self.call.submit({number: header})
-                return
-            data = await self.call.reserve(number, header)
+                self._ask_region(message)
+            upload = await self._upload(number, message.header, message.encoded_bytes)
         except EncoderError as error:
             self._refuse(number, error)
-            return
-        self._unfinished[number] = _Upload(header, data, self.call.digest(), self.waited + self.stall_seconds)
+        else:
+            if upload:
+                self._unfinished[number] = upload
 
-    def _ask_region(self, number: int, item: pb.Item, file_bytes: int) -> None:
+    async def _upload(self, number: int, item: pb.Item, file_bytes: int) -> _Upload | None:
+        """What will receive the item's bytes; None if it has none. Raises EncoderError."""
+        call, codec, field = self._call, self._codec, f"items[{number}]"
+        due = self.waited + self._stall_seconds
+        if codec.is_unprepared(item, file_bytes):
+            file = codec.unprepared(field, item, file_bytes, self._output)
+            call.claim(number, region_of(item))
+            decodes.admit(call, {number: file})
+            return _Upload(file, np.empty(file.nbytes, np.uint8).data, due)
+        header = codec.header(field, item, self._output, call.consumer)
+        call.claim(number, region_of(item))
+        if isinstance(header, CacheLookup):
+            await call.submit({number: header})
+            return None
+        data = await call.reserve(number, header)
+        seed = call.serving.sessions.digest_seed
+        return _Upload(header, data, due, None if seed is None else xxh3_128(seed=seed))
+
+    def _ask_region(self, message: pb.EncodeStreamHeader) -> None:
         """The item's region follows. Raises InvalidRequest or Overloaded."""
+        item, answers = message.header, self._call.answers
         reasons = {
-            "needs the delivery of the request": self.call.consumer is None,
+            "needs the delivery of the request": self._call.consumer is None,
             "must be false for an item with a region": item.HasField("region"),
             "must be false for an item whose rows are only stored": item.store_only,
-            "must be false for an item without content": not (file_bytes or item.HasField("pixels")),
+            "must be false for an item without content": not (message.encoded_bytes or item.HasField("pixels")),
         }
-        wrong = [Violation(f"items[{number}].region_follows", reason) for reason, is_so in reasons.items() if is_so]
-        if wrong:
-            raise InvalidRequest(wrong)
-        if self.call.awaited_regions >= self.most:
-            text = f"{self.most} items of this RPC wait for their regions: send those first"
+        wrong = [Violation("region_follows", reason) for reason, is_so in reasons.items() if is_so]
+        refuse(wrong, f"items[{message.item}]")
+        if sum(each.awaits_region for each in answers.items.values()) >= self._most:
+            text = f"{self._most} items of this RPC wait for their regions: send those first"
             raise Overloaded(text, reason="items", retry_seconds=1.0)
-        self.call.ask_region(number)
+        answers.item(message.item).region = asyncio.get_running_loop().create_future()
 
-    def _begin_unprepared(self, number: int, item: pb.Item, file_bytes: int) -> _Upload:
-        """The upload of a file or picture. Raises InvalidRequest or Overloaded."""
-        header = self.codec.unprepared_header(f"items[{number}]", item, file_bytes, self.output)
-        self.call.claim(number, region_of(item))
-        decodes = self.call.decodes
-        assert decodes, "else the header was refused"
-        decodes.region_seconds = self.stall_seconds
-        permit = decodes.promise(header.nbytes)
-        data = np.empty(header.nbytes, np.uint8).data
-        self.call.expect(number, submitted=False)
-        return _Upload(header, data, None, self.waited + self.stall_seconds, permit)
+    def _place(self, message: pb.EncodeStreamRegion) -> None:
+        """A region arrived; it is ignored if its item is answered."""
+        item = self._call.answers.items.get(message.item)
+        if item and item.region:
+            item.place(region_of(message))
+        elif item and not item.answered:
+            raise _stream_error("region.item", f"the header of item {message.item} did not announce a region")
 
     async def _append(self, number: int, data: wire.Buffer) -> None:
         upload = self._unfinished.get(number)
@@ -186,37 +191,39 @@ class Uploads:
             return
         upload.data[upload.filled : end] = data
         upload.filled = end
-        upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self.stall_seconds)
+        upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self._stall_seconds)
         if upload.digest:
-            upload.digest.add(data)
+            upload.digest.update(data)
         if end == upload.nbytes:
             await self._submit(number, upload)
 
     async def _submit(self, number: int, upload: _Upload) -> None:
+        call = self._call
         del self._unfinished[number]
         if isinstance(upload.item, Unprepared):
-            assert self.call.decodes, "else the header was refused"
-            assert upload.permit, "of every file and picture"
-            self.call.decodes.start({number: replace(upload.item, data=upload.data)}, [upload.permit])
+            decodes.start(call, number, replace(upload.item, data=upload.data), self._stall_seconds)
             return
-        digests = {number: upload.digest.value()} if upload.digest else {}
-        if self.call.is_late(number):
-            self.call.submit_placed(number, upload.item.filled(upload.data), digests, self.stall_seconds)
+        item = upload.item.filled(upload.data)
+        digests = {number: upload.digest.digest()} if upload.digest else {}
+        if call.answers.item(number).region:
+            call.start(number, partial(self._submit_late, number, item, digests))
             return
         try:
-            await self.call.submit({number: upload.item.filled(upload.data)}, digests)
+            await call.submit({number: item}, digests)
         except DeadlineExceeded as error:
             self._refuse(number, error)
 
+    async def _submit_late(self, number: int, item: Item, digests: Mapping[int, bytes]) -> None:
+        """Submit an item with all its bytes once its region is known."""
+        await self._call.submit({number: await self._call.placed(number, item, self._stall_seconds)}, digests)
+
     def _refuse(self, number: int, error: EncoderError) -> None:
-        upload = self._unfinished.pop(number, None)
-        if upload and upload.permit and self.call.decodes:
-            self.call.decodes.drop(upload.permit)
+        self._unfinished.pop(number, None)
         if len(self._refused) < _REMEMBERED:
             self._refused.add(number)
         else:
             self._forgot = True
-        self.call.settle(number, error)
+        self._call.answers.settle(number, error)
 
 
 def _stream_error(field: str, reason: str) -> InvalidRequest:

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.reports import LadderMonitor, Refit
-from vitwire_server.fitting.histogram import Demands, LoadHistogram
-from vitwire_server.fitting.refits import Learned, Proposal, gain, propose
+from vitwire_server.fitting.ladders import Proposal, gain, propose
+from vitwire_server.fitting.learned import Demands, Learned, LoadHistogram
 from vitwire_server.runtime.ladders.calibration import worthwhile
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
 from vitwire_server.scheduling.planner import Planner

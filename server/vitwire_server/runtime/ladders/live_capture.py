@@ -9,7 +9,7 @@ import torch
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Item
-from vitwire_server.fitting.refits import REPLAYS
+from vitwire_server.fitting.ladders import REPLAYS
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, LiveRecorder
 from vitwire_server.runtime.ladders.calibration import sample_items

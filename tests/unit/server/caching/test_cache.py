@@ -35,7 +35,7 @@ def test_least_recently_used_embeddings_leave_first() -> None:
     assert changes[-1] == (cache.nbytes, 0, 1)
     cache.put(key(b"e"), rows(3 * 2024), set())
     assert cache.get(key(b"e")) is None, "what is larger than the cache does not empty it"
-    assert len(cache) == 3
+    assert len(cache._entries) == 3
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_the_bound_holds_whatever_happens_and_names_leave_with_their_embedding(
             assert found[0] == key(bytes([last[called]]))
         assert cache.nbytes <= 12_000
         assert cache.nbytes == sum(entry.nbytes for entry in cache._entries.values())
-        assert set(cache._keys.values()) <= cache._entries.keys()
-        assert {one for entry in cache._entries.values() for one in entry.names} == cache._keys.keys()
+        assert {each.key for each in cache._named.values()} <= cache._entries.keys()
+        assert {one for entry in cache._entries.values() for one in entry.names} == cache._named.keys()
 
 
 def test_a_name_does_not_go_back_to_older_pixels() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vitwire_server.fitting.refits import Learned
-from vitwire_server.fitting.state import StateFile
+from vitwire_server.fitting.learned import Learned, StateFile
 
 LEARNED = Learned((20, 64, 256), {20: 1.5, 200: 3.25})
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitwire_server.core.capacities import PackedCapacities
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
-from vitwire_server.fitting.ladders import expected_seconds, loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
 from vitwire_server.fitting.traces import TraceError, queues, read_trace
 
 NO_EAGER = Costs(replay_fixed=1.0, replay_token=0.01, eager_fixed=1e9, eager_token=1.0, eager_floor=1e9)
@@ -36,7 +37,9 @@ def test_no_other_ladder_is_cheaper(weights: dict[int, float], count: int, costs
 
 
 def test_loads_are_sums_of_consecutive_items() -> None:
-    weights = loads([10, 20, 70], largest=95, depths={1: 1.0, 2: 1.0})
+    weights = held_loads(
+        [Footprint(4 * n, n, 1, 4 * n) for n in (10, 20, 70)], PackedCapacities(2), 95, {1: 1.0, 2: 1.0}
+    )
     assert weights == {
         10: pytest.approx(0.01),
         20: pytest.approx(0.01),

@@ -12,9 +12,15 @@ from vitwire_server.core.budgets import default_tokens
 from vitwire_server.core.capacities import PackedCapacities, TileCapacities
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
-from vitwire_server.fitting.histogram import HALF_LIFE, Demands, LoadHistogram, rounded_up
-from vitwire_server.fitting.ladders import expected_seconds
-from vitwire_server.fitting.refits import LEAST_GAIN, capture_seconds, interpolated, padding, propose
+from vitwire_server.fitting.ladders import (
+    LEAST_GAIN,
+    capture_seconds,
+    expected_seconds,
+    interpolated,
+    padding,
+    propose,
+)
+from vitwire_server.fitting.learned import HALF_LIFE, Demands, LoadHistogram, rounded_up
 
 MOST = 4096
 DEFAULT = default_tokens(MOST)

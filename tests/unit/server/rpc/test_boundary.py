@@ -16,23 +16,35 @@ from vitwire_server.rpc.boundary import RpcBoundary, cancellation
 class _GoneClient:
     """The context of an RPC whose stream was removed just before its status was sent."""
 
+    def set_trailing_metadata(self, *_: Any) -> None:
+        pass
+
     def trailing_metadata(self) -> tuple[()]:
         return ()
+
+    def time_remaining(self) -> None:
+        return None
+
+    def peer(self) -> str:
+        return "unix:"
+
+    def details(self) -> str:
+        return ""
 
     async def abort(self, *_: Any) -> None:
         raise RuntimeError("ExecuteBatchError")
 
 
-async def _refuse() -> None:
+async def _refuse(_: object, __: object) -> None:
     raise Unavailable("the model is still loading")
 
 
 def test_a_client_that_left_before_its_status_was_sent_raises_no_error() -> None:
     """gRPC would log any other error with a traceback."""
     metrics = Metrics()
-    boundary = RpcBoundary(metrics.rpc, 1.0)
+    boundary = RpcBoundary("vitwire.v1.EncoderService", metrics.rpc, 1.0)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(boundary.run("Encode", cast("Any", _GoneClient()), _refuse()))
+        asyncio.run(boundary.around(_refuse, "Encode", {})(None, cast("Any", _GoneClient())))
     requests = Readings(metrics.registry).by("vitwire_requests_total", "code", method="Encode")
     assert requests == {"UNAVAILABLE": 1}
 

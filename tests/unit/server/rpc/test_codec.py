@@ -77,7 +77,7 @@ def test_files_are_checked_before_they_are_read(item: pb.Item, data: bytes, wron
         ENCODED.items(file_request(item, data))
     assert {violation.field for violation in error.value.violations} == wrong
     with pytest.raises(InvalidRequest) as error:
-        ENCODED.unprepared_header("items[0]", item, len(data), DType.FLOAT32)
+        ENCODED.unprepared("items[0]", item, len(data), DType.FLOAT32)
     assert {violation.field for violation in error.value.violations} == wrong
 
 

@@ -9,9 +9,7 @@ import grpc
 import pytest
 
 from certificates import Authority
-from vitwire_server.rpc.certificates import Certificates
-from vitwire_server.rpc.principals import TokenAuth, principal
-from vitwire_server.rpc.tokens import Tokens
+from vitwire_server.rpc.credentials import Certificates, TokenAuth, Tokens, principal
 
 TOKEN = "0123456789abcdef-alice"
 

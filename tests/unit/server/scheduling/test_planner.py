@@ -12,7 +12,7 @@ from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback, Plan
 from vitwire_server.core.timeline import together
-from vitwire_server.fitting.ascending import plan_ascending
+from vitwire_server.fitting.scores import plan_ascending
 from vitwire_server.scheduling.packing import Options, fill
 from vitwire_server.scheduling.planner import Bounds, Planner
 

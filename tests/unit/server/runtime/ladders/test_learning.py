@@ -14,8 +14,7 @@ from vitwire_server.core.capacities import PackedCapacities
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
-from vitwire_server.fitting.histogram import Demands
-from vitwire_server.fitting.state import StateFile
+from vitwire_server.fitting.learned import Demands, StateFile
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.runtime.ladders import learning
 from vitwire_server.runtime.ladders.learning import LadderLearner

@@ -71,13 +71,12 @@ class Rig:
         assert cache.nbytes <= cache._max_bytes
         assert cache.stored_nbytes <= cache._max_stored
         assert cache.nbytes == sum(entry.nbytes for entry in cache._entries.values())
-        stored = {each: entry.embedding.device for each, entry in cache._entries.items() if each in cache._stored}
-        assert cache.stored_nbytes == PAGE * len(stored)
-        assert {rows: each for each, rows in stored.items()} == cache._stored_keys
-        assert cache._on_host.keys() | cache._stored.keys() == cache._entries.keys()
-        assert {one for entry in cache._entries.values() for one in entry.names} == cache._keys.keys()
-        for each, entry in cache._entries.items():
-            assert bool(entry.embedding.device) == (each in cache._stored or entry.is_leaving)
+        assert cache.stored_nbytes == PAGE * len(cache._stored)
+        assert all(entry.embedding.device is rows for rows, entry in cache._stored.items())
+        assert {*cache._on_host, *cache._stored.values()} == set(cache._entries.values())
+        assert {one for entry in cache._entries.values() for one in entry.names} == cache._named.keys()
+        for entry in cache._entries.values():
+            assert bool(entry.embedding.device) == (entry.embedding.device in cache._stored or entry.is_leaving)
             assert entry.embedding.is_on_host or not entry.embedding.data
         if self.changes:
             assert self.changes[-1][:2] == (cache.nbytes, cache.stored_nbytes)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vitwire_server.rpc import file_watch
-from vitwire_server.rpc.tokens import Tokens
+from vitwire_server.rpc.credentials import FileWatch, Tokens
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-0123456789abcdef"
 
@@ -86,7 +85,7 @@ def test_what_cannot_be_read_leaves_the_tokens_as_they_were(file: Path, caplog: 
 def test_a_change_is_reported_once(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("a")
-    looking = file_watch.FileWatch(file)
+    looking = FileWatch(file)
     file.write_text("other")
     assert looking.changed()
     assert not looking.changed()
