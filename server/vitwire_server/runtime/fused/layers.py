@@ -18,6 +18,7 @@ from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fused.forms import OF_BLOCKS, OF_TILES, PLAIN, ROTARY, Form
 from vitwire_server.runtime.fused.parts import Exact, Float8, Parts
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
+from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.shared.siglip import packed_layers
@@ -219,7 +220,7 @@ class PackedLayer(Layer):
 
     def _packed(self, rows: Tensor, ends: Tensor, longest: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """The forward on `rows (patches, hidden)` of segments with these boundaries."""
-        chosen = self._attention.at(longest)
+        chosen, segments = self._attention.at(longest), Segments(ends, longest)
         attending = chosen if rotary else self._attention  # as `rotate` or the selection contains NaN
 
         def attend(qkv: Tensor) -> Tensor:
@@ -227,9 +228,9 @@ class PackedLayer(Layer):
                 rotate(qkv, *rotary, contain=not chosen.isolates)
             q, k, v = self._split(qkv)
             if chosen.name != "triton":
-                return attending.attend(q, k, v, ends, longest, self._scale)
-            tiles = self._shared.of(ends, lambda: segment_tiles(ends, len(q), self._heads, longest))
-            return segment_attention(q, k, v, ends, longest, self._scale, tiles)
+                return attending.attend(q, k, v, segments, self._scale)
+            tiles = self._shared.of(ends, lambda: segment_tiles(segments, len(q), self._heads))
+            return segment_attention(q, k, v, segments, self._scale, tiles)
 
         return self._computed(rows, attend)
 

@@ -10,8 +10,8 @@ from vitwire_server.runtime.fused.forms import Form
 from vitwire_server.runtime.fused.mlps import joined, mlp_of, mlp_parts
 from vitwire_server.runtime.kernels.activations import KINDS, activation_name
 from vitwire_server.runtime.kernels.norms import add_norm, epsilon
+from vitwire_server.runtime.kernels.operands import Scaled
 from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise
-from vitwire_server.runtime.kernels.scaled import Scaled
 from vitwire_server.runtime.precision.float8 import Float8Linear
 from vitwire_server.runtime.products.tuned import Products
 
