@@ -118,7 +118,7 @@ def fused(tower: Tower, choice: Selection | None) -> int:
     tower.rewrite()
     if tower.device.type != "cuda":
         return 0
-    from vitwire_server.runtime.fused.tower import fuse_tower  # noqa: PLC0415 - triton
+    from vitwire_server.runtime.fused.fusing import fuse_tower  # noqa: PLC0415 - triton
 
     return fuse_tower(tower, choice)
 

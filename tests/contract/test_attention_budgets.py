@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected, Timings
-from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
+from vitwire_server.runtime.attention.backends import segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection
+from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.ladders import calibration
 from vitwire_server.scheduling.planner import Bounds, Planner
 
@@ -40,18 +41,10 @@ class Backends:
         self.selection.register()
 
     def _named(self, name: str) -> Callable[..., Tensor]:
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            boundaries: Tensor,
-            longest: int,
-            scale: float,
-            **keys: Any,
-        ) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
             self.calls[name] += 1
-            assert int(boundaries.diff().max()) <= longest
-            return segment_sdpa(q, k, v, boundaries, longest, scale, **keys)
+            assert int(segments.boundaries.diff().max()) <= segments.longest
+            return segment_sdpa(q, k, v, segments, scale)
 
         return attend
 

@@ -29,11 +29,11 @@ from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.checks import copy_checked
 from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile
 from vitwire_server.runtime.kernels.positions import interpolated
 from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.kernels.split_products import TILES, Tile
-from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
 
 ARCHITECTURES = {
     80: Architecture((8, 0), 108, 163 << 10),
@@ -109,7 +109,7 @@ def check(kernel: Any, on: Architecture, folder: Path) -> None:
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 def test_attention(head_dim: int, rows: int, on: Architecture, compiled: dict[str, Any], tmp_path: Path) -> None:
     qkv = torch.zeros(1, 3, HEADS, head_dim, dtype=torch.bfloat16).expand(rows, -1, -1, -1)
-    attention.segment_attention(*qkv.unbind(1), torch.tensor([0, rows], dtype=torch.int32), 784, 0.1)
+    attention.segment_attention(*qkv.unbind(1), Segments(torch.tensor([0, rows], dtype=torch.int32), 784), 0.1)
     assert set(compiled) == {"_map", "_attend"}
     for kernel in compiled.values():
         check(kernel, on, tmp_path)

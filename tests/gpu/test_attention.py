@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
-from vitwire_server.runtime.attention.interface import Attend
-from vitwire_server.runtime.attention.registry import BACKENDS
+from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection
+from vitwire_server.runtime.kernels.operands import Attend, Segments
 
 HEADS, HEAD_DIM = 16, 72
 LAYOUTS = ([100, 64, 0, 4, 300, 1, 33], [17, 129, 356, 0, 0, 0, 0], [502, 0, 0, 0, 0, 0, 0])
@@ -29,7 +28,7 @@ def ends(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def check(rows: Tensor, qkv: Tensor, boundaries: Tensor) -> None:
-    expected = segment_sdpa(*qkv.float().unbind(1), boundaries, qkv.shape[0], 0.1)
+    expected = segment_sdpa(*qkv.float().unbind(1), Segments(boundaries, len(qkv)), 0.1)
     error = float((rows.float() - expected).norm() / expected.norm())
     assert error <= torch.finfo(torch.bfloat16).eps, "shares are rounded, then the rows"
 
@@ -39,14 +38,14 @@ def test_eager_and_captured(attend: Attend, device: torch.device) -> None:
     qkv = torch.randn(sum(LAYOUTS[0]), 3, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     boundaries = ends(LAYOUTS[0], device)
     for layout in LAYOUTS:
-        check(attend(*qkv.unbind(1), ends(layout, device), len(qkv), 0.1), qkv, ends(layout, device))
+        check(attend(*qkv.unbind(1), Segments(ends(layout, device), len(qkv)), 0.1), qkv, ends(layout, device))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        attend(*qkv.unbind(1), boundaries, len(qkv), 0.1)
+        attend(*qkv.unbind(1), Segments(boundaries, len(qkv)), 0.1)
     stream.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        rows = attend(*qkv.unbind(1), boundaries, len(qkv), 0.1)
+        rows = attend(*qkv.unbind(1), Segments(boundaries, len(qkv)), 0.1)
     for layout in LAYOUTS:
         qkv.copy_(torch.randn_like(qkv))
         boundaries.copy_(ends(layout, device))
@@ -60,10 +59,9 @@ def test_queries_of_other_numbers_than_keys(attend: Attend, device: torch.device
     queries, keys = [64, 64, 64, 0, 0], [300, 1, 101, 0, 0]
     q = torch.randn(320, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     k, v = torch.randn(402, 2, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device).unbind(1)
-    boundaries, key_boundaries = ends(queries, device), ends(keys, device)
-    exact = segment_sdpa(q.float(), k.float(), v.float(), boundaries, 64, 0.1, key_boundaries=key_boundaries)
-    expected = exact[:192]
-    rows = attend(q, k, v, boundaries, 64, 0.1, key_boundaries=key_boundaries, most_keys=402)[:192]
+    segments = Segments(ends(queries, device), 64, ends(keys, device), 402)
+    expected = segment_sdpa(q.float(), k.float(), v.float(), segments, 0.1)[:192]
+    rows = attend(q, k, v, segments, 0.1)[:192]
     assert float((rows.float() - expected).norm() / expected.norm()) <= torch.finfo(torch.bfloat16).eps
 
 
@@ -78,6 +76,6 @@ def test_no_segment_sees_another(attend: Attend, request: pytest.FixtureRequest,
     good[bad] = False
     for lost in (torch.nan, torch.inf):
         qkv[bad] = lost
-        rows = choice.attend(*qkv.unbind(1), ends(layout, device), 300, 0.1)
+        rows = choice.attend(*qkv.unbind(1), Segments(ends(layout, device), 300), 0.1)
         assert rows[good].isfinite().all()
         assert rows[bad].isnan().all()

@@ -18,9 +18,8 @@ from triton import TritonError
 from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
 from vitwire_server.runtime.attention.selection import Selection, select
-from vitwire_server.runtime.fused.fusing import fuse
+from vitwire_server.runtime.fused.fusing import fuse, fuse_tower
 from vitwire_server.runtime.fused.layers import Layer, PackedLayer, Shared, TileLayer
-from vitwire_server.runtime.fused.tower import fuse_tower
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.tower import Tower
 

@@ -17,8 +17,7 @@ from vitwire_server.runtime.attention.selection import LoadedBackend, Selection,
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.fused.fusing import fuse
 from vitwire_server.runtime.fused.layers import Block, Shared
-from vitwire_server.runtime.fused.learned_positions import hasten_positions
-from vitwire_server.runtime.fused.mergers import hasten_mergers
+from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams
 from vitwire_server.runtime.staging import Stager

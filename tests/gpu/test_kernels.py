@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ from transformers.activations import ACT2FN
 
 pytest.importorskip("triton")
 
-from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
-from vitwire_server.runtime.attention.registry import BACKENDS
+from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.checks import copy_checked
 from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.kernels.positions import interpolated
 from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
 
@@ -66,9 +65,9 @@ def ends(lengths: Sequence[int], device: torch.device) -> Tensor:
 def test_attention_within_segments(head_dim: int, layout: list[int], device: torch.device, dtype: torch.dtype) -> None:
     heads = 2 if device.type == "cpu" else 16
     qkv = torch.randn(sum(layout), 3, heads, head_dim, dtype=dtype, device=device)
-    boundaries, scale = ends(layout, device), head_dim**-0.5
-    expected = segment_sdpa(*qkv.float().unbind(1), boundaries, max(layout), scale)
-    got = segment_attention(*qkv.unbind(1), boundaries, max(layout), scale)
+    segments, scale = Segments(ends(layout, device), max(layout)), head_dim**-0.5
+    expected = segment_sdpa(*qkv.float().unbind(1), segments, scale)
+    got = segment_attention(*qkv.unbind(1), segments, scale)
     assert distance(got, expected) <= max(4e-6, torch.finfo(dtype).eps)  # shares are rounded, then the rows
 
 
@@ -88,20 +87,19 @@ def test_queries_attend_to_the_keys_of_their_segment(
     heads, spare = 2 if device.type == "cpu" else 16, 3
     q = torch.randn(sum(queries) + spare, heads, head_dim, dtype=dtype, device=device)
     k, v = torch.randn(sum(keys), 2, heads, head_dim, dtype=dtype, device=device).unbind(1)
-    given: Any = (ends(queries, device), max(queries), head_dim**-0.5)
-    crossed: Any = {"key_boundaries": ends(keys, device), "most_keys": max(keys)}
-    expected = segment_sdpa(q.float(), k.float(), v.float(), *given, **crossed)[:-spare]
-    got = segment_attention(q, k, v, *given, **crossed)[:-spare]
+    segments, scale = Segments(ends(queries, device), max(queries), ends(keys, device), max(keys)), head_dim**-0.5
+    expected = segment_sdpa(q.float(), k.float(), v.float(), segments, scale)[:-spare]
+    got = segment_attention(q, k, v, segments, scale)[:-spare]
     assert distance(got, expected) <= max(4e-6, torch.finfo(dtype).eps)
 
 
 def test_no_segment_sees_another(device: torch.device, dtype: torch.dtype) -> None:
     layout = [70, 64, 90]
     qkv = torch.randn(sum(layout), 3, 2, 72, dtype=dtype, device=device)
-    boundaries = ends(layout, device)
-    before = segment_attention(*qkv.unbind(1), boundaries, 90, 0.1)
+    segments = Segments(ends(layout, device), 90)
+    before = segment_attention(*qkv.unbind(1), segments, 0.1)
     qkv[70:134] = torch.nan
-    after = segment_attention(*qkv.unbind(1), boundaries, 90, 0.1)
+    after = segment_attention(*qkv.unbind(1), segments, 0.1)
     assert after[70:134].isnan().all()
     assert torch.equal(after[:70], before[:70])
     assert torch.equal(after[134:], before[134:])

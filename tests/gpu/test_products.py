@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from tests.gpu.test_kernels import distance, interpreted
 
-from vitwire_server.runtime.fused.mergers import hasten_mergers
+from vitwire_server.runtime.fused.surroundings import hasten_mergers
 from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums

@@ -83,7 +83,7 @@ class Rig:
         )
         tower.use_attention(choice.implementation)
         if device.type == "cuda" and fused:
-            from vitwire_server.runtime.fused.tower import fuse_tower  # noqa: PLC0415 - triton comes with CUDA
+            from vitwire_server.runtime.fused.fusing import fuse_tower  # noqa: PLC0415 - triton comes with CUDA
 
             fuse_tower(tower, choice if tower.segmented else None)
         streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()

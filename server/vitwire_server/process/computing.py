@@ -73,7 +73,7 @@ def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
     if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
-    from vitwire_server.runtime.fused.tower import fuse_tower  # noqa: PLC0415 - triton comes with CUDA builds of torch
+    from vitwire_server.runtime.fused.fusing import fuse_tower  # noqa: PLC0415 - triton comes with CUDA builds of torch
 
     fused = fuse_tower(tower, attention, reduced=reduced)
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))

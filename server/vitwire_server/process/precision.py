@@ -12,7 +12,7 @@ from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.models import Precision
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
-from vitwire_server.runtime.kernels.scaled import FLOAT8
+from vitwire_server.runtime.kernels.operands import FLOAT8
 from vitwire_server.runtime.memory.streams import Streams
 from vitwire_server.runtime.precision.float8 import device_fault, reduce
 from vitwire_server.runtime.precision.similarity import Comparison

@@ -1,1 +1,1 @@
-"""Attention within packed segments: a file per backend in `backends/`, their registry, and selection by measurement."""
+"""Attention within packed segments: backends, and their selection by measurement."""

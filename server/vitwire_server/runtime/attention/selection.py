@@ -13,17 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
-from vitwire_server.runtime.attention.interface import Attend
-from vitwire_server.runtime.attention.registry import BACKENDS, Backend
+from vitwire_server.runtime.attention.backends import BACKENDS, Backend, segment_sdpa
 from vitwire_server.runtime.graphs import CudaRecorder
+from vitwire_server.runtime.kernels.operands import Attend, Segments
 
 _log = logging.getLogger(__name__)
 _BANDS = (
@@ -99,27 +97,14 @@ class Selection:
         """Make it known to transformers as `implementation`."""
         AttentionInterface.register(self.implementation, _packed(self.attend))
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        boundaries: Tensor,
-        longest: int,
-        scale: float,
-        *,
-        key_boundaries: Tensor | None = None,
-        most_keys: int = 0,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         """As `Attend`; NaN and infinity stay in their segment."""
-        one = self.at(max(longest, most_keys))
+        one = self.at(max(segments.longest, segments.most_keys))
         if not one.isolates:
             from vitwire_server.runtime.kernels.containment import contain  # noqa: PLC0415 - triton comes with CUDA
 
             k, v = contain(k, v)
-        if key_boundaries is None:
-            return one.attend(q, k, v, boundaries, longest, scale)
-        return one.attend(q, k, v, boundaries, longest, scale, key_boundaries=key_boundaries, most_keys=most_keys)
+        return one.attend(q, k, v, segments, scale)
 
 
 def select(
@@ -202,38 +187,35 @@ class _Sample:
     """Random rows in segments, and the result of float32 attention on them."""
 
     rows: tuple[Tensor, Tensor, Tensor]
-    boundaries: Tensor
-    longest: int
+    segments: Segments
     expected: Tensor
-    key_boundaries: Tensor | None = None
-    most_keys: int = 0
 
     @classmethod
     def of(
-        cls, segments: tuple[int, ...], device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+        cls, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
     ) -> "_Sample":
         generator = torch.Generator().manual_seed(0)
         # q, k and v interleaved, as one linear layer returns them.
-        rows = torch.randn(sum(segments), 3, heads, head_dim, generator=generator).mul(0.5).to(device, dtype)
-        boundaries = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device=device)
-        q, k, v = rows.unbind(1)
-        exact = segment_sdpa(q.float(), k.float(), v.float(), boundaries, max(segments), head_dim**-0.5)
-        return cls((q, k, v), boundaries, max(segments), exact)
+        rows = torch.randn(sum(lengths), 3, heads, head_dim, generator=generator).mul(0.5).to(device, dtype)
+        boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        return cls._exact(rows.unbind(1), Segments(boundaries, max(lengths)))
+
+    @classmethod
+    def _exact(cls, rows: tuple[Tensor, ...], segments: Segments) -> "_Sample":
+        q, k, v = rows
+        return cls((q, k, v), segments, segment_sdpa(q.float(), k.float(), v.float(), segments, q.shape[-1] ** -0.5))
 
     def resampled(self) -> "_Sample":
         """A few queries for each segment, rather than one for each key."""
         q, k, v = self.rows
-        ends = functional.pad((self.boundaries.diff() > 0).cumsum(0, dtype=torch.int32) * _QUERIES, (1, 0))
-        q, scale = q[: int(ends[-1])], q.shape[-1] ** -0.5
-        exact = segment_sdpa(q.float(), k.float(), v.float(), ends, _QUERIES, scale, key_boundaries=self.boundaries)
-        return _Sample((q, k, v), ends, _QUERIES, exact, self.boundaries, self.longest)
+        boundaries, longest, *_ = self.segments
+        ends = functional.pad((boundaries.diff() > 0).cumsum(0, dtype=torch.int32) * _QUERIES, (1, 0))
+        return self._exact((q[: int(ends[-1])], k, v), Segments(ends, _QUERIES, boundaries, longest))
 
     def seconds(self, one: LoadedBackend, faults: dict[str, str]) -> float | None:
         """Seconds per call; None, with a log line and an entry in `faults`, if the backend fails or is inaccurate."""
         q = self.rows[0]
-        given = (*self.rows, self.boundaries, self.longest, q.shape[-1] ** -0.5)
-        keys: Any = {"key_boundaries": self.key_boundaries, "most_keys": self.most_keys}
-        run = partial(Selection.only(one, "").attend, *given, **keys)
+        run = partial(Selection.only(one, "").attend, *self.rows, self.segments, q.shape[-1] ** -0.5)
         try:
             error = float((run().float() - self.expected).norm() / self.expected.norm())
             if error <= 4 * torch.finfo(q.dtype).eps:
@@ -293,8 +275,9 @@ def _packed(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         **_: object,  # arguments of other backends
     ) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        own = cu_seq_lens_k is cu_seq_lens_q
-        keys: Any = {} if own else {"key_boundaries": cu_seq_lens_k, "most_keys": max_length_k}
-        return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, **keys).unsqueeze(0), None
+        segments = Segments(cu_seq_lens_q, max_length_q)
+        if cu_seq_lens_k is not cu_seq_lens_q:
+            segments = Segments(cu_seq_lens_q, max_length_q, cu_seq_lens_k, max_length_k)
+        return attend(q, k, v, segments, scaling).unsqueeze(0), None
 
     return attention

@@ -12,6 +12,8 @@ from triton import TritonError
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fused.layers import Block, Layer, NotFusable, PackedLayer, Shared, TileLayer
 from vitwire_server.runtime.fused.parts import Float8
+from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
+from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _UNITS, _TOKENS = 2, 24
@@ -29,6 +31,18 @@ Fused layers round to bfloat16 in other places, and each product in float8 enlar
 
 class KernelFailed(NotFusable):
     """A layer has a supported form, but Triton or the device failed; the message says how."""
+
+
+def fuse_tower(tower: Tower, attention: Selection | None, *, reduced: bool = False) -> int:
+    """Fuse the layers of a tower on CUDA; returns their number.
+
+    `attention` is None for towers of tiles. `reduced`: the layers were reduced to float8.
+    """
+    fused = fuse(tower.blocks, attention, reduced=reduced)
+    if attention:
+        hasten_mergers(tower.model, tower.blocks)
+        hasten_positions(tower.model)
+    return fused
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ attends: to a tile, or within segments of packed patches.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.fused.forms import OF_BLOCKS, OF_TILES, PLAIN, ROTARY, Form
-from vitwire_server.runtime.fused.parts import Exact, Float8, Parts
+from vitwire_server.runtime.fused.parts import OF_BLOCKS, OF_TILES, PLAIN, ROTARY, Exact, Float8, Form, Parts
 from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
+from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _LEADING = 5
 """Tokens of a tile that are not rotated when layers are compared."""
+_KNOWN = {PLAIN: frozenset[str](), ROTARY: frozenset({"position_embeddings"})}
+"""See `Layer.known_arguments`: of packed layers, but for Qwen's blocks."""
 Made = TypeVar("Made")
 
 
@@ -54,6 +56,8 @@ class Layer(ABC):
     """A layer of one of `forms`."""
 
     forms: ClassVar[Sequence[Form]]
+    known_arguments: Set[str] | None
+    """What attention may take in addition to rows and mask: what is compared, or never given; None if anything."""
 
     def __init__(self, stock: nn.Module, shared: Shared, *, first: bool, reduced: bool = False) -> None:
         """`first` starts a forward; `reduced`: its linear layers are in float8. Raises NotFusable."""
@@ -71,11 +75,6 @@ class Layer(ABC):
             raise NotFusable(str(error)) from error
         self._head_norms = [getattr(attention, name, nn.Identity()) for name in ("q_norm", "k_norm")]
         self._causal = bool(getattr(attention, "is_causal", False))
-
-    @property
-    def known_arguments(self) -> set[str] | None:
-        """What attention may take beside rows and mask: what is compared, or never given; None if anything."""
-        return None
 
     @abstractmethod
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -112,6 +111,7 @@ class TileLayer(Layer):
     """Attends to all tokens of a tile."""
 
     forms = OF_TILES
+    known_arguments = frozenset({"position_embeddings", "cu_seqlens"})  # never boundaries, as a tile is one segment
 
     def __call__(
         self,
@@ -139,11 +139,6 @@ class TileLayer(Layer):
 
         return self._computed(hidden_states.flatten(0, 1), attend).view(hidden_states.shape)
 
-    @property
-    def known_arguments(self) -> set[str] | None:
-        """See Layer. A tile is one segment, so no boundaries are given."""
-        return {"position_embeddings", "cu_seqlens"}
-
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
         taken = inspect.signature(stock.forward).parameters.keys()
@@ -165,6 +160,7 @@ class PackedLayer(Layer):
         """Raises NotFusable."""
         super().__init__(stock, shared, first=first, reduced=reduced)
         self._attention = attention
+        self.known_arguments = _KNOWN.get(self.form)
 
     def __call__(
         self,
@@ -183,11 +179,6 @@ class PackedLayer(Layer):
             cos, sin = (each.reshape(len(rows), -1).contiguous() for each in position_embeddings)
             rotary = cos, sin
         return self._packed(rows, cu_seq_lens_q, max_length_q, rotary)[None]
-
-    @property
-    def known_arguments(self) -> set[str] | None:
-        """See Layer."""
-        return {"position_embeddings"} if self.form is ROTARY else set()
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
@@ -219,7 +210,7 @@ class PackedLayer(Layer):
 
     def _packed(self, rows: Tensor, ends: Tensor, longest: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """The forward on `rows (patches, hidden)` of segments with these boundaries."""
-        chosen = self._attention.at(longest)
+        chosen, segments = self._attention.at(longest), Segments(ends, longest)
         attending = chosen if rotary else self._attention  # as `rotate` or the selection contains NaN
 
         def attend(qkv: Tensor) -> Tensor:
@@ -227,9 +218,9 @@ class PackedLayer(Layer):
                 rotate(qkv, *rotary, contain=not chosen.isolates)
             q, k, v = self._split(qkv)
             if chosen.name != "triton":
-                return attending.attend(q, k, v, ends, longest, self._scale)
-            tiles = self._shared.of(ends, lambda: segment_tiles(ends, len(q), self._heads, longest))
-            return segment_attention(q, k, v, ends, longest, self._scale, tiles)
+                return attending.attend(q, k, v, segments, self._scale)
+            tiles = self._shared.of(ends, lambda: segment_tiles(segments, len(q), self._heads))
+            return segment_attention(q, k, v, segments, self._scale, tiles)
 
         return self._computed(rows, attend)
 
@@ -249,11 +240,6 @@ class Block(PackedLayer):
     ) -> Tensor:
         """The block's forward on `hidden_states (rows, hidden)`."""
         return self._packed(hidden_states, cu_seqlens, max_seqlen, position_embeddings)
-
-    @property
-    def known_arguments(self) -> None:
-        """See Layer."""
-        return None
 
     def _both(
         self, stock: nn.Module, rows: Tensor, ends: Tensor, longest: int, rotary: tuple[Tensor, Tensor]

@@ -4,7 +4,7 @@ Variable-length flash attention launches `slots * longest / block` programs, mos
 Here a list of tiles says which rows a program works on, so the grid has `rows / block + slots` programs, whatever the
 longest segment. A program never mixes segments, so NaN does not spread between items. Softmax is computed online
 (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Scores of heads of 72 or 80 columns are
-computed as 64 + 16 rather than padded to 128. `tiles.py` has the sizes of blocks, by the device.
+computed as 64 + 16 rather than padded to 128. `operands.py` has the sizes of blocks, by the device.
 """
 
 import torch
@@ -15,7 +15,7 @@ from triton import language as tl
 
 from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.tiles import attention_division, attention_tile
+from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 16
@@ -26,48 +26,40 @@ _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
 
 
-def segment_tiles(
-    boundaries: Tensor, rows: int, heads: int, longest: int, key_boundaries: Tensor | None = None
-) -> Tensor:
+def segment_tiles(segments: Segments, rows: int, heads: int) -> Tensor:
     """The tiles for `segment_attention`, `(tiles, 4)` int32, the same for every layer of a forward.
 
     Each is its first row, the end of its segment's rows, and where the segment's keys begin and end; unused tiles are
     zero, and last.
     """
-    division = attention_division(rows, heads, longest, architecture(boundaries.device))
-    block, slots = division.rows, len(boundaries) - 1
-    tiles = torch.empty((triton.cdiv(rows, block) + slots, 4), dtype=torch.int32, device=boundaries.device)
-    keys = boundaries if key_boundaries is None else key_boundaries
+    boundaries, device = segments.boundaries, segments.boundaries.device
+    block = attention_division(rows, heads, segments.longest, architecture(device)).rows
+    slots = len(boundaries) - 1
+    tiles = torch.empty((triton.cdiv(rows, block) + slots, 4), dtype=torch.int32, device=device)
+    keys, _ = segments.keys()
     _map[(len(tiles),)](boundaries, keys, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
     return tiles
 
 
 def segment_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scale: float,
-    tiles: Tensor | None = None,
-    *,
-    key_boundaries: Tensor | None = None,
-    most_keys: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, tiles: Tensor | None = None
 ) -> Tensor:
     """Attention of `q, k, v (rows, heads, head_dim)` within segments, as `Attend`.
 
-    `boundaries (slots + 1,)` is int32, the first 0, the last at most the number of rows. Heads of a row must be
-    contiguous; rows may be strided, as in the output of one linear layer for all three. `tiles` come from
-    `segment_tiles`. Returns a contiguous `(rows, heads, head_dim)`. On a CPU it runs only in Triton's interpreter.
+    Heads of a row must be contiguous; rows may be strided, as in the output of one linear layer for all three. `tiles`
+    come from `segment_tiles`. Returns a contiguous `(rows, heads, head_dim)`. On a CPU it runs only in Triton's
+    interpreter.
     """
+    longest = segments.longest
     rows, heads, head_dim = q.shape
-    if key_boundaries is None and longest > _DENSE and rows == (len(boundaries) - 1) * longest:
-        # All segments are equal and long: cuDNN is faster, even with a plan for each shape.
+    equal = segments.key_boundaries is None and rows == (len(segments.boundaries) - 1) * longest
+    if equal and longest > _DENSE:
+        # cuDNN is faster, even with a plan for each shape.
         query, key, value = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
         attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
         return attended.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    tiles = segment_tiles(boundaries, rows, heads, longest, key_boundaries) if tiles is None else tiles
+    tiles = segment_tiles(segments, rows, heads) if tiles is None else tiles
     on, dependent = architecture(q.device), is_dependent(q.device)
     division = attention_division(rows, heads, longest, on)
     tile = attention_tile(division, head_dim, q.element_size(), on)
@@ -91,7 +83,7 @@ def segment_attention(
         WHOLE=tile.whole,
         REST=tile.rest,
         SPARE=tile.spare,
-        FEW=_FEW_KEYS if max(longest, most_keys) <= _SHORT else 0,
+        FEW=_FEW_KEYS if max(longest, segments.most_keys) <= _SHORT else 0,
         TURNS=division.programs > 0,
         DEPENDENT=dependent,
         num_warps=tile.warps,

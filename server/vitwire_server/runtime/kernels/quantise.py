@@ -7,7 +7,7 @@ from triton import language as tl
 
 from vitwire_server.runtime.kernels.activations import KINDS
 from vitwire_server.runtime.kernels.norms import epsilon
-from vitwire_server.runtime.kernels.scaled import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _WIDE = 4096

@@ -8,7 +8,7 @@ changes another row.
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.runtime.kernels.scaled import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled
 
 _ALIGNED = 16
 """The product takes rows and channels in multiples of this."""

@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitwire_server.runtime import devices
-from vitwire_server.runtime.attention import registry
-from vitwire_server.runtime.attention.backends.sdpa import segment_sdpa
+from vitwire_server.runtime.attention import backends as known
+from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, _fastest, select
 from vitwire_server.runtime.devices import Architecture
-from vitwire_server.runtime.kernels.tiles import AttentionTile, Division, attention_division, attention_tile
+from vitwire_server.runtime.kernels.operands import (
+    AttentionTile,
+    Division,
+    Segments,
+    attention_division,
+    attention_tile,
+)
 
 HEADS, DIM = 2, 8
 
@@ -25,7 +31,7 @@ def test_segments_attend_within_themselves_only(lengths: list[int], seed: int) -
     q, k, v = torch.randn(3, rows, HEADS, DIM, generator=generator, dtype=torch.float64)
     boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    out = segment_sdpa(*strided, boundaries, max(lengths), 0.3)
+    out = segment_sdpa(*strided, Segments(boundaries, max(lengths)), 0.3)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     scores = torch.einsum("nhd,mhd->hnm", q, k) * 0.3
     scores = scores.masked_fill(owner[:, None] != owner[None, :], -torch.inf)
@@ -40,7 +46,7 @@ def test_queries_attend_to_the_keys_of_their_segment(counts: list[tuple[int, int
     q = torch.randn(sum(queries), HEADS, DIM, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, sum(keys), HEADS, DIM, generator=generator, dtype=torch.float64)
     ends, key_ends = (torch.tensor([0, *torch.tensor(each).cumsum(0)], dtype=torch.int32) for each in (queries, keys))
-    out = segment_sdpa(q, k, v, ends, 9, 0.3, key_boundaries=key_ends, most_keys=9)
+    out = segment_sdpa(q, k, v, Segments(ends, 9, key_ends, 9), 0.3)
     number = torch.arange(len(counts))
     owner, key_owner = (torch.repeat_interleave(number, torch.tensor(each)) for each in (queries, keys))
     scores = torch.einsum("nhd,mhd->hnm", q, k) * 0.3
@@ -94,8 +100,8 @@ def test_a_name_that_cannot_serve_is_reported() -> None:
 
 
 def test_the_heads_of_a_resampler_must_be_supported_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = replace(registry.BACKENDS["sdpa"], head_dims=frozenset({64}))
-    monkeypatch.setitem(registry.BACKENDS, "sdpa", own)
+    own = replace(BACKENDS["sdpa"], head_dims=frozenset({64}))
+    monkeypatch.setitem(BACKENDS, "sdpa", own)
     given = ("sdpa", torch.device("cpu"), torch.float32, 2, 64)
     assert select(*given, captured=False, resampler=(4, 64)).name == "sdpa"
     with pytest.raises(ValueError, match="sdpa: it does not support heads of 96 columns"):
@@ -125,18 +131,16 @@ class TestDevices:
     def device(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Architecture:
         processors, shared = DEVICES[request.param]
         found = Architecture(request.param, processors, shared << 10)
-        for module in (registry, devices):
+        for module in (known, devices):
             monkeypatch.setattr(module, "architecture", lambda _: found)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
         return found
 
     def test_backends_that_do_not_run_give_a_reason(self, device: Architecture) -> None:
         cuda = torch.device("cuda", 0)
-        faults = {
-            name: backend.fault(cuda, torch.float16, 72, captured=True) for name, backend in registry.BACKENDS.items()
-        }
+        faults = {name: backend.fault(cuda, torch.float16, 72, captured=True) for name, backend in BACKENDS.items()}
         assert faults.pop("sdpa") == "CUDA graphs cannot capture it"
-        assert not registry.BACKENDS["sdpa"].fault(cuda, torch.float32, 72, captured=False)
+        assert not BACKENDS["sdpa"].fault(cuda, torch.float32, 72, captured=False)
         hopper = device.capability == (9, 0)
         assert faults.pop("fa3") == (
             "" if hopper else f"it has kernels for compute capability 9.x, the device has {device.name}"
@@ -166,7 +170,7 @@ class TestDevices:
                 "with --dtype float16 or --dtype float32"
             )
 
-    @pytest.mark.parametrize("head_dim", sorted(registry.BACKENDS["triton"].head_dims))
+    @pytest.mark.parametrize("head_dim", sorted(BACKENDS["triton"].head_dims))
     def test_a_tile_fits_into_shared_memory(self, device: Architecture, head_dim: int) -> None:
         sizes = (64, 784, 1568, 4096, 65536)
         divisions = {attention_division(rows, 16, longest, device) for rows in sizes for longest in (64, 1024)}

@@ -14,7 +14,7 @@ import cudnn
 import torch
 from torch import Tensor
 
-from vitwire_server.runtime.attention.interface import Attend
+from vitwire_server.runtime.kernels.operands import Segments
 
 _SHORTEST = 64
 # The frontend has no type information.
@@ -55,25 +55,11 @@ class Plan:
         self.graph.execute(dict(zip(self.tensors, tensors, strict=True)), workspace, handle=self.handle)
 
 
-def load() -> Attend:
-    """Available once this module is imported."""
-    return cudnn_attention
-
-
-def cudnn_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scale: float,
-    *,
-    key_boundaries: Tensor | None = None,
-    most_keys: int = 0,
-) -> Tensor:
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
     """As `Attend`. Each row must be contiguous. The first call with a shape must be outside of graph capture."""
     rows, heads, head_dim = q.shape
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    boundaries, longest, key_boundaries, most_keys = segments
     slots, most = _rounded(len(boundaries) - 1), max(_SHORTEST, _rounded(longest))
     strides = (q.stride(0), k.stride(0), v.stride(0))
     ends = key_ends = _padded(boundaries, slots)

@@ -1,10 +1,18 @@
-"""How kernels cut up their work, by rule: from sizes and what the device offers. Imports no Triton."""
+"""What kernels work on: packed segments, rows in float8, and the tiles of attention. Imports no Triton."""
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from vitwire_server.runtime.devices import Architecture
 
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+SMALLEST = 1e-12
+"""Rows whose largest value is below this become zeros, with a scale that is still a normal number."""
 _FEW_ROWS = 64
 _MANY_ROWS = 128
 _PROGRAMS = 2
@@ -15,6 +23,43 @@ _BARRIER_BYTES = 1024
 _HOPPER = 9
 _NARROWEST = 16
 """Columns of a matrix product at least."""
+
+
+class Scaled(NamedTuple):
+    """Rows in float8; the row that they stand for is `values[i] * scales[i]`."""
+
+    values: Tensor
+    """`(rows, columns)` in `FLOAT8`."""
+    scales: Tensor
+    """`(rows, 1)` in float32."""
+
+
+class Segments(NamedTuple):
+    """Packed rows, which attend only to rows of the same segment.
+
+    A segment may have other numbers of queries and of keys; one without keys has no queries either.
+    """
+
+    boundaries: Tensor
+    """`(segments + 1,)` int32; the first is 0, the last at most the number of rows."""
+    longest: int
+    """Rows of the longest segment, or more."""
+    key_boundaries: Tensor | None = None
+    """Of the keys; None if they are those of the queries."""
+    most_keys: int = 0
+    """Keys of the segment with most of them, or more; with `key_boundaries`."""
+
+    def keys(self) -> tuple[Tensor, int]:
+        """The boundaries of keys, and the longest segment of them."""
+        return (self.boundaries, self.longest) if self.key_boundaries is None else (self.key_boundaries, self.most_keys)
+
+
+class Attend(Protocol):
+    """Attention within segments."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """`q, k, v (rows, heads, head_dim)` to rows like `q`; those behind the last boundary are undefined."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,183 @@
+"""The attention backends that `--attention-backend` can name: each is imported when it is needed.
+
+A new backend is a function that returns it here, and an entry in `BACKENDS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vitwire_server.runtime.devices import Architecture, architecture
+from vitwire_server.runtime.kernels.operands import Attend, Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A backend, and where it runs."""
+
+    name: str
+    find: Callable[[], Attend]
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: frozenset[int] = frozenset()
+    """Supported head sizes; empty if any."""
+    syncs: bool = False
+    """Whether it reads the boundaries on the host, so that CUDA graphs cannot capture it."""
+    isolates: bool = True
+    """Whether NaN and infinity stay in their segment; else `containment.contain` is applied before."""
+    traceable: bool = False
+    """Whether torch.compile can trace it; else it becomes a custom operator."""
+    capability: tuple[int, int] = (0, 0)
+    """The least compute capability of a CUDA device."""
+    generations: frozenset[int] = frozenset()
+    """Major compute capabilities that it has kernels for; empty if all from `capability` on."""
+
+    def load(self) -> Attend:
+        """Import the backend. Raises ImportError, ValueError or RuntimeError if it is not available."""
+        attend = self.find()
+        return attend if self.traceable else _opaque(self.name, attend)
+
+    def fault(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, captured: bool) -> str:
+        """Why it does not support this device, dtype or head size, `captured` by CUDA graphs; empty if it does."""
+        if device.type not in self.devices:
+            return f"it does not run on {device.type}"
+        if dtype not in self.dtypes:
+            return f"it does not compute {str(dtype).removeprefix('torch.')}"
+        if self.head_dims and head_dim not in self.head_dims:
+            return f"it does not support heads of {head_dim} columns"
+        if device.type == "cuda" and captured and self.syncs:
+            return "CUDA graphs cannot capture it"
+        return self._missing(architecture(device)) if device.type == "cuda" else ""
+
+    def _missing(self, on: Architecture) -> str:
+        if on.capability < self.capability:
+            return f"it needs compute capability {'{}.{}'.format(*self.capability)}, the device has {on.name}"
+        if self.generations and on.capability[0] not in self.generations:
+            known = ", ".join(f"{major}.x" for major in sorted(self.generations))
+            return f"it has kernels for compute capability {known}, the device has {on.name}"
+        return ""
+
+
+def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    """torch's dense attention, one call per run of equal segments; the reference on every device. As `Attend`.
+
+    Reads the boundaries on the host.
+    """
+    queries = _lengths(segments.boundaries)
+    keys = queries if segments.key_boundaries is None else _lengths(segments.key_boundaries)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    row = key_row = 0
+    for (length, count), run in groupby(zip(queries, keys, strict=True)):
+        equal = sum(1 for _ in run)
+        own, others = slice(row, row + length * equal), slice(key_row, key_row + count * equal)
+        if length:
+            query = q[own].unflatten(0, (-1, length)).transpose(1, 2)
+            key, value = (x[others].unflatten(0, (-1, count)).transpose(1, 2) for x in (k, v))
+            attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
+            out[own].unflatten(0, (-1, length)).copy_(attended.transpose(1, 2))
+        row, key_row = own.stop, others.stop
+    return out
+
+
+def _lengths(boundaries: Tensor) -> list[int]:
+    ends: list[int] = boundaries.tolist()
+    return [right - left for left, right in pairwise(ends)]
+
+
+def _triton() -> Attend:
+    from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - triton comes with CUDA
+
+    return segment_attention
+
+
+def _varlen() -> Attend:
+    """torch's `varlen_attn`. Raises ImportError before torch 2.11."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in torch before 2.10
+
+    if "scale" not in signature(varlen_attn).parameters:
+        raise ImportError("varlen_attn of torch 2.10 has no scale")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        ends, most = segments.keys()
+        out = varlen_attn(q, k, v, segments.boundaries, ends, segments.longest, most, scale=scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def _cudnn() -> Attend:
+    from vitwire_server.runtime.attention.cudnn_plans import cudnn_attention  # noqa: PLC0415 - an optional package
+
+    return cudnn_attention
+
+
+def _flash(package: str) -> Attend:
+    """Flash attention 3 or 4, called as its package is installed. Raises ImportError if it is missing.
+
+    torch's switch to them applies to the whole process, and in torch 2.11 to 2.13 expects two results where flash
+    attention 4 now returns five.
+    """
+    varlen = import_module(package).flash_attn_varlen_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        ends, most = segments.keys()
+        bounds = {"cu_seqlens_q": segments.boundaries, "cu_seqlens_k": ends}
+        lengths = {"max_seqlen_q": segments.longest, "max_seqlen_k": most}
+        out = varlen(q, k, v, **bounds, **lengths, softmax_scale=scale)
+        rows: Tensor = out[0] if isinstance(out, tuple) else out
+        return rows
+
+    return attend
+
+
+def _opaque(name: str, attend: Attend) -> Attend:
+    """`attend` as a custom operator under torch.compile, which cannot trace loops over boundaries."""
+
+    def flat(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        boundaries: Tensor,
+        longest: int,
+        key_boundaries: Tensor | None,
+        most_keys: int,
+    ) -> Tensor:
+        return attend(q, k, v, Segments(boundaries, longest, key_boundaries, most_keys), scale)
+
+    operator = torch.library.custom_op(f"vitwire::{name}", flat, mutates_args=())
+    operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return attend(q, k, v, segments, scale)
+        out: Tensor = operator(q, k, v, scale, *segments)
+        return out
+
+    return attended
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_AMPERE = (8, 0)
+_TRITON_HEADS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
+_FA3, _FA4 = partial(_flash, "flash_attn_interface"), partial(_flash, "flash_attn.cute")
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("sdpa", lambda: segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
+        Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=_AMPERE),
+        Backend("varlen", _varlen, ("cuda", "meta"), _HALF, traceable=True, capability=_AMPERE),
+        Backend("cudnn", _cudnn, ("cuda",), _HALF, isolates=False, capability=_AMPERE),
+        Backend("fa3", _FA3, ("cuda",), _HALF, isolates=False, generations=frozenset({9})),
+        Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=_AMPERE),
+    )
+}
