@@ -19,8 +19,7 @@ from vitwire._delivery.answers import (
     storable,
     stored,
 )
-from vitwire._inputs.files import ImageLike
-from vitwire._inputs.pixels import Clip
+from vitwire._inputs.sources import Clip, ImageLike
 from vitwire._requests import BaseClient, Call, CallOptions
 from vitwire._transport.ahead import AsyncAhead, Items
 from vitwire._transport.aio_calls import AsyncTransport
