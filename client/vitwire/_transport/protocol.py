@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vitwire._delivery.expected import Expected
+from vitwire._delivery.answers import Expected
 from vitwire._delivery.nixl import Leases, Leasing
 from vitwire._transport.balancing import Share
 from vitwire._transport.uploads import Patch, WireItem, to_wire
