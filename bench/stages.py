@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vitwire._delivery import assembler, expected
+from vitwire._delivery import answers, assembler
 from vitwire._transport import channel as grpc_channel
 
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ class Stages:
         write = self._timed("serialise", method.serializer)
         grpc_channel.ENCODE = grpc_channel.Method(method.path, write, self._timed("parse", method.deserializer))
         setattr(assembler._Rows, "add", self._timed("copy", assembler._Rows.add))  # noqa: B010 - a method
-        setattr(assembler, "is_finite", self._timed("check", expected.is_finite))  # noqa: B010 - a name it imports
+        setattr(assembler, "is_finite", self._timed("check", answers.is_finite))  # noqa: B010 - a name it imports
 
     def taken(self) -> Row:
         """Milliseconds of each step, and fresh pages, of one call: the mean since the last time. Forgets them."""

@@ -7,10 +7,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from vitwire._inputs.files import FileObject, ImageLike, Loaded, file_bytes, loaded
-from vitwire._inputs.formats import encoding_of
-from vitwire._inputs.pixels import Clip, PillowImage, pixels_of, pixels_of_frames
 from vitwire._inputs.processors import batch_cuts
+from vitwire._inputs.sources import (
+    Clip,
+    FileObject,
+    ImageLike,
+    Loaded,
+    PillowImage,
+    encoding_of,
+    file_bytes,
+    loaded,
+    pixels_of,
+    pixels_of_frames,
+)
 from vitwire._inputs.tensors import invalid
 from vitwire.errors import EncodeFailed, InvalidItem
 from vitwire.items import Item, Modality, ids_of, items_of

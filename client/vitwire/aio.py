@@ -5,22 +5,18 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from vitwire._arguments import batch_items, clip_items, identified, image_items
 from vitwire._delivery.answers import (
-    Accepted,
-    Answer,
     Result,
     Stored,
     Storing,
-    embeddings,
+    in_order,
     needs_upload,
     storable,
-    stored,
 )
-from vitwire._inputs.files import ImageLike
-from vitwire._inputs.pixels import Clip
+from vitwire._inputs.sources import Clip, ImageLike
 from vitwire._requests import BaseClient, Call, CallOptions
 from vitwire._transport.ahead import AsyncAhead, Items
 from vitwire._transport.aio_calls import AsyncTransport
@@ -70,9 +66,9 @@ class AsyncClient(BaseClient[AsyncTransport]):
         errors: list[VitwireError] = []
         call = self._call(options, stream=return_exceptions)
         if isinstance(items, Sequence):
-            stream = self._results(numbered(items), call)
+            stream = self._answers(numbered(items), call)
         else:
-            stream = AsyncAhead(items, lambda group: self._results(group, call.for_request())).results()
+            stream = AsyncAhead(items, lambda group: self._answers(group, call.for_request())).results()
         async with aclosing(stream) as results:
             async for index, result in results:
                 if isinstance(result, VitwireError) and not return_exceptions:
@@ -88,15 +84,13 @@ class AsyncClient(BaseClient[AsyncTransport]):
 
     async def store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Stored]:
         """Encode items into the server's cache, without returning rows. As `Client.store`."""
-        async with aclosing(self.iter_store(items, **options)) as answers:
-            return stored({index: answer async for index, answer in answers})
+        return in_order(await self._collected(storable(items), self._call(options, store_only=True)))
 
     async def iter_store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> AsyncGenerator[Storing, None]:
         """Yield `(position, Accepted)` and then `(position, Stored)` of each item. As `Client.iter_store`."""
         call = self._call(options, store_only=True)
         async with aclosing(self._answers(storable(items), call)) as answers:
             async for index, answer in answers:
-                assert not isinstance(answer, Embedding), "no rows are returned"
                 yield index, answer
 
     async def encode_batch(
@@ -182,21 +176,14 @@ class AsyncClient(BaseClient[AsyncTransport]):
             call = replace(call, shares=self._shares(unanswered, model))  # pixels go where rows were looked up
             results = await self._collected({index: without_pixels(item) for index, item in unanswered.items()}, call)
             unanswered = {index: item for index, item in unanswered.items() if needs_upload(results[index], item)}
-        return embeddings(results | await self._collected(unanswered, call))
+        return in_order(results | await self._collected(unanswered, call))
 
-    async def _collected(self, items: Mapping[int, Item], call: Call) -> dict[int, Embedding | VitwireError]:
-        async with aclosing(self._results(items, call)) as results:
+    async def _collected(self, items: Mapping[int, Item], call: Call) -> dict[int, Any]:
+        async with aclosing(self._answers(items, call)) as results:
             return {index: result async for index, result in results}
 
-    async def _results(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Result, None]:
-        """Embedding or error of each item, by position. Raises errors of the whole request."""
-        async with aclosing(self._answers(items, call)) as answers:
-            async for index, answer in answers:
-                assert not isinstance(answer, Accepted | Stored), "rows are returned"
-                yield index, answer
-
-    async def _answers(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Answer, None]:
-        """All that the server answers, by position."""
+    async def _answers(self, items: Mapping[int, Item], call: Call) -> AsyncGenerator[Any, None]:
+        """Position and `Answer` of each item: of those that the call asks for. Raises errors of the whole request."""
         if not items:
             return
         model, transport, context = await self._get_model(call), self._shared.transport, self._context()

@@ -3,22 +3,18 @@
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from vitwire._arguments import batch_items, clip_items, identified, image_items
 from vitwire._delivery.answers import (
-    Accepted,
-    Answer,
     Result,
     Stored,
     Storing,
-    embeddings,
+    in_order,
     needs_upload,
     storable,
-    stored,
 )
-from vitwire._inputs.files import ImageLike
-from vitwire._inputs.pixels import Clip
+from vitwire._inputs.sources import Clip, ImageLike
 from vitwire._requests import BaseClient, Call, CallOptions
 from vitwire._transport.ahead import Ahead
 from vitwire._transport.attempts import HEALTH_SECONDS
@@ -104,9 +100,9 @@ class Client(BaseClient[Transport]):
         errors: list[VitwireError] = []
         call = self._call(options, stream=return_exceptions)
         if isinstance(items, Sequence):
-            results = self._results(numbered(items), call)
+            results = self._answers(numbered(items), call)
         else:
-            results = Ahead(items, lambda group, calls: self._results(group, call.for_request(), calls)).results()
+            results = Ahead(items, lambda group, calls: self._answers(group, call.for_request(), calls)).results()
         for index, result in results:
             if isinstance(result, VitwireError) and not return_exceptions:
                 errors.append(result)
@@ -126,7 +122,7 @@ class Client(BaseClient[Transport]):
         token and `output_type`, gets the rows. An item without pixels asks whether it is cached already. Raises the
         error of the first item that failed: NotCached for one without pixels, InvalidItem if the server has no cache.
         """
-        return stored(dict(self.iter_store(items, **options)))
+        return in_order(dict(self._answers(storable(items), self._call(options, store_only=True))))
 
     def iter_store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> Generator[Storing, None, None]:
         """As `store`, step by step: yields `(position, Accepted)`, then `(position, Stored)` or an error, of each item.
@@ -134,9 +130,7 @@ class Client(BaseClient[Transport]):
         An item is accepted before it is encoded, and even before its bytes have arrived. From then on requests for its
         `content_id` wait for it. A retry may yield `Accepted` again.
         """
-        for index, answer in self._answers(storable(items), self._call(options, store_only=True)):
-            assert not isinstance(answer, Embedding), "no rows are returned"
-            yield index, answer
+        yield from self._answers(storable(items), self._call(options, store_only=True))
 
     def encode_batch(
         self,
@@ -251,22 +245,12 @@ class Client(BaseClient[Transport]):
         results: dict[int, Embedding | VitwireError] = {}
         if look_up and unanswered:
             call = replace(call, shares=self._shares(unanswered, self._get_model(call)))  # pixels go where rows were
-            results = dict(self._results({index: without_pixels(item) for index, item in unanswered.items()}, call))
+            results = dict(self._answers({index: without_pixels(item) for index, item in unanswered.items()}, call))
             unanswered = {index: item for index, item in unanswered.items() if needs_upload(results[index], item)}
-        return embeddings(results | dict(self._results(unanswered, call)))
+        return in_order(results | dict(self._answers(unanswered, call)))
 
-    def _results(
-        self, items: Mapping[int, Item], call: Call, calls: Calls | None = None
-    ) -> Generator[Result, None, None]:
-        """Embedding or error of each item, by position. Raises errors of the whole request."""
-        for index, answer in self._answers(items, call, calls):
-            assert not isinstance(answer, Accepted | Stored), "rows are returned"
-            yield index, answer
-
-    def _answers(
-        self, items: Mapping[int, Item], call: Call, calls: Calls | None = None
-    ) -> Generator[Answer, None, None]:
-        """All that the server answers, by position."""
+    def _answers(self, items: Mapping[int, Item], call: Call, calls: Calls | None = None) -> Generator[Any, None, None]:
+        """Position and `Answer` of each item: of those that the call asks for. Raises errors of the whole request."""
         if not items:
             return
         model, transport, context = self._get_model(call), self._shared.transport, self._context()

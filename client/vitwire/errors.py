@@ -11,9 +11,9 @@ VitwireError
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar, Unpack
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
+M = TypeVar("M", BadRequest, RetryInfo)
 _STATUS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 REQUEST_ID_KEY = "x-request-id"
@@ -32,6 +33,14 @@ class Violation(NamedTuple):
 
     field: str
     description: str
+
+
+class _Named(TypedDict, total=False):
+    """Arguments of every error."""
+
+    code: str | None
+    item: int | None
+    request_id: str | None
 
 
 class VitwireError(Exception):
@@ -63,16 +72,8 @@ class InvalidItem(VitwireError):
 
     default_code = "INVALID_ARGUMENT"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str | None = None,
-        item: int | None = None,
-        request_id: str | None = None,
-        violations: Sequence[Violation] = (),
-    ) -> None:
-        super().__init__(message, code=code, item=item, request_id=request_id)
+    def __init__(self, message: str, *, violations: Sequence[Violation] = (), **named: Unpack[_Named]) -> None:
+        super().__init__(message, **named)
         self.violations = tuple(violations)
 
 
@@ -93,16 +94,8 @@ class Overloaded(VitwireError):
 
     default_code = "RESOURCE_EXHAUSTED"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str | None = None,
-        item: int | None = None,
-        request_id: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message, code=code, item=item, request_id=request_id)
+    def __init__(self, message: str, *, retry_after: float | None = None, **named: Unpack[_Named]) -> None:
+        super().__init__(message, **named)
         self.retry_after = retry_after
 
 
@@ -188,35 +181,25 @@ def _error(
     kind = _BY_CODE.get(code, EncodeFailed)
     message = _renumbered(message or code, indices)
     if kind is InvalidItem:
-        violations = [Violation(_renumbered(found.field, indices), found.description) for found in _violations(details)]
+        violations = [
+            Violation(_renumbered(found.field, indices), found.description)
+            for bad in _unpacked(details, BadRequest)
+            for found in bad.field_violations
+        ]
         return InvalidItem(message, code=code, item=_item(violations, item), violations=violations)
     if kind is Overloaded:
-        return Overloaded(message, code=code, item=item, retry_after=_retry_after(details))
+        delays = [info.retry_delay for info in _unpacked(details, RetryInfo) if info.HasField("retry_delay")]
+        seconds = delays[0].seconds + delays[0].nanos / 1e9 if delays else None
+        return Overloaded(message, code=code, item=item, retry_after=seconds)
     return kind(message, code=code, item=item)
 
 
-def _violations(details: Iterable[AnyMessage]) -> list[Violation]:
-    found = []
-    bad = BadRequest()
+def _unpacked(details: Iterable[AnyMessage], kind: type[M]) -> Iterator[M]:
     for detail in details:
-        if _unpack(detail, bad):
-            found += [Violation(each.field, each.description) for each in bad.field_violations]
-    return found
-
-
-def _retry_after(details: Iterable[AnyMessage]) -> float | None:
-    info = RetryInfo()
-    for detail in details:
-        if _unpack(detail, info) and info.HasField("retry_delay"):
-            return float(info.retry_delay.seconds + info.retry_delay.nanos / 1e9)
-    return None
-
-
-def _unpack(detail: AnyMessage, message: BadRequest | RetryInfo) -> bool:
-    try:
-        return detail.Unpack(message)
-    except DecodeError:
-        return False
+        message = kind()
+        with suppress(DecodeError):
+            if detail.Unpack(message):
+                yield message
 
 
 def _item(violations: Sequence[Violation], item: int | None) -> int | None:

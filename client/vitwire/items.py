@@ -1,24 +1,18 @@
 """Items: one image or clip each, as patches, tiles, a picture or a file."""
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from vitwire._inputs.cuts import Cut
-from vitwire._inputs.files import FileLike, file_bytes
-from vitwire._inputs.formats import CLIPS, encoding_of
-from vitwire._inputs.pixels import pixels_of
 from vitwire._inputs.processors import processor_cuts
-from vitwire._inputs.repeated_frames import Patch, single
-from vitwire._inputs.rounding import rounded
-from vitwire._inputs.tensors import DATA_TYPES, Array, Pixels, TorchTensor, invalid, type_name
+from vitwire._inputs.sources import CLIPS, FileLike, encoding_of, file_bytes, pixels_of
+from vitwire._inputs.tensors import DATA_TYPES, Pixels, TorchTensor, invalid, type_name
 from vitwire.errors import InvalidItem, Violation
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire.wire import ItemTensors
 
 if TYPE_CHECKING:
     from vitwire.model import Model
@@ -204,7 +198,7 @@ def pixel_bytes(item: Item) -> int:
     """Bytes of the pixels, before any are rounded, or of the file."""
     tensors = [tensor for tensor in (item.pixels, item.crops) if tensor is not None]
     of_tensors = sum(math.prod(tensor.shape) * _TYPE_BYTES[type_name(tensor)] for tensor in tensors)
-    return of_tensors + (_view(item.encoded).nbytes if item.encoded is not None else 0)
+    return of_tensors + (bytes_of(item.encoded).nbytes if item.encoded is not None else 0)
 
 
 def without_pixels(item: Item) -> Item:
@@ -245,43 +239,7 @@ def _grid_violations(grid: object) -> Iterator[Violation]:
             yield Violation(f"grid.{name}", f"expected a positive whole number, got {side}")
 
 
-class WireItem(NamedTuple):
-    """An item ready to send: the message without the bytes of its tensors, and views of those bytes."""
-
-    message: pb.Item
-    tensors: ItemTensors
-
-    @property
-    def size(self) -> int:
-        """Bytes of the tensors, or of the file."""
-        return sum(map(len, self.tensors))
-
-
-def to_wire(item: Item, dtype: str = "float32", patch: Patch | None = None, *, store_only: bool = False) -> WireItem:
-    """Copies only what is not in host memory, little-endian and in C order, repeats frames, or is rounded.
-
-    dtype: of the server's tower, which float32 is rounded to.
-    patch: of the tower; equal frames of an image are sent once.
-    """
-    t, h, w = item.grid
-    message = pb.Item(
-        modality=MODALITIES[item.modality],
-        grid=pb.Grid(t=t, h=h, w=w) if any(item.grid) else None,
-        content_id=item.content_id or "",
-        keep_ratio=item.keep_ratio,
-        store_only=store_only,
-    )
-    pixels = crops = memoryview(b"")
-    if item.pixels is not None:
-        once = single(item.pixels, patch) if patch and item.modality == "image" else item.pixels
-        pixels = _tensor(once, message.pixels, dtype)
-    if item.crops is not None:
-        crops = _tensor(item.crops, message.crops, dtype)
-    encoded = _view(item.encoded) if item.encoded is not None else memoryview(b"")
-    return WireItem(message, ItemTensors(pixels, crops, encoded))
-
-
-def _view(encoded: bytes | bytearray | memoryview) -> memoryview:
+def bytes_of(encoded: bytes | bytearray | memoryview) -> memoryview:
     """The bytes one by one; copied only if they are not contiguous."""
     view = memoryview(encoded)
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
@@ -299,24 +257,3 @@ def _problem(tensor: object) -> str | None:
 
 def _outline(tensor: Pixels) -> str:
     return f"{type_name(tensor)}{tuple(tensor.shape)}"
-
-
-def _tensor(tensor: Pixels, message: pb.Tensor, dtype: str) -> memoryview:
-    """Set type and shape in `message`; returns the bytes."""
-    smaller = rounded(tensor, dtype)
-    message.data_type = DATA_TYPES[type_name(tensor) if smaller is None else dtype]
-    message.shape.extend(tensor.shape)
-    tensor = tensor if smaller is None else smaller
-    array = tensor if isinstance(tensor, np.ndarray) else _from_torch(tensor)
-    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
-        array = array.astype(array.dtype.newbyteorder("<"))
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _from_torch(tensor: TorchTensor) -> Array:
-    """The tensor as array, sharing memory if on the host; bfloat16, which numpy lacks, as uint16."""
-    host = tensor.detach().cpu().contiguous()
-    if type_name(tensor) == "bfloat16":
-        host = host.view(sys.modules["torch"].uint16)
-    array: Array = host.numpy()
-    return array

@@ -1,18 +1,14 @@
 """The server's description of its model and limits."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
 from vitwire.v1 import encoder_pb2 as pb
 
-if TYPE_CHECKING:
-    from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper
-
-V = TypeVar("V", bound=int)
-R = TypeVar("R", "Budget", "Limits", "Precision")
+R = TypeVar("R", "Budget", "Limits", "Precision", "Model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,33 +118,16 @@ class Model:
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
         """Raises ValueError for inconsistent settings."""
-        model = cls(
-            model_id=message.model_id,
-            model_type=message.model_type,
-            weights_fingerprint=message.weights_fingerprint,
-            dtype=_dtype(message.data_type),
-            embedding_width=message.embedding_width,
-            deepstack_levels=message.deepstack_levels,
-            patch_size=message.patch_size,
-            merge_size=message.merge_size,
-            temporal_patch_size=message.temporal_patch_size,
-            channels=message.channels,
-            graphs=message.graphs,
-            attention_backend=message.attention_backend,
-            device=message.device,
-            server_version=message.server_version,
-            preparation_fingerprint=message.preparation_fingerprint,
+        poolings = tuple(_name(pb.Pooling.DESCRIPTOR, each) for each in message.available_poolings)
+        model = _same(
+            cls,
+            message,
+            dtype=_name(pb.DataType.DESCRIPTOR, message.data_type),
             budgets=tuple(_same(Budget, each) for each in message.budgets),
             limits=_same(Limits, message.limits),
-            deliveries=_all_named(pb.DeliveryWay, message.deliveries),
-            encodings=_all_named(pb.Encoding, message.encodings),
             precision=_same(Precision, message.precision) if message.HasField("precision") else None,
-            pooling=_named(pb.Pooling, message.pooling, "none"),
-            available_poolings=tuple(_named(pb.Pooling, each, "none") for each in message.available_poolings)
-            or ("none",),
-            prepared=_all_named(pb.Modality, message.prepared),
+            available_poolings=poolings or ("none",),
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
-            rows_by_grid=_all_named(pb.Modality, message.rows_by_grid),
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")
@@ -157,14 +136,16 @@ class Model:
         return model
 
 
-def _dtype(number: "pb.DataType.ValueType") -> str:
-    known = number in pb.DataType.values()
-    return pb.DataType.Name(number).removeprefix("DATA_TYPE_").lower() if known else "unspecified"
-
-
-def _same(kind: type[R], message: Message) -> R:
-    """A record of the message's fields by the same names."""
-    return kind(**{each.name: getattr(message, each.name) for each in fields(kind)})
+def _same(kind: type[R], message: Message, **others: object) -> R:
+    """A record of the message's fields by the same names, and of others."""
+    values: dict[str, Any] = others
+    known: Any = message.DESCRIPTOR.fields_by_name  # whose stubs have two classes
+    for name in {each.name for each in fields(kind)} - others.keys():
+        value, enum = getattr(message, name), known[name].enum_type
+        if enum is not None:
+            value = _name(enum, value) if isinstance(value, int) else tuple(_name(enum, each) for each in value)
+        values[name] = value
+    return kind(**values)
 
 
 def _tile_shapes(message: pb.Tiles) -> TileShapes:
@@ -177,15 +158,12 @@ def _tile_shapes(message: pb.Tiles) -> TileShapes:
     )
 
 
-def _all_named(enum: "_EnumTypeWrapper[V]", numbers: Iterable[V]) -> tuple[str, ...]:
-    return tuple(_named(enum, each, "") for each in numbers)
-
-
-def _named(enum: "_EnumTypeWrapper[V]", number: V, unspecified: str) -> str:
+def _name(enum: EnumDescriptor, number: int) -> str:
     """The name of an enum's value in lower case, without the prefix of the enum."""
-    if number not in enum.values():
+    if number not in enum.values_by_number:
         return f"number {number}"
     if not number:
-        return unspecified
-    prefix = "".join(f"_{letter}" if letter.isupper() else letter for letter in enum.DESCRIPTOR.name).strip("_")
-    return enum.Name(number).removeprefix(f"{prefix.upper()}_").lower()
+        return {"Pooling": "none", "DataType": "unspecified"}.get(enum.name, "")
+    prefix = "".join(f"_{letter}" if letter.isupper() else letter for letter in enum.name).strip("_")
+    name: str = enum.values_by_number[number].name
+    return name.removeprefix(f"{prefix.upper()}_").lower()

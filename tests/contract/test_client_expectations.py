@@ -6,7 +6,7 @@ import torch
 from checkpoints import ROWS, Checkpoints
 from client_models import client_model
 from vitwire import Item
-from vitwire._delivery.expected import Expected
+from vitwire._delivery.answers import Expected
 from vitwire.items import Modality
 from vitwire_server.core.grids import Grid
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint

@@ -17,7 +17,7 @@ from raster_reference import Siglip2
 from reference import TOLERANCE, Array, error, norm_error
 from rigs import BUDGETS, Rig, draw_grids
 from vitwire import Item
-from vitwire._delivery.expected import Expected
+from vitwire._delivery.answers import Expected
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.core.pooling import Pooling

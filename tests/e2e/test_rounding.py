@@ -10,7 +10,7 @@ import torch
 from checkpoints import Checkpoints
 from servers import serving
 from vitwire import AsyncClient, Client, InvalidItem, Item
-from vitwire.items import to_wire
+from vitwire._transport.uploads import to_wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1 import encoder_pb2_grpc as rpc
 

@@ -32,7 +32,7 @@ from vitwire import (
     Stored,
     Unavailable,
 )
-from vitwire.items import to_wire
+from vitwire._transport.uploads import to_wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.core.grids import Grid

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vitwire import Item
-from vitwire._inputs.pixels import pixels_of, pixels_of_frames
+from vitwire._inputs.sources import pixels_of, pixels_of_frames
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling

@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._delivery.answers import Answer, Response, accepted_of, stored_of
-from vitwire._delivery.expected import Expected, grid_of, is_finite, report_problem
+from vitwire._delivery.answers import (
+    Answer,
+    Expected,
+    Response,
+    accepted_of,
+    grid_of,
+    is_finite,
+    report_problem,
+    stored_of,
+)
 from vitwire._delivery.memory import empty
 from vitwire._delivery.nixl import Leases
 from vitwire.embeddings import DTYPES, STORAGE, DType, Embedding, Report

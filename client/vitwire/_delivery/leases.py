@@ -11,12 +11,13 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
+from vitwire.embeddings import STORAGE
 from vitwire.shared.agents import Agent, AgentError, Memory
 from vitwire.shared.regions import Region, Regions
 from vitwire.v1 import encoder_pb2 as pb
@@ -31,23 +32,11 @@ _CLOSE_SECONDS = 2.0
 _DEVICE_KEPT_SECONDS = 60.0
 """For which device memory that a server may still write into is kept."""
 
-Rows = "npt.NDArray[Any] | torch.Tensor"
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_TORCH_TYPES = {np.dtype(stored).str: name for name, stored in STORAGE.items()}
+"""torch's type by numpy's type of the rows."""
 _kept: list[object] = []
 """Memory of this process that servers may still write into; only its addresses are taken, not its pages."""
-
-
-class RowMemory(Protocol):
-    """Memory of a pool."""
-
-    memory: Memory
-
-    def rows(self, region: Region, shape: tuple[int, ...], dtype: npt.DTypeLike, release: Callable[[], None]) -> Any:  # noqa: ANN401
-        """An array or tensor over a region; `release` is called once it and all its views are gone."""
-        ...
-
-    def discard(self) -> None:
-        """Rows that exist stay valid; what a server may still write must not reach anything else."""
-        ...
 
 
 class HostMemory:
@@ -60,14 +49,14 @@ class HostMemory:
     def rows(
         self, region: Region, shape: tuple[int, ...], dtype: npt.DTypeLike, release: Callable[[], None]
     ) -> npt.NDArray[Any]:
-        """See RowMemory. Views of the array refer to it."""
+        """An array over a region; `release` is called once it and all its views, which refer to it, are gone."""
         count = int(np.prod(shape))
         array = np.frombuffer(self._map, dtype, count, region.offset)
         finalize(array, release).atexit = False
         return array.reshape(shape)
 
     def discard(self) -> None:
-        """See RowMemory: the addresses are never used again."""
+        """Rows that exist stay valid. What a server may still write reaches nothing else: addresses are not reused."""
         _kept.append(self._map)
 
 
@@ -93,7 +82,7 @@ class DeviceMemory:
     def rows(
         self, region: Region, shape: tuple[int, ...], dtype: npt.DTypeLike, release: Callable[[], None]
     ) -> "torch.Tensor":
-        """See RowMemory. The region is released once the work that was enqueued before is done."""
+        """As of `HostMemory`. The region is released once the work that was enqueued before is done."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         held = _DeviceRange(self.memory.part(region.offset, nbytes))
         finalize(held, self._enqueue, release).atexit = False
@@ -101,7 +90,7 @@ class DeviceMemory:
         return flat.view(getattr(self._torch, _TORCH_TYPES[np.dtype(dtype).str])).view(shape)
 
     def discard(self) -> None:
-        """See RowMemory: the memory is freed after a time."""
+        """As of `HostMemory`, but the memory is freed after a time."""
         until = time.monotonic() + _DEVICE_KEPT_SECONDS
         _kept[:] = [each for each in _kept if not isinstance(each, tuple) or each[0] > time.monotonic()]
         _kept.append((until, self._tensor))
@@ -115,11 +104,6 @@ class DeviceMemory:
         event = self._torch.cuda.Event()
         event.record(self._torch.cuda.current_stream(self._tensor.device))
         self._released.append((release, event))
-
-
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_TORCH_TYPES = {"<f4": "float32", "<f2": "float16", "<u2": "bfloat16"}
-"""torch's type by numpy's type of the rows, see `embeddings.STORAGE`."""
 
 
 class _DeviceRange:

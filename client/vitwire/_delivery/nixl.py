@@ -12,7 +12,7 @@ from weakref import finalize
 
 import numpy as np
 
-from vitwire._delivery.expected import Expected
+from vitwire._delivery.answers import Expected
 from vitwire._delivery.leases import Lease, Pool
 from vitwire.embeddings import DTYPES, STORAGE
 from vitwire.errors import EncodeFailed

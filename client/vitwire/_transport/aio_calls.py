@@ -10,10 +10,11 @@ import grpc.aio
 
 from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import ROOM_SECONDS
+from vitwire._transport import channel as grpc_channel
 from vitwire._transport.arrivals import AsyncArrivals, merged_async
 from vitwire._transport.attempts import Attempts, Deadline
 from vitwire._transport.calls import Calls, Transport
-from vitwire._transport.channel import ENCODE, Channels
+from vitwire._transport.channel import Channels
 from vitwire._transport.connections import Connection, Connections
 from vitwire._transport.context import Context, Metadata
 from vitwire._transport.exchange import Exchange
@@ -95,7 +96,7 @@ class AsyncTransport:
             with self._connections.bulk(
                 part.transfer_bytes, stream=False, routed=exchange.is_routed, again=again
             ) as connection:
-                encode = connection.channel.unary_stream(*ENCODE)
+                encode = connection.channel.unary_stream(*grpc_channel.ENCODE)
                 left = exchange.attempts.left()
                 call = encode(part.request(), timeout=left, metadata=exchange.metadata(metadata))
                 try:

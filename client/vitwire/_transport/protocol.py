@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vitwire._delivery.expected import Expected
+from vitwire._delivery.answers import Expected
 from vitwire._delivery.nixl import Leases, Leasing
-from vitwire._inputs.repeated_frames import Patch
 from vitwire._transport.balancing import Share
+from vitwire._transport.uploads import Patch, WireItem, to_wire
 from vitwire.embeddings import OUTPUT_TYPES, DType
-from vitwire.items import Item, WireItem, to_wire
+from vitwire.items import Item
 from vitwire.model import Limits, Model
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Request

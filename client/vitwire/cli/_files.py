@@ -11,8 +11,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO, TypeAlias
 
 from vitwire import InvalidItem, Item, Model
-from vitwire._inputs.files import is_url
-from vitwire._inputs.formats import HEAD_BYTES, encoding_of
+from vitwire._inputs.sources import HEAD_BYTES, encoding_of, is_url
 
 _THREADS = 8
 _CHUNK = 1 << 20

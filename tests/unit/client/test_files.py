@@ -17,8 +17,8 @@ from both_clients import Call, both
 from fake_service import Running, item, running
 from vitwire import AsyncClient, Client, InvalidItem, Item
 from vitwire._arguments import image_items
-from vitwire._inputs import files
-from vitwire._inputs.files import file_bytes, loaded
+from vitwire._inputs import sources
+from vitwire._inputs.sources import file_bytes, loaded
 
 __all__ = ["running"]  # the fixture
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_read(source: Any, message: str) -> None:
 
 
 def test_what_is_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    monkeypatch.setattr(sources, "MAX_BYTES", 100)
     assert loaded(io.BytesIO(bytes(100))) == bytes(100)
     endless = type("Endless", (), {"read": lambda _, size: bytes(size)})()
     for source in (endless, io.BytesIO(bytes(101)), f"data:,{'x' * 101}", f"data:,{'x' * 1000}"):

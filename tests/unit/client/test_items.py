@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vitwire import Embedding, InvalidItem, Item
+from vitwire._transport.uploads import to_wire
 from vitwire.embeddings import STORAGE, Report
-from vitwire.items import to_wire
 from vitwire.v1 import encoder_pb2 as pb
 
 PIXELS = np.arange(48, dtype=np.float32).reshape(8, 6)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vitwire._delivery.expected import Expected
+from vitwire._delivery.answers import Expected
 from vitwire._delivery.leases import Pool
 from vitwire._delivery.nixl import Leases, Leasing, Nixl
 from vitwire.shared.agents import is_installed

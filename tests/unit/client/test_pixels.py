@@ -14,9 +14,9 @@ from PIL import Image
 from both_clients import Call, both
 from fake_service import Running, item, running
 from vitwire import InvalidItem, Item, VitwireError
-from vitwire._delivery.expected import Expected
-from vitwire._inputs.pixels import pixels_of, pixels_of_frames
-from vitwire.items import to_wire
+from vitwire._delivery.answers import Expected
+from vitwire._inputs.sources import pixels_of, pixels_of_frames
+from vitwire._transport.uploads import to_wire
 
 __all__ = ["running"]  # the fixture
 

@@ -8,8 +8,8 @@ import pytest
 
 from fake_service import bad_request, expected, item, model_message
 from vitwire import EncodeFailed, InvalidItem, Item, NotCached
+from vitwire._delivery.answers import Expected
 from vitwire._delivery.assembler import Assembler
-from vitwire._delivery.expected import Expected
 from vitwire._transport.balancing import Balancing
 from vitwire._transport.protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Options, Part, parts_of
 from vitwire.embeddings import Embedding

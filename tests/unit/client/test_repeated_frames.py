@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitwire._inputs.repeated_frames import Patch, single
+from vitwire._transport.uploads import Patch, single
 
 PATCH = Patch(3, 2, 4)
 ROWS = 5

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from vitwire import Item
-from vitwire._inputs.rounding import rounded
-from vitwire.items import to_wire
+from vitwire._transport.uploads import rounded, to_wire
 from vitwire.v1 import encoder_pb2 as pb
 
 HALVES = np.arange(1 << 16, dtype=np.uint32) << 16

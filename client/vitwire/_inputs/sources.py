@@ -1,0 +1,216 @@
+"""What callers pass as an image or a clip: files, and pictures in memory."""
+
+import base64
+import binascii
+import io
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Picture = npt.NDArray[np.uint8]
+
+
+@runtime_checkable
+class FileObject(Protocol):
+    """A file that is open in binary mode, or anything else that is read like one."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+FileLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | FileObject"
+"""A path, a `data:` URI, the bytes of a file, or a file object."""
+Loaded: TypeAlias = "str | os.PathLike[str] | bytes | Image | Picture"
+ImageLike: TypeAlias = "FileLike | Image | Picture"
+Clip: TypeAlias = Picture | Sequence[ImageLike]
+
+MAX_BYTES = 256 << 20
+"""Of a file object or a `data:` URI."""
+_URL = re.compile(r"(https?|ftps?|s3|gs|file):/", re.IGNORECASE)
+_CHUNK = 1 << 20
+_SHOWN = 80
+CLIPS = ("mp4", "webm")
+HEAD_BYTES = 12
+_STARTS = (
+    ("jpeg", b"\xff\xd8\xff"),
+    ("png", b"\x89PNG\r\n\x1a\n"),
+    ("gif", b"GIF8"),
+    ("bmp", b"BM"),
+    ("webm", b"\x1a\x45\xdf\xa3"),
+)
+_IMAGES_IN_MP4 = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
+"""Brands of AVIF and HEIC, whose files begin as those of MP4."""
+_CHANNEL_COUNTS = (1, 3, 4)
+_ALPHA = 4
+"""Channels of a picture with transparency."""
+
+
+def loaded(source: ImageLike) -> Loaded:
+    """The source as a path, the bytes of a file, or a picture in memory.
+
+    File objects are read to their end, from their start if they can seek. Raises ValueError for a URL, an invalid
+    `data:` URI and more than `MAX_BYTES`, TypeError for a file in text mode, and OSError.
+    """
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return _of_data_uri(source)
+    if isinstance(source, str | os.PathLike) and is_url(source):
+        raise ValueError(
+            f"{str(source)[:_SHOWN]} is a URL. The client fetches none, else whoever names an image would decide what "
+            "this host connects to. Fetch it with httpx or requests and pass the bytes, or use `vitwire router`."
+        )
+    if isinstance(source, FileObject):
+        return _of_file_object(source)
+    return source
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether it names something on a network; paths lose one of the slashes."""
+    return _URL.match(str(path)) is not None
+
+
+def file_bytes(source: FileLike) -> bytes:
+    """The bytes of a file. Raises as `loaded`, and TypeError for a picture in memory."""
+    found = loaded(source)
+    if isinstance(found, str | os.PathLike):
+        return Path(found).read_bytes()
+    if not isinstance(found, bytes):
+        raise TypeError(f"expected a path, bytes, a data: URI or a file object, got {type(found).__name__}")
+    return found
+
+
+def _of_file_object(file: FileObject) -> bytes:
+    if isinstance(file, io.TextIOBase):
+        raise TypeError("the file is open in text mode: open it in binary mode ('rb')")
+    if hasattr(file, "seekable") and file.seekable():
+        file.seek(0)  # type: ignore[attr-defined]  # files that are seekable have it
+    content = bytearray()
+    while chunk := file.read(_CHUNK):
+        if not isinstance(chunk, bytes | bytearray | memoryview):
+            raise TypeError(f"read() of the file returned {type(chunk).__name__}: expected bytes, as of a file in 'rb'")
+        content += chunk
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"the file object has more than {MAX_BYTES} bytes: pass a path")
+    if chunk is None:
+        raise ValueError("the file object is in non-blocking mode and has no bytes yet")
+    return bytes(content)
+
+
+def _of_data_uri(uri: str) -> bytes:
+    if len(uri) > 2 * MAX_BYTES:
+        raise ValueError(f"the data: URI has more than {2 * MAX_BYTES} characters: pass the bytes")
+    head, comma, payload = uri.partition(",")
+    if not comma:
+        raise ValueError(f"{uri[:_SHOWN]!r} is not a data: URI: it has no comma before its data")
+    content = unquote_to_bytes(payload)
+    if head.lower().endswith(";base64"):
+        content = b"".join(content.split())
+        try:
+            content = base64.b64decode(content + b"=" * (-len(content) % 4), validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"{head[:_SHOWN]}: invalid base64: {error}") from error
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"the data: URI has more than {MAX_BYTES} bytes: pass the bytes")
+    return content
+
+
+def encoding_of(head: bytes | bytearray | memoryview) -> str | None:
+    """The format as `Model.encodings` names it, by at least the first `HEAD_BYTES` bytes; None for another one."""
+    start = bytes(head[:HEAD_BYTES])
+    if start[:4] == b"RIFF" and start[8:] == b"WEBP":
+        return "webp"
+    if start[4:8] == b"ftyp":
+        return None if start[8:] in _IMAGES_IN_MP4 else "mp4"
+    return next((name for name, mark in _STARTS if start.startswith(mark)), None)
+
+
+@runtime_checkable
+class PillowImage(Protocol):
+    """The parts of PIL.Image.Image in use; Pillow itself is not imported."""
+
+    info: dict[Any, Any]
+
+    def getbands(self) -> tuple[str, ...]: ...
+
+    def convert(self, mode: str, /) -> "PillowImage": ...
+
+
+def pixels_of(image: object) -> Picture:
+    """A picture `(H, W, 3)`, or `(H, W, 4)` with alpha, of a Pillow image or a uint8 array.
+
+    Arrays are `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4 channels; an ambiguous shape is read as channels
+    first, and they stay views. Raises ValueError or TypeError.
+    """
+    if isinstance(image, np.ndarray):
+        return _of_array(image)
+    if not isinstance(image, PillowImage):
+        raise TypeError(f"expected a Pillow image or a uint8 array, got {type(image).__name__}")
+    has_alpha = "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None
+    try:
+        return np.asarray(image.convert("RGBA" if has_alpha else "RGB"))
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        LookupError,
+        RuntimeError,
+    ) as error:  # of a file that is read only now
+        raise ValueError(f"the image cannot be read: {error}") from error
+
+
+def pixels_of_frames(frames: Clip) -> Picture:
+    """The frames `(F, H, W, 3)` of a clip, or 4 channels if any has alpha. Raises ValueError or TypeError."""
+    if not isinstance(frames, np.ndarray | Sequence) or isinstance(frames, str):
+        raise TypeError(f"expected an array or a sequence of frames, got {type(frames).__name__}")
+    if isinstance(frames, np.ndarray) and frames.ndim != 4:
+        raise ValueError(f"expected frames of shape (F, H, W, 3), got {frames.shape}")
+    if len(frames) == 0:
+        raise ValueError("expected at least one frame, got none")
+    if isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] in (3, _ALPHA):
+        return frames
+    pictures = [_of_frame(index, frame) for index, frame in enumerate(frames)]
+    for index, picture in enumerate(pictures):
+        if picture.shape[:2] != pictures[0].shape[:2]:
+            sizes = f"{pictures[0].shape[:2]} and, at {index}, {picture.shape[:2]}"
+            raise ValueError(f"expected frames of one size, got {sizes}")
+    if len({picture.shape[-1] for picture in pictures}) > 1:
+        pictures = [_with_alpha(picture) for picture in pictures]
+    return np.stack(pictures)
+
+
+def _of_frame(index: int, frame: object) -> Picture:
+    if isinstance(frame, str | os.PathLike | bytes | bytearray | memoryview | FileObject):
+        raise TypeError(f"frame {index} is a file: open it with Pillow, or send the whole clip by Item.from_file")
+    try:
+        return pixels_of(frame)
+    except ValueError as error:
+        raise ValueError(f"frame {index}: {error}") from error
+
+
+def _with_alpha(picture: Picture) -> Picture:
+    if picture.shape[-1] == _ALPHA:
+        return picture
+    return np.dstack([picture, np.full(picture.shape[:2], 255, np.uint8)])
+
+
+def _of_array(image: Picture) -> Picture:
+    if image.dtype != np.uint8:
+        raise ValueError(f"expected an array of uint8, values 0 to 255, got {image.dtype}")
+    shape = image.shape
+    if image.ndim == 2:
+        image = image[..., None]
+    elif image.ndim == 3 and shape[0] in _CHANNEL_COUNTS:
+        image = np.moveaxis(image, 0, -1)
+    if image.ndim != 3 or image.shape[-1] not in _CHANNEL_COUNTS or image.size == 0:
+        raise ValueError(f"expected an image (H, W), (H, W, C) or (C, H, W) of 1, 3 or 4 channels, got {shape}")
+    return image if image.shape[-1] > 1 else np.broadcast_to(image, (*image.shape[:2], 3))
