@@ -15,7 +15,7 @@ from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.layouts.tiles import TileShape, TileTower, heads_of, side
 from vitwire_server.towers.processors.settings import ProcessorFiles, read_settings, usable
-from vitwire_server.towers.processors.single import class_of, one_tile
+from vitwire_server.towers.processors.tiles import class_of, one_tile
 
 
 class TilePool(Protocol):

@@ -71,11 +71,10 @@ class RasterTower(PatchTower):
         if self._pool:
             self.geometry = replace(self.geometry, width=self._pool.width, one_row=True)
         self._projector: Any = parts.get("projector")
-        self.attention_heads = self._heads(self.model.config)
-
-    def _heads(self, vision: Config) -> tuple[int, int]:
-        size = getattr(vision, "head_dim", None) or vision.hidden_size // vision.num_attention_heads
-        return vision.num_attention_heads, size
+        vision: Config = self.model.config
+        sizes = (getattr(vision, name, None) for name in ("head_dim", "d_kv"))
+        heads = vision.num_attention_heads
+        self.attention_heads = heads, next(filter(None, sizes), vision.hidden_size // heads)
 
     def _geometry(self, config: Config) -> Geometry:
         """Sizes of the tower; `config` is the whole checkpoint's."""

@@ -16,15 +16,14 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
-from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.patches import neighbours, taps
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.areas import AreaRule
-from vitwire_server.towers.processors.settings import CLIP, images, unsized
+from vitwire_server.towers.processors.settings import CLIP, AreaRule, images, unsized
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.learned import TAPPED, bilinear, fix_positions
+from vitwire_server.towers.shared.learned import TAPPED, fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.pooling import MEAN
 from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, shuffles
@@ -146,9 +145,9 @@ class RadioTower(RasterTower):
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         side = max(grid.h, grid.w)
-        taps = bilinear(side, side, self.model.embeddings.max_rows)
+        square = taps(side, side, self.model.embeddings.max_rows)
         indices, weights = (
-            own.view(side, side, -1)[: grid.h, : grid.w].flatten(0, 1).repeat(grid.t, 1) for own in taps
+            own.view(side, side, -1)[: grid.h, : grid.w].flatten(0, 1).repeat(grid.t, 1) for own in square
         )
         return {
             **super()._compute(grid),

@@ -86,9 +86,6 @@ class Pix2StructTower(RasterTower):
     def _geometry(self, config: Config) -> Geometry:
         return replace(super()._geometry(config), longest_side=self.model.config.seq_len - 1)
 
-    def _heads(self, vision: Config) -> tuple[int, int]:
-        return vision.num_attention_heads, vision.d_kv
-
     def _inputs(self) -> dict[str, Kind]:
         return {"positions": Rows((2,), torch.int64)}
 
