@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,16 +48,6 @@ class RasterFamily(PatchFamily):
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
-class SegmentPool(Protocol):
-    """Makes one row of the rows of each segment."""
-
-    width: int
-
-    def __call__(self, rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
-        """Rows `(patches, C)` of segments that end at `boundaries (segments + 1,)` to `(segments, width)`."""
-        ...
-
-
 class RasterTower(PatchTower):
     """Attention within images; what a family's stock forward derives from image sizes is laid out ahead."""
 
@@ -66,7 +56,7 @@ class RasterTower(PatchTower):
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
-        self._pool: SegmentPool | None = family.pooler.make(parts, config) if family.pooler else None
+        self._pool = family.pooler.make(parts, config) if family.pooler else None
         self.geometry = self._geometry(config)
         if self._pool:
             self.geometry = replace(self.geometry, width=self._pool.width, one_row=True)
@@ -120,7 +110,7 @@ class RasterTower(PatchTower):
             "max_length_k": longest,
         }
         rows = self._rows(pixels, tensors, attended)
-        return self._pool(rows, boundaries, longest) if self._pool else rows
+        return self._pool.row(rows, boundaries, longest) if self._pool else rows
 
     @abstractmethod
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:

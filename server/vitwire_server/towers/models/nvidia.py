@@ -14,7 +14,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
-from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
+from vitwire_server.towers.family import Accepts, Parts, Pool, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.layouts.patches import neighbours, taps
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
@@ -76,17 +76,11 @@ class Radio(PlainEncoder):
         fix_positions(embeddings, resampled, "position_embedding", "_interpolate_position_embedding")
 
 
-class Summary:
+def _summary(parts: Parts, _: Config) -> Pool:
     """The class tokens that the model's summary consists of, side by side."""
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        del config
-        self._tower: Any = parts["tower"]
-        self.width: int = len(self._tower.summary_idxs) * self._tower.config.hidden_size
-
-    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        del patches
-        return leading.index_select(1, self._tower.summary_idxs).flatten(1)
+    tower = parts["tower"]
+    width = len(tower.summary_idxs) * tower.config.hidden_size
+    return Pool(width, lambda leading, _: leading.index_select(1, tower.summary_idxs).flatten(1))
 
 
 def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -232,7 +226,7 @@ ROWS = (
         layers="encoder.layer",
         leading=lambda config: int(config.num_cls_tokens + config.num_registers),
         resizes=True,
-        poolers=(Pooler(pooling=Pooling.CLS, make=Summary), MEAN),
+        poolers=(Pooler(pooling=Pooling.CLS, make=_summary), MEAN),
         processor="CLIP",
         transformers="5.23.0",
     ),
