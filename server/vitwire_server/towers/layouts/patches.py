@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import vision_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.core.budgets import Budget
@@ -135,6 +136,19 @@ def attend(module: nn.Module, implementation: str, heads: Sequence[Tensor], **at
         module, *heads_first, None, dropout=0.0, is_causal=False, **attended
     )
     return rows  # type: ignore[no-any-return]
+
+
+def taps(
+    rows: int, columns: int, side: int, *, mode: str = "bilinear", align_corners: bool = False, block: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Of each patch of a frame, the places in a square table of this side, and their weights: `(patches, taps)` both.
+
+    Patches lie in blocks of this side, one after the other.
+    """
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([(1, rows, columns)]), side, mode, align_corners, block
+    )
+    return indices, weights
 
 
 def neighbours(grid: Grid, merge: int) -> Tensor:

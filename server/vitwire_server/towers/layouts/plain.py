@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,17 +15,7 @@ from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.layouts.tiles import TileShape, TileTower, heads_of, side
 from vitwire_server.towers.processors.settings import ProcessorFiles, read_settings, usable
-from vitwire_server.towers.processors.single import class_of, one_tile
-
-
-class TilePool(Protocol):
-    """Makes one row of the tokens of each tile."""
-
-    width: int
-
-    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        """Class and register tokens `(tiles, n, C)` and rows of patches `(tiles, patches, C)` to `(tiles, width)`."""
-        ...
+from vitwire_server.towers.processors.tiles import class_of, one_tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +86,7 @@ class PlainEncoder(TileTower):
         self.width = vision.hidden_size
         self.attention_heads = heads_of(vision)
         self._leading = family.leading if isinstance(family.leading, int) else family.leading(vision)
-        self._pool: TilePool | None = family.pooler.make(parts, config) if family.pooler else None
+        self._pool = family.pooler.make(parts, config) if family.pooler else None
         self.one_row = bool(self._pool)
         self.blocks = list(self._tower.get_submodule(family.layers))
 
@@ -113,4 +103,4 @@ class PlainEncoder(TileTower):
     def encode(self, tiles: Tensor) -> Tensor:
         states = self.tokens(tiles)
         leading, patches = states[:, : self._leading], states[:, self._leading :]
-        return self._pool(leading, patches).unsqueeze(1) if self._pool else patches
+        return self._pool.row(leading, patches).unsqueeze(1) if self._pool else patches

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,16 +48,6 @@ class RasterFamily(PatchFamily):
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
-class SegmentPool(Protocol):
-    """Makes one row of the rows of each segment."""
-
-    width: int
-
-    def __call__(self, rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
-        """Rows `(patches, C)` of segments that end at `boundaries (segments + 1,)` to `(segments, width)`."""
-        ...
-
-
 class RasterTower(PatchTower):
     """Attention within images; what a family's stock forward derives from image sizes is laid out ahead."""
 
@@ -66,16 +56,15 @@ class RasterTower(PatchTower):
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
-        self._pool: SegmentPool | None = family.pooler.make(parts, config) if family.pooler else None
+        self._pool = family.pooler.make(parts, config) if family.pooler else None
         self.geometry = self._geometry(config)
         if self._pool:
             self.geometry = replace(self.geometry, width=self._pool.width, one_row=True)
         self._projector: Any = parts.get("projector")
-        self.attention_heads = self._heads(self.model.config)
-
-    def _heads(self, vision: Config) -> tuple[int, int]:
-        size = getattr(vision, "head_dim", None) or vision.hidden_size // vision.num_attention_heads
-        return vision.num_attention_heads, size
+        vision: Config = self.model.config
+        sizes = (getattr(vision, name, None) for name in ("head_dim", "d_kv"))
+        heads = vision.num_attention_heads
+        self.attention_heads = heads, next(filter(None, sizes), vision.hidden_size // heads)
 
     def _geometry(self, config: Config) -> Geometry:
         """Sizes of the tower; `config` is the whole checkpoint's."""
@@ -121,7 +110,7 @@ class RasterTower(PatchTower):
             "max_length_k": longest,
         }
         rows = self._rows(pixels, tensors, attended)
-        return self._pool(rows, boundaries, longest) if self._pool else rows
+        return self._pool.row(rows, boundaries, longest) if self._pool else rows
 
     @abstractmethod
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:

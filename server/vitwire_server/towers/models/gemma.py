@@ -20,8 +20,7 @@ from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, plac
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above, images
-from vitwire_server.towers.processors.single import tile_of
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.tiles import tile_of, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles

@@ -21,8 +21,7 @@ from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, Unit
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
-from vitwire_server.towers.processors.single import tile_of
-from vitwire_server.towers.processors.tiles import fits_tower, stretched, tiled
+from vitwire_server.towers.processors.tiles import fits_tower, stretched, tile_of, tiled
 from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector
 from vitwire_server.towers.shared.projected_tiles import ProjectedLayers, clip

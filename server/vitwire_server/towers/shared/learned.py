@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import vision_utils
 
 from vitwire_server.towers.layouts.patches import TAPS
 from vitwire_server.towers.metadata import Kind, Rows
@@ -27,18 +26,6 @@ def positioned(embeddings: Any, pixels: Tensor, positions: Tensor, side: int) ->
     patches = embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
     states: Tensor = (patches + embeddings.position_embedding(positions)).unsqueeze(0)
     return states
-
-
-def bilinear(rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """Of each patch of a frame, the places in a square table of this side, and their weights: `(patches, 4)` both."""
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor([(1, rows, columns)]),
-        num_grid_per_side=side,
-        mode="bilinear",
-        align_corners=False,
-        spatial_merge_size=1,
-    )
-    return indices, weights
 
 
 def fix_positions(embeddings: Any, resampled: Tensor, table: str, resample: str) -> None:  # noqa: ANN401 - a stock module
