@@ -25,8 +25,8 @@ from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device.parts import Job
 from vitwire_server.preparing.device.resizing import prepare
+from vitwire_server.preparing.rules.patches import resized
 from vitwire_server.preparing.rules.recipe import Recipe
-from vitwire_server.preparing.rules.sizes import resized
 from vitwire_server.runtime.staging import Stager
 
 SIZES = ("448x448", "1024x1024", "1080x1920", "3024x4032")

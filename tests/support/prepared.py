@@ -17,7 +17,7 @@ from vitwire_server.core.sampling import Sampling, SamplingRule
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program
-from vitwire_server.preparing.rules.pictures import Tiles
+from vitwire_server.preparing.pillow import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 

@@ -2,8 +2,9 @@
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import IO, TypeAlias
 
@@ -11,11 +12,10 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
-from vitwire_server.preparing.rules.patches import Pixels, Size, patch_rows
-from vitwire_server.preparing.rules.pictures import Picture, Tiles
+from vitwire_server.preparing.rules.forms import drawing
+from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Pixels, Size, patch_rows
 from vitwire_server.preparing.rules.recipe import Recipe
-from vitwire_server.preparing.rules.sizes import resized
-from vitwire_server.preparing.rules.tiles import cut
+from vitwire_server.preparing.rules.sketches import Canvas, Frame, Sketch
 
 AnyPicture: TypeAlias = Image.Image | Pixels
 """In RGB."""
@@ -26,6 +26,15 @@ _UNREADABLE = (
     OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, RuntimeError, Warning, struct.error,
     zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Prepared pixels of one item: patches, or tiles `(tiles, 3, H, W)`; its grid, and its crops, if any."""
+
+    pixels: Pixels
+    grid: Grid
+    crops: Pixels | None = None
 
 
 def prepared(pixels: Pixels, recipe: Recipe) -> Tiles:
@@ -41,10 +50,12 @@ def image(picture: AnyPicture, recipe: Recipe) -> Tiles:
     The frame axis, along which the processor only duplicates the image, is omitted.
     Raises ValueError for an image that the model's processor refuses.
     """
+    drawn = drawing(_size(picture), recipe)
     if recipe.settings.tiling:
-        return _cut(picture, recipe)
-    size = resized(*_size(picture), recipe, recipe.temporal)
-    return Tiles(*patch_rows([_resized(picture, size, recipe.settings.resample)], size, (1, 1), recipe))
+        artist = _Artist(np.asarray(picture))
+        return Tiles(artist.stacked(drawn.tiles), drawn.grid, artist.stacked(drawn.crops) if drawn.crops else None)
+    whole = drawn.tiles[0]
+    return Tiles(*patch_rows([_Artist(picture).pixels(whole)], whole.size, (1, 1), recipe))
 
 
 def clip(frames: Iterable[AnyPicture], count: int, recipe: Recipe) -> Tiles:
@@ -54,33 +65,60 @@ def clip(frames: Iterable[AnyPicture], count: int, recipe: Recipe) -> Tiles:
     ValueError as `image`.
     """
     if recipe.settings.tiling:
-        tiles = [_cut(frame, recipe).pixels for frame in frames]
+        tiles = [image(frame, recipe).pixels for frame in frames]
         return Tiles(np.concatenate(tiles), (len(tiles), 1, 1))
     pictures = iter(frames)
     first = next(pictures)
-    size = resized(*_size(first), recipe, count)
-    at_size = (_resized(frame, size, recipe.settings.resample) for frame in chain([first], pictures))
-    return Tiles(*patch_rows(at_size, size, (-(-count // recipe.temporal), recipe.temporal), recipe))
+    whole = drawing(_size(first), recipe, count).tiles[0]
+    at_size = (_Artist(frame).pixels(whole) for frame in chain([first], pictures))
+    return Tiles(*patch_rows(at_size, whole.size, (-(-count // recipe.temporal), recipe.temporal), recipe))
 
 
-def _cut(picture: AnyPicture, recipe: Recipe) -> Tiles:
-    assert recipe.settings.tiling, "else there are patches"
-    pixels = np.asarray(picture)
-    return cut(Picture(_size(pixels), pixels, _resized, recipe.settings.resample), recipe.settings.tiling)
+class _Artist:
+    """Draws sketches of a picture; each canvas once."""
+
+    def __init__(self, picture: AnyPicture) -> None:
+        self._picture = picture
+        self._drawn: dict[Canvas, Pixels] = {}
+
+    def stacked(self, sketches: Sequence[Sketch]) -> Pixels:
+        """`(tiles, 3, H, W)`"""
+        return np.ascontiguousarray(np.stack([self.pixels(each) for each in sketches]).transpose(0, 3, 1, 2))
+
+    def pixels(self, sketch: Sketch) -> Pixels:
+        """`(H, W, 3)`"""
+        return np.asarray(self._part(sketch))
+
+    def _part(self, sketch: Sketch) -> AnyPicture:
+        whole = self._picture if isinstance(sketch.of, Frame) else self._canvas(sketch.of)
+        if sketch.size == sketch.of.whole:
+            return whole
+        (top, left), (height, width) = sketch.corner, sketch.size
+        return np.asarray(whole)[top : top + height, left : left + width]
+
+    def _canvas(self, canvas: Canvas) -> Pixels:
+        if canvas not in self._drawn:
+            source = self._part(canvas.source)
+            if canvas.source.size != canvas.size:
+                height, width = canvas.size
+                whole = Image.fromarray(source) if isinstance(source, np.ndarray) else source
+                source = whole.resize((width, height), canvas.resample)
+            self._drawn[canvas] = _placed(np.asarray(source), canvas)
+        return self._drawn[canvas]
+
+
+def _placed(pixels: Pixels, canvas: Canvas) -> Pixels:
+    if canvas.size == canvas.whole:
+        return pixels
+    (top, left), (height, width) = canvas.corner, canvas.size
+    placed: Pixels = np.empty((*canvas.whole, CHANNELS), np.uint8)
+    placed[:] = canvas.background or 0
+    placed[top : top + height, left : left + width] = pixels
+    return placed
 
 
 def _size(picture: AnyPicture) -> Size:
-    if isinstance(picture, np.ndarray):
-        return picture.shape[0], picture.shape[1]
-    return picture.height, picture.width
-
-
-def _resized(picture: AnyPicture, size: Size, resample: int) -> Pixels:
-    """An (H, W, 3) array of the picture at `size`; the same array if it has that size."""
-    if _size(picture) == size:
-        return np.asarray(picture)
-    whole = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-    return np.asarray(whole.resize((size[1], size[0]), resample))
+    return picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
 
 
 # -- to RGB ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
-from vitwire_server.preparing.rules.normalising import affine
+from vitwire_server.preparing.rules.recipe import affine
 
 
 class Stager:

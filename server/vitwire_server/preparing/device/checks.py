@@ -12,9 +12,8 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device.parts import Job
 from vitwire_server.preparing.device.resizing import prepare, prepared
-from vitwire_server.preparing.rules.normalising import affine
 from vitwire_server.preparing.rules.patches import CHANNELS, Pixels
-from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.recipe import Recipe, affine
 
 PROBES = ((200, 300), (40, 30), (301, 90), (700, 640))
 """Sizes of test pictures: shrunk and enlarged, along one axis and both."""

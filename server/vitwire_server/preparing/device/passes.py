@@ -1,6 +1,6 @@
 """The passes that prepare a picture, planned from its size alone. Each canvas, and each first pass, is made once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import PIL
 
-from vitwire_server.preparing.device.sketches import Box, Canvas, Drawing, Frame, drawing
 from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program, Table, Taps
 from vitwire_server.preparing.rules.filters import rows_first
+from vitwire_server.preparing.rules.forms import drawing
 from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Size
 from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.sketches import Canvas, Drawing, Frame, Sketch
 
 _CHOOSES_ORDER = int(PIL.__version__.partition(".")[0]) >= 13
 """Whether the installed Pillow, which decoders use, resizes rows first where that saves work."""
@@ -30,21 +31,21 @@ def program(size: Size, recipe: Recipe, frames: int | None = None, depth: int = 
     drawn = drawing(size, recipe, frames)
     builder = _Builder(_sources(drawn))
     if recipe.settings.tiling:
-        for memory, boxes in ((Memory.PIXELS, drawn.pixels), (Memory.CROPS, drawn.crops)):
+        for memory, boxes in ((Memory.PIXELS, drawn.tiles), (Memory.CROPS, drawn.crops)):
             for index, box in enumerate(boxes):
                 cells = _Cells(box.size, 1, 1, channels_last=False)
                 builder.write(box, cells, _Target(memory, index * cells.columns))
-        rows = (len(drawn.pixels), len(drawn.crops))
-        columns, depth = (_elements(drawn.pixels), _elements(drawn.crops)), 1
+        rows = (len(drawn.tiles), len(drawn.crops))
+        columns, depth = (_elements(drawn.tiles), _elements(drawn.crops)), 1
     else:
         merge = 1 if recipe.raster else recipe.merge
         cells = _Cells((recipe.patch, recipe.patch), merge, depth, recipe.channels_last)
-        builder.write(drawn.pixels[0], cells, _Target(Memory.PIXELS, 0))
+        builder.write(drawn.tiles[0], cells, _Target(Memory.PIXELS, 0))
         rows, columns = (drawn.grid[1] * drawn.grid[2], 0), (cells.columns, 0)
     return builder.program(drawn.grid, depth, rows, columns)
 
 
-def _elements(boxes: tuple[Box, ...]) -> int:
+def _elements(boxes: Sequence[Sketch]) -> int:
     return CHANNELS * boxes[0].size[0] * boxes[0].size[1] if boxes else 0
 
 
@@ -52,14 +53,14 @@ def _sources(drawn: Drawing) -> set[Canvas]:
     """The canvases that others are made of: their pixels are kept in scratch."""
     found: set[Canvas] = set()
 
-    def visit(box: Box) -> None:
+    def visit(box: Sketch) -> None:
         if isinstance(box.of, Canvas):
             source = box.of.source
             if isinstance(source.of, Canvas):
                 found.add(source.of)
             visit(source)
 
-    for box in (*drawn.pixels, *drawn.crops):
+    for box in (*drawn.tiles, *drawn.crops):
         visit(box)
     return found
 
@@ -140,7 +141,7 @@ class _Builder:
     stored: dict[Frame | Canvas, _Stored] = field(default_factory=dict)
     halfway: dict[Canvas, _Source] = field(default_factory=dict)
 
-    def write(self, box: Box, cells: _Cells, target: _Target) -> None:
+    def write(self, box: Sketch, cells: _Cells, target: _Target) -> None:
         """Write a rectangle to rows."""
         if isinstance(box.of, Canvas) and box.of not in self.sources:
             canvas = box.of

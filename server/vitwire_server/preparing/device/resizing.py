@@ -13,8 +13,7 @@ from vitwire_server.preparing.device.parts import Job, Part, parts
 from vitwire_server.preparing.device.passes import program
 from vitwire_server.preparing.device.tables import Field, Table, Taps
 from vitwire_server.preparing.rules.filters import taps
-from vitwire_server.preparing.rules.normalising import affine
-from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.recipe import Recipe, affine
 
 _KEPT = 256
 """Tables of taps that stay on the device."""

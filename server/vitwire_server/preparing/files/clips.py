@@ -13,7 +13,8 @@ from av.video.stream import VideoStream
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.preparing.files.images import Unusable
-from vitwire_server.preparing.rules.forms import Form, clip_form
+from vitwire_server.preparing.rules.forms import Form, form_of
+from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
 
@@ -55,7 +56,7 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
     seconds = tuple(index / rate for index in indices) if rate else ()
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
-    return Measured(clip_form((height, width), len(indices), recipe), indices, seconds, (height, width), cost)
+    return Measured(form_of((len(indices), height, width, CHANNELS), recipe), indices, seconds, (height, width), cost)
 
 
 @contextmanager

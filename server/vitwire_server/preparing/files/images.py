@@ -9,7 +9,8 @@ from PIL.ExifTags import Base
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.rules.forms import Form, image_form
+from vitwire_server.preparing.rules.forms import Form, form_of
+from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -45,7 +46,7 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, tuple[i
         orientation = _orientation(image, data)
         if orientation in _TURNED:
             width, height = height, width
-    return image_form((height, width), recipe), (height, width), orientation
+    return form_of((height, width, CHANNELS), recipe), (height, width), orientation
 
 
 def decode(data: bytes, recipe: Recipe) -> Image.Image:

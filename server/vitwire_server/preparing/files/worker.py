@@ -43,11 +43,9 @@ from vitwire_server.preparing.files.messages import (
     Setup,
 )
 from vitwire_server.preparing.rules.forms import Form
-from vitwire_server.preparing.rules.patches import Pixels
-from vitwire_server.preparing.rules.pictures import Tiles
+from vitwire_server.preparing.rules.patches import CHANNELS, Pixels
 from vitwire_server.preparing.rules.recipe import Recipe
 
-_CHANNELS = 3
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON = 200
 _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
@@ -122,10 +120,10 @@ class _Worker:
         data, recipe = self._memory[: job.nbytes], self._recipe(job.modality)
         if job.modality is Modality.IMAGE:
             form, size, orientation = images.measure(data, recipe, self._setup.max_pixels)
-            measured = _message(form, prod(size), (*size, _CHANNELS))
+            measured = _message(form, prod(size), (*size, CHANNELS))
             return replace(measured, orientation=orientation, area=prod(size)) if is_plain(data) else measured
         clip = self._clip_reader.measure(data, recipe, self._setup.max_pixels)
-        frames = (len(clip.indices), *clip.size, _CHANNELS)
+        frames = (len(clip.indices), *clip.size, CHANNELS)
         return _message(clip.form, clip.cost, frames, clip.seconds)
 
     def _decoded(self, job: Decode) -> Decoded:
@@ -175,7 +173,7 @@ def _message(form: Form, cost: int, picture: tuple[int, ...], seconds: tuple[flo
     return Measured(form.grid, form.pixels, form.crops, cost + form.area, picture, seconds)
 
 
-def _parts(tiles: Tiles) -> list[Pixels]:
+def _parts(tiles: pillow.Tiles) -> list[Pixels]:
     return [tiles.pixels] if tiles.crops is None else [tiles.pixels, tiles.crops]
 
 

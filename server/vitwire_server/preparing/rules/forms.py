@@ -1,13 +1,31 @@
-"""The shapes that preparation gives, without pixels."""
+"""What becomes of a picture, by its size alone."""
 
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Size, patch_shape
-from vitwire_server.preparing.rules.pictures import Picture, outline, outline_resizer
+from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Size, patch_shape, resized
 from vitwire_server.preparing.rules.recipe import Recipe
-from vitwire_server.preparing.rules.sizes import resized
+from vitwire_server.preparing.rules.sketches import Drawing, Frame, Sketch
 from vitwire_server.preparing.rules.tiles import cut
+
+_KEPT = 256
+"""Drawings that are kept: one for each size of pictures."""
+
+
+@lru_cache(_KEPT)
+def drawing(size: Size, recipe: Recipe, frames: int | None = None) -> Drawing:
+    """How an image of this height and width is made, or each of `frames` frames of a clip.
+
+    The grid is that of the image, or of one frame. Raises ValueError for what the model's processor refuses.
+    """
+    settings = recipe.settings
+    start = Sketch(Frame(size), (0, 0), size, settings.resample)
+    if settings.tiling:
+        return cut(start, settings.tiling)
+    target = resized(*size, recipe, frames or recipe.temporal)
+    return Drawing((1, target[0] // recipe.patch, target[1] // recipe.patch), (start.at(target),))
 
 
 class Form(NamedTuple):
@@ -24,24 +42,17 @@ class Form(NamedTuple):
 
 
 def form_of(picture: tuple[int, ...], recipe: Recipe) -> Form:
-    """What a picture `(H, W, channels)`, or frames `(F, H, W, channels)`, become. Raises ValueError as `image_form`."""
-    *frames, height, width, _ = picture
-    return clip_form((height, width), frames[0], recipe) if frames else image_form((height, width), recipe)
+    """What a picture `(H, W, channels)`, or frames `(F, H, W, channels)`, become. Raises ValueError as `drawing`."""
+    *clip, height, width, _ = picture
+    frames = clip[0] if clip else None
+    drawn = drawing((height, width), recipe, frames)
+    if not recipe.settings.tiling:
+        slots = (1, 1) if frames is None else (-(-frames // recipe.temporal), recipe.temporal)
+        return Form(*patch_shape(drawn.tiles[0].size, slots, recipe))
+    if frames is not None:
+        return Form((frames, 1, 1), _stack(list(drawn.tiles) * frames))
+    return Form(drawn.grid, _stack(drawn.tiles), _stack(drawn.crops) if drawn.crops else None)
 
 
-def image_form(size: Size, recipe: Recipe) -> Form:
-    """What an image of this height and width becomes. Raises ValueError for one that the processor refuses."""
-    if recipe.settings.tiling:
-        blank = Picture(size, outline((*size, 3)), outline_resizer, recipe.settings.resample)
-        tiles = cut(blank, recipe.settings.tiling)
-        return Form(tiles.grid, tiles.pixels.shape, None if tiles.crops is None else tiles.crops.shape)
-    return Form(*patch_shape(resized(*size, recipe, recipe.temporal), (1, 1), recipe))
-
-
-def clip_form(size: Size, frames: int, recipe: Recipe) -> Form:
-    """What so many frames of this height and width become. Raises as `image_form`."""
-    if recipe.settings.tiling:
-        one = image_form(size, recipe).pixels
-        return Form((frames, 1, 1), (frames * one[0], *one[1:]))
-    slots = (-(-frames // recipe.temporal), recipe.temporal)
-    return Form(*patch_shape(resized(*size, recipe, frames), slots, recipe))
+def _stack(tiles: Sequence[Sketch]) -> tuple[int, ...]:
+    return len(tiles), CHANNELS, *tiles[0].size

@@ -40,3 +40,10 @@ def recipes_of(preprocessing: Mapping[Modality, Preprocessing], geometry: Geomet
         for modality, settings in preprocessing.items()
         if settings.resizing is not Resizing.OTHER
     }
+
+
+def affine(settings: Preprocessing) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Scale and offset of each channel: `x * rescale / std - mean / std`."""
+    scale = tuple(settings.rescale_factor / std for std in settings.std)
+    offset = tuple(-mean / std for mean, std in zip(settings.mean, settings.std, strict=True))
+    return scale, offset

@@ -35,8 +35,8 @@ from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Sizes
 from vitwire_server.preparing.files.turns import Flow
-from vitwire_server.preparing.rules.forms import clip_form, form_of, image_form
-from vitwire_server.preparing.rules.pictures import Tiles
+from vitwire_server.preparing.pillow import Tiles
+from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.sampling import sampled
 
 FLOW = Flow("a caller")
@@ -123,7 +123,7 @@ def test_the_form_of_an_image_is_known_from_its_size(name: str) -> None:
     own = MODELS[name][Modality.IMAGE]
     for size in SIZES:
         try:
-            form = image_form(size, own)
+            form = form_of((*size, 3), own)
         except ValueError as error:
             with pytest.raises(ValueError, match=str(error)):
                 pillow.prepared(np.zeros((*size, 3), np.uint8), own)
@@ -138,7 +138,7 @@ def test_the_form_of_a_clip_is_known_from_size_and_number(name: str) -> None:
     for size in SIZES[:2]:
         for frames in (2, 5, 8):
             tiles = pillow.prepared(np.zeros((frames, *size, 3), np.uint8), own)
-            assert clip_form(size, frames, own) == (tiles.grid, tiles.pixels.shape, None)
+            assert form_of((frames, *size, 3), own) == (tiles.grid, tiles.pixels.shape, None)
 
 
 @pytest.mark.parametrize("name", ["patches", "raster", "square"])

@@ -14,10 +14,10 @@ from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import checks, passes
 from vitwire_server.preparing.device.passes import program
 from vitwire_server.preparing.device.resizing import prepared
-from vitwire_server.preparing.device.sketches import Box, Canvas, Frame, Sketch
 from vitwire_server.preparing.device.tables import Axis, Field, Memory
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import Recipe
+from vitwire_server.preparing.rules.sketches import Canvas, Frame, Sketch
 
 SIZES = [(300, 400), (57, 55), (20, 90), (8, 160), (400, 21), (90, 301), (112, 112), (56, 56)]
 
@@ -120,25 +120,24 @@ def test_a_difference_from_pillow_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 # -- sketches ----------------------------------------------------------------------------------------
 
-WHOLE = Sketch(Box(Frame((40, 60)), (0, 0), (40, 60)))
+WHOLE = Sketch(Frame((40, 60)), (0, 0), (40, 60), 3)
 
 
 def test_parts_end_at_the_border() -> None:
-    part = WHOLE[30:50, 10:30][2:, :5]
-    assert part.shape == (8, 5, 3)
-    assert part.box == Box(Frame((40, 60)), (32, 10), (8, 5))
-    assert WHOLE.resized((40, 60), 3) is WHOLE
+    part = WHOLE.part((30, 10), (20, 20)).part((2, 0), (50, 5))
+    assert part == Sketch(Frame((40, 60)), (32, 10), (8, 5), 3)
+    assert WHOLE.at((40, 60)) is WHOLE
 
 
 def test_what_is_placed_twice_or_cut_before_is_copied() -> None:
     """A canvas knows one background: otherwise another is made of it."""
-    resized = WHOLE.resized((20, 30), 3)
+    resized = WHOLE.at((20, 30))
     once = resized.placed((30, 30), (5, 0), (1, 2, 3))
-    assert once.box.of == Canvas(WHOLE.box, (20, 30), 3, (5, 0), (30, 30), (1, 2, 3))
+    assert once.of == Canvas(WHOLE, (20, 30), 3, (5, 0), (30, 30), (1, 2, 3))
     twice = once.placed((50, 50), (0, 9), (4, 5, 6))
-    assert twice.box.of == Canvas(once.box, (30, 30), 0, (0, 9), (50, 50), (4, 5, 6))
-    part = resized[:8, :8]
-    assert part.placed((9, 9), (0, 0), ()).box.of == Canvas(part.box, (8, 8), 0, (0, 0), (9, 9), ())
+    assert twice.of == Canvas(once, (30, 30), 0, (0, 9), (50, 50), (4, 5, 6))
+    part = resized.part((0, 0), (8, 8))
+    assert part.placed((9, 9), (0, 0), ()).of == Canvas(part, (8, 8), 0, (0, 0), (9, 9), ())
 
 
 # -- how many passes ---------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from prepared import tiled
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire._inputs.layouts import layouts_of
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
+from vitwire_server.preparing.pillow import Tiles
 from vitwire_server.preparing.rules.layouts import covering_layout
-from vitwire_server.preparing.rules.pictures import Tiles
 
 SIZES = [
     (64, 40),

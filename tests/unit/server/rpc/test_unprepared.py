@@ -9,7 +9,7 @@ from cards import CARD
 from prepared import MODELS
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Place, Preparation
-from vitwire_server.preparing.rules.forms import image_form
+from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, goes_to_device
 
 ON_DEVICE = replace(CARD, preparation=Preparation(Place.DEVICE, None))
@@ -41,7 +41,7 @@ def test_any_size_has_a_form_or_a_reason(name: str) -> None:
     recipe = MODELS[name][Modality.IMAGE]
     for size in product(SIDES, SIDES):
         try:
-            form = image_form(size, recipe)
+            form = form_of((*size, 3), recipe)
         except ValueError as error:
             assert f"{size[0]}x{size[1]}" in str(error) or "elongated" in str(error)
         else:
