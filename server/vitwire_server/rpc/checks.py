@@ -130,7 +130,7 @@ def _wrong_shape(name: str, tensor: pb.Tensor, grid: Grid, accepted: Sequence[Sh
 
 
 def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation]:
-    """What is wrong about an item with a file of so many bytes; fields are named within the item."""
+    """An item with a file of `nbytes` bytes."""
     most = limits.encoded_bytes
     if not most:
         yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
@@ -144,7 +144,7 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
 
 
 def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterator[Violation]:
-    """What is wrong about an item with a picture; fields are named within the item."""
+    """An item with a picture."""
     shape, limits = tuple(item.pixels.shape), card.limits
     axes = AXES_OF_CLIP if modality is Modality.VIDEO else AXES_OF_IMAGE
     if item.HasField("crops"):
@@ -196,7 +196,7 @@ def region_of(item: pb.Item | pb.EncodeStreamRegion) -> Region | None:
 
 
 def wrong_region(region: Region | None, consumer: Consumer | None, needed: int) -> list[Violation]:
-    """What is wrong with the region of an item whose rows have `needed` bytes."""
+    """The region of an item whose rows have `needed` bytes."""
     if region is None:
         return []
     reason = region.problem(consumer, needed) if consumer else "needs the delivery of the request"

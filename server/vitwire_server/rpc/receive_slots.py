@@ -59,7 +59,7 @@ class ReceiveSlots:
         self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Stream[M, Any]) -> M:
-        """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest where there is none."""
+        """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest if there is none."""
         async with self._slot(caller_of(context)) as slot:
             try:
                 async with asyncio.timeout(0.0 if slot.evicted else self._stall_seconds) as slot.limit:
@@ -124,7 +124,7 @@ class ReceiveSlots:
         return min(eligible, key=lambda each: (names[each.name], connections[each], arrivals[each]), default=None)
 
     def _evict(self, now: float) -> None:
-        """Evict as many slots as requests wait, first those of the caller that holds the most."""
+        """Evict as many slots as requests wait, first from the caller that holds the most."""
         names = self._slots_by_name()
         waiting = {caller.name for caller in self._waiting}
         any_helps = any(names[name] < self._most_per_caller for name in waiting)
