@@ -13,7 +13,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Embedding, Modality
 
 _OVERHEAD = 1024
-"""Estimated bytes that an embedding takes beside its rows."""
+"""Estimated bytes that an embedding takes in addition to its rows."""
 _NAME_OVERHEAD = 512
 _NOTHING = memoryview(b"")
 

@@ -179,7 +179,7 @@ class SingleFlight:
             self._promote(key)
 
     def _promote(self, key: Key) -> None:
-        """If no item of the key is queued any more, queue that of the highest priority and latest deadline."""
+        """If no item of the key is queued any more, queue the one of the highest priority and latest deadline."""
         flight = self._flights.get(key)
         if flight is None:
             return

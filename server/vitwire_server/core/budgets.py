@@ -44,7 +44,7 @@ class Budget:
 class Ladder:
     """Budgets in ascending order; empty when no graph is captured.
 
-    Of those of as many tokens, the last holds the longest segments; the others hold short ones only, faster.
+    Among budgets of equal tokens, the last holds the longest segments; the others hold short ones only, faster.
     """
 
     budgets: tuple[Budget, ...] = ()
@@ -87,7 +87,7 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
 
 
 def with_shorter(ladder: Ladder, shorter: Callable[[int], Iterable[int]], *, merge: int) -> Ladder:
-    """The ladder, and budgets of as many tokens for short segments where they can be attended in a faster way.
+    """The ladder, and budgets of as many tokens for short segments that can be attended in a faster way.
 
     `shorter` has the lengths below a budget's longest segment at which they can. A budget for short segments holds at
     least two of the longest.

@@ -76,7 +76,7 @@ class TileCapacities(Capacities):
 
 @dataclass(frozen=True, slots=True)
 class CropCapacities(Capacities):
-    """Of so many overviews and so many crops, from a list of both."""
+    """Of a number of overviews and a number of crops, from a list of both."""
 
     overview: int
     """Tokens of an overview."""
@@ -90,11 +90,11 @@ class CropCapacities(Capacities):
     def __post_init__(self) -> None:
         pairs = [(1, crops) for crops in _CROPS]
         pairs += [(overviews, overviews * crops) for overviews in _OVERVIEWS for crops in _CROPS_PER_OVERVIEW]
-        shares = {self.tokens(*pair): pair for pair in reversed(pairs)}  # where two are equal, the first counts
+        shares = {self.tokens(*pair): pair for pair in reversed(pairs)}  # if two are equal, the first counts
         object.__setattr__(self, "shares", dict(sorted(shares.items())))
 
     def tokens(self, overviews: int, crops: int) -> int:
-        """Tokens of so many overviews and crops."""
+        """Tokens of these overviews and crops."""
         return overviews * self.overview + crops * self.crop
 
     def share(self, tokens: int) -> tuple[int, int]:

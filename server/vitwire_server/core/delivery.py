@@ -103,9 +103,7 @@ class NotDelivered:
     reason: Fallback
 
 
-class Rows(Protocol):
-    """Rows to deliver, in memory of this process. Its owner must not change them until `release` is called."""
-
+class _Memory(Protocol):
     @property
     def address(self) -> int: ...
 
@@ -121,32 +119,21 @@ class Rows(Protocol):
         """Whether the rows are complete. Must not block."""
         ...
 
+
+class Rows(_Memory, Protocol):
+    """Rows to deliver, in memory of this process. Its owner must not change them until `release` is called."""
+
     def release(self) -> None:
         """The memory is not read any more. Called once, by any thread; perhaps long after the outcome is known."""
         ...
 
 
-class DeviceRows(Protocol):
+class DeviceRows(_Memory, Protocol):
     """Rows in the memory that the server delivers from. They stay unchanged for as long as anything refers to them."""
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
     @property
     def taken(self) -> int:
         """Bytes of memory that they take."""
-        ...
-
-    @property
-    def device(self) -> int | None:
-        """Number of the CUDA device; None if the engine runs on the CPU."""
-        ...
-
-    def is_ready(self) -> bool:
-        """Whether the rows are complete. Must not block."""
         ...
 
     def download(self) -> memoryview:

@@ -1,18 +1,17 @@
 """How much items of each kind of tower cost: functions of the grid alone, without the tower."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol
+from typing import TypeAlias
 
 from vitwire_server.core.grids import Footprint, Grid
 
+Footprints: TypeAlias = Callable[[Grid], Footprint]
+"""The footprint of an item by a grid that the geometry finds nothing wrong about.
 
-class Footprints(Protocol):
-    """The footprint of an item by its grid. Picklable, so that processes without the tower can use it."""
-
-    def __call__(self, grid: Grid) -> Footprint:
-        """The grid must be one that the geometry finds nothing wrong about."""
-        ...
+Picklable, so that processes without the tower can use it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class PatchFootprints:
     clip_is_segment: bool = False
     """Attention spans a whole clip; otherwise one frame."""
     pooled: int = 1
-    """Tokens, each of one frame, that a clip's token is made of; 0 for those of all frames."""
+    """Tokens, each of one frame, that a clip's token is made of; 0 for all frames."""
     one_row: bool = False
     """A frame has one row, whatever its tokens."""
 
@@ -80,7 +79,7 @@ class CropFootprints:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFootprints:
-    """Items of tiles that are computed with all of the tiles that an image can have, and give the rows of their own."""
+    """Items of tiles, computed with as many tiles as an image can have; only the item's tiles give rows."""
 
     tokens: int
     """Of one tile."""

@@ -82,7 +82,7 @@ class CanvasGeometry(MarginGeometry):
 class PooledFrameGeometry(TileGeometry):
     """Frames of clips give fewer rows than tiles of images, so (t, 1, 1) is always a clip.
 
-    An image has several tiles beside the one that shows all of it.
+    An image has several tiles and one that shows all of it.
     """
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:

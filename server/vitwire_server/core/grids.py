@@ -44,7 +44,7 @@ class Footprint(NamedTuple):
     crops: int = 0
     """Rows of crops, in towers that take them."""
     pooled: int = 0
-    """Rows removed by pooling, in towers that pool; negative where a resampler makes more rows than tokens."""
+    """Rows removed by pooling, in towers that pool; negative if a resampler makes more rows than tokens."""
 
     @property
     def rows(self) -> int:

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of a tower that clients, codec and planner need to know: those of rows of patches."""
+    """Sizes of a tower that clients, codec and planner need to know, for towers of patches."""
 
     patch: int
     merge: int
@@ -32,7 +32,7 @@ class Geometry:
     channels_last: bool = False
     """The columns of a patch are (p, p, C), rather than (C, T, p, p)."""
     longest_side: int | None = None
-    """Rows and columns of a frame at most, in patches, where positions are looked up in a table."""
+    """Rows and columns of a frame at most, in patches, if positions are looked up in a table."""
     one_row: bool = False
     """Rows are pooled: an image, and each frame of a clip, has one."""
 
@@ -67,7 +67,7 @@ class Geometry:
 
     @property
     def prunes(self) -> bool:
-        """Whether each token is of one frame, so that those of a clip can be left out one by one."""
+        """Whether each token is of one frame, so that tokens of a clip can be left out one by one."""
         return not self.one_row
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
@@ -88,7 +88,7 @@ class ClipGeometry(Geometry):
     most_frames: int | None = None
     """Frames of a clip at most."""
     pooled: int = 1
-    """Frames that a clip's token is made of; a clip has a multiple of so many; 0 for all."""
+    """Frames that a clip's token is made of; a clip has a multiple of that number; 0 for all."""
     clip_merge: int = 1
     """Root of the tokens of an image that a token of a clip is made of; if above 1, clips have two frames or more."""
 
@@ -119,7 +119,7 @@ class ClipGeometry(Geometry):
 class TileGeometry(Geometry):
     """Sizes of a tower that takes tiles of one size.
 
-    A grid is (tiles, rows, columns): an image is one tile, or cut in rows x columns tiles beside which
+    A grid is (tiles, rows, columns): an image is one tile, or cut in rows x columns tiles, after which
     one more may show all of it; each frame of a clip is one tile. No row depends on the layout,
     so (tiles, 1, 1) stands for tiles of an unknown layout. Crops are either
     those tiles, in another size than the one that shows all of the image (`crops_replace`), or a second
@@ -211,7 +211,7 @@ class Preprocessing:
     resizing: Resizing = Resizing.AREA
     crop_mean: tuple[float, ...] = ()
     crop_std: tuple[float, ...] = ()
-    """Normalisation of crops; empty if it is that of the tiles."""
+    """Normalisation of crops; empty if the tiles' is used."""
     tiling: Tiling | None = None
     """How images are cut, for towers that take tiles."""
     drops_transparency: bool = False
@@ -310,7 +310,7 @@ class ModelCard:
     preprocessing: Mapping[Modality, Preprocessing]
     ladder: Ladder
     dropped: Mapping[int, str]
-    """Why budgets of so many tokens have no graph."""
+    """Why budgets have no graph, by their tokens."""
     limits: Limits
     graphs: str
     attention: str

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Pooling(StrEnum):
-    """What an image, or a frame of a clip, becomes; the values are those of `--pooling`."""
+    """The result for an image, or a frame of a clip; the values are the options of `--pooling`."""
 
     NONE = "none"
     """Rows, as the tower returns them."""

@@ -43,7 +43,7 @@ class Runner(Protocol):
     """Owns the device. Called by one thread only."""
 
     depth: int
-    """Batches that may be on the device at once: 1 where execution is synchronous."""
+    """Batches that may be on the device at once: 1 if execution is synchronous."""
 
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
         """Stage `items` and start their forward; None runs eagerly.

@@ -20,11 +20,11 @@ class TilingRule(StrEnum):
     TWO_RATIOS = "two_ratios"
     """That layout and a finer one: the finer one's tiles, the other's, and the whole image."""
     RATIO_AND_AREA = "ratio_and_area"
-    """The layout whose shape is nearest to the image's among those of enough pixels."""
+    """The layout whose shape is nearest to the image's among layouts of enough pixels."""
     BEST_FIT = "best_fit"
     """Of the listed layouts the one that keeps most of the image; it is centred on background."""
     PADDED_FIT = "padded_fit"
-    """The same, beside which the overview is always there; both keep the image's shape, in the middle of background."""
+    """The same, always with the overview; both keep the image's shape, in the middle of background."""
     CANVAS = "canvas"
     """Of all layouts the one that scales the image least; it lies top left on background."""
     LEAST_SCALING = "least_scaling"
@@ -71,6 +71,6 @@ class Tiling:
     """Height and width of a crop; None if the tower takes none."""
     crop_background: tuple[int, ...] = ()
     patch: int = 0
-    """Side of the patches that grids count, in pixels; 0 where they count tiles."""
+    """Side of the patches that grids count, in pixels; 0 if they count tiles."""
     crop_resample: int | None = None
     """Pillow's number of the filter for crops, if it is another one."""

@@ -23,7 +23,7 @@ budget.
 LEAST_GAIN = 0.02
 """Share of the predicted time that a ladder must save."""
 _UNSEEN = 0.05
-"""Share of loads that are assumed to have other sizes than the recorded ones: those of the default ladder."""
+"""Share of loads that are assumed to have other sizes than the recorded ones: the default ladder's."""
 _EAGER_RUNS, REPLAYS = 2, 4
 """Forwards that a capture takes: to warm up and record, and to time the replay."""
 

@@ -74,7 +74,7 @@ class Demands:
     max_frames: int
 
     def budget(self, tokens: int) -> Budget:
-        """The budget that the tower has for so many tokens."""
+        """The budget that the tower has for this number of tokens."""
         return self.capacities.budget(tokens, max_items=self.max_items, max_frames=self.max_frames)
 
     def of(self, window: Sequence[Footprint], taken: int) -> int | None:
@@ -113,7 +113,7 @@ class Learned:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What must be the same where a file is used."""
+    """Must be the same for a file to be used."""
 
     format: int
     weights: str
@@ -138,7 +138,7 @@ class StateFile:
 
     @classmethod
     def in_folder(cls, folder: Path, fingerprint: str, device: str, largest: int) -> "StateFile":
-        """The file in a folder that may have those of other models and devices."""
+        """The file in a folder that may have files of other models and devices."""
         name = re.sub(r"[^a-z0-9]+", "-", f"{fingerprint[:16]}-{device}".lower()).strip("-")
         return cls(folder / f"vitwire-ladder-{name}.json", Header(_FORMAT, fingerprint, device, largest))
 
@@ -182,7 +182,7 @@ class StateFile:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file beside it and rename that, so that readers see the old or the new one. Raises OSError."""
+    """Write another file and rename it, so that readers see the old or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:

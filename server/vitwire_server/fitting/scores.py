@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.costs import ASSUMED
+from vitwire_server.core.costs import ASSUMED, Timeline, Work
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Batch, Fallback, Plan
-from vitwire_server.core.timeline import Timeline, Work
 
 
 @dataclass(slots=True)
@@ -133,7 +132,7 @@ def plan_ascending(footprints: Sequence[Footprint], ladder: Ladder, max_items: i
 
 
 def _smallest(group: Sequence[int], footprints: Sequence[Footprint], ladder: Ladder) -> Budget | None:
-    """The smallest budget of enough tokens, and of enough overviews and crops where items have crops."""
+    """The smallest budget of enough tokens, and of enough overviews and crops if items have crops."""
     load = total([footprints[item] for item in group])
     return next(
         (

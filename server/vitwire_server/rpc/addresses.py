@@ -93,8 +93,8 @@ def _reserved(name: str, port: int) -> ExitStack:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise
-                unusable = error  # as with `localhost` where IPv6 is off; gRPC leaves it out too
-        if name == "0.0.0.0":  # noqa: S104 - compared with; gRPC listens on every IPv6 address too where it can
+                unusable = error  # as with `localhost` if IPv6 is off; gRPC leaves it out too
+        if name == "0.0.0.0":  # noqa: S104 - compared with; gRPC listens on every IPv6 address too if it can
             with suppress(OSError):
                 reserved.enter_context(_shared_socket(socket.AF_INET6, ("::", port), only_v6=True))
         if unusable and not count:
@@ -117,14 +117,14 @@ def _free_port(name: str) -> int:
 
 
 def _shared_socket(family: int, address: tuple[object, ...], *, only_v6: bool = False) -> socket.socket:
-    """A socket that does not listen, bound so that only sockets with SO_REUSEPORT may bind beside it."""
+    """A socket that does not listen, bound so that only sockets with SO_REUSEPORT may bind it as well."""
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         if only_v6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
         bound.bind(address)
-        bound.listen()  # fails beside any other socket that is bound here
+        bound.listen()  # fails if there is any other socket that is bound here
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         bound.shutdown(socket.SHUT_RDWR)  # ends listening; Linux keeps a port that was bound by number
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,4 +1,4 @@
-"""The items that are in flight: those of one RPC with their outcomes, and the regions of all of them."""
+"""The items that are in flight: of one RPC with their outcomes, and the regions of all RPCs."""
 
 import asyncio
 from bisect import bisect

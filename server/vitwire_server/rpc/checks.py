@@ -32,6 +32,11 @@ def refuse(wrong: Sequence[Violation], field: str = "") -> None:
         )
 
 
+def _violations(*cases: tuple[str, str, object]) -> list[Violation]:
+    """Field and reason of the cases that are true."""
+    return [Violation(field, reason) for field, reason, is_so in cases if is_so]
+
+
 def wrong_options(message: pb.EncodeRequest | pb.EncodeStreamOptions) -> Iterator[Violation]:
     """Priority and type of the rows to return."""
     if message.priority not in pb.Priority.values():
@@ -59,8 +64,12 @@ def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
 
 def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
     """Of any kind of item: bytes that come separately, pruning, its name, storing."""
-    parts = {"encoded": item.encoded, "pixels.data": item.pixels.data, "crops.data": item.crops.data}
-    yield from (Violation(name, "must be empty: the bytes follow in chunks") for name, data in parts.items() if data)
+    separate = "must be empty: the bytes follow in chunks"
+    yield from _violations(
+        ("encoded", separate, item.encoded),
+        ("pixels.data", separate, item.pixels.data),
+        ("crops.data", separate, item.crops.data),
+    )
     if not 0 <= item.keep_ratio <= 1:
         yield Violation("keep_ratio", f"must be in [0, 1], got {item.keep_ratio:g}")
     elif item.keep_ratio and item.modality == pb.MODALITY_IMAGE:
@@ -69,19 +78,13 @@ def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
         several = f"tokens of {card.model_type} span several frames"
         pooled = f"each frame has one row, as the server runs with --pooling {card.pooling}"
         yield Violation("keep_ratio", f"must be 0: {pooled if card.geometry.one_row else several}")
-    if len(item.content_id) > _MAX_CONTENT_ID:
-        yield Violation("content_id", f"must have at most {_MAX_CONTENT_ID} characters")
-    if item.store_only:
-        yield from _wrong_store(item, card)
-
-
-def _wrong_store(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
-    if not item.content_id:
-        yield Violation("content_id", "is missing: the rows of a store_only item are cached under it")
-    if not card.limits.cached_bytes:
-        yield Violation("store_only", "must be false: the server has no cache (--cache-bytes)")
-    if item.HasField("region"):
-        yield Violation("store_only", "must be false for an item with a region")
+    store, cache = item.store_only, card.limits.cached_bytes
+    yield from _violations(
+        ("content_id", f"must have at most {_MAX_CONTENT_ID} characters", len(item.content_id) > _MAX_CONTENT_ID),
+        ("content_id", "is missing: the rows of a store_only item are cached under it", store and not item.content_id),
+        ("store_only", "must be false: the server has no cache (--cache-bytes)", store and not cache),
+        ("store_only", "must be false for an item with a region", store and item.HasField("region")),
+    )
 
 
 def wrong_grid(grid: Grid, modality: Modality | None, card: ModelCard) -> Iterator[Violation]:
@@ -127,22 +130,21 @@ def _wrong_shape(name: str, tensor: pb.Tensor, grid: Grid, accepted: Sequence[Sh
 
 
 def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation]:
-    """What is wrong about an item with a file of so many bytes; fields are named within the item."""
+    """An item with a file of `nbytes` bytes."""
     most = limits.encoded_bytes
     if not most:
         yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
     elif nbytes > most:
         yield Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted")
-    if item.HasField("pixels"):
-        yield Violation("encoded", "must be empty if the item has pixels")
-    if item.HasField("crops"):
-        yield Violation("crops", "must be absent: the server makes the crops of a file")
-    if item.HasField("grid"):
-        yield Violation("grid", "must be absent: the server chooses the grid of a file")
+    yield from _violations(
+        ("encoded", "must be empty if the item has pixels", item.HasField("pixels")),
+        ("crops", "must be absent: the server makes the crops of a file", item.HasField("crops")),
+        ("grid", "must be absent: the server chooses the grid of a file", item.HasField("grid")),
+    )
 
 
 def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterator[Violation]:
-    """What is wrong about an item with a picture; fields are named within the item."""
+    """An item with a picture."""
     shape, limits = tuple(item.pixels.shape), card.limits
     axes = AXES_OF_CLIP if modality is Modality.VIDEO else AXES_OF_IMAGE
     if item.HasField("crops"):
@@ -194,7 +196,7 @@ def region_of(item: pb.Item | pb.EncodeStreamRegion) -> Region | None:
 
 
 def wrong_region(region: Region | None, consumer: Consumer | None, needed: int) -> list[Violation]:
-    """What is wrong with the region of an item whose rows have `needed` bytes."""
+    """The region of an item whose rows have `needed` bytes."""
     if region is None:
         return []
     reason = region.problem(consumer, needed) if consumer else "needs the delivery of the request"

@@ -214,7 +214,7 @@ class Caller(NamedTuple):
     """What shares of receive slots and permits are counted by."""
 
     name: str
-    """The principal; the host where all callers are one principal."""
+    """The principal; the host if all callers are one principal."""
     connection: str
 
 

@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Stream: TypeAlias = grpc.aio.ServicerContext[M, R]
-"""The context of an RPC that reads messages of one type and writes those of another."""
+"""The context of an RPC that reads messages of one type and writes another type."""
 Behaviour: TypeAlias = Callable[[M, Context], Awaitable[R]]
 """The method behind an RPC."""
 if TYPE_CHECKING:  # generic in the stubs only

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,21 +59,20 @@ class ReceiveSlots:
         self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Stream[M, Any]) -> M:
-        """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest where there is none."""
-        slot = await self._turn(caller_of(context))
-        try:
-            async with asyncio.timeout(0.0 if slot.evicted else self._stall_seconds) as slot.limit:
-                message = await read(context)
-        except TimeoutError:
-            raise self._too_slow(slot) from None
-        finally:
-            self._release(slot)
+        """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest if there is none."""
+        async with self._slot(caller_of(context)) as slot:
+            try:
+                async with asyncio.timeout(0.0 if slot.evicted else self._stall_seconds) as slot.limit:
+                    message = await read(context)
+            except TimeoutError:
+                raise self._too_slow(slot) from None
         if message is None:
             await wait_for_cancellation()
             raise InvalidRequest([Violation("message", "is missing: the stream ended without one")])
         return message
 
-    async def _turn(self, caller: Caller) -> _Slot:
+    @asynccontextmanager
+    async def _slot(self, caller: Caller) -> AsyncIterator[_Slot]:
         """A slot, once one is free for this caller. Raises Overloaded."""
         loop = asyncio.get_running_loop()
         granted: Granted = loop.create_future()
@@ -80,23 +80,19 @@ class ReceiveSlots:
         self._review()
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
-                return await granted
-        except BaseException as error:
-            self._withdraw(caller, granted)
-            if isinstance(error, TimeoutError):
-                reason = (
-                    f"all {self.slots} receive slots, or the {self._most_per_caller} of this caller, were busy"
-                    f" for {_WAIT_SECONDS:g} s"
-                )
-                raise Overloaded(reason, reason="bodies", retry_seconds=1.0) from None
-            raise
-
-    def _withdraw(self, caller: Caller, granted: Granted) -> None:
-        """A request stops waiting; a slot that was granted at the same moment is released."""
-        if granted.done() and not granted.cancelled():
-            self._release(granted.result())
-        else:
+                slot = await granted
+            yield slot
+        except TimeoutError:
+            reason = (
+                f"all {self.slots} receive slots, or the {self._most_per_caller} of this caller, were busy"
+                f" for {_WAIT_SECONDS:g} s"
+            )
+            raise Overloaded(reason, reason="bodies", retry_seconds=1.0) from None
+        finally:
             self._dequeue(caller, granted)
+            if granted.done() and not granted.cancelled():
+                self._held.remove(granted.result())
+                self._review()
 
     def _dequeue(self, caller: Caller, granted: Granted) -> None:
         """A request waits no longer; a second call does nothing."""
@@ -104,11 +100,6 @@ class ReceiveSlots:
         waiting.pop(granted, None)
         if not waiting:
             self._waiting.pop(caller, None)
-
-    def _release(self, slot: _Slot) -> None:
-        with suppress(ValueError):
-            self._held.remove(slot)
-        self._review()
 
     def _review(self) -> None:
         """Grant free slots; while requests still wait, evict slots that were held for too long."""
@@ -133,7 +124,7 @@ class ReceiveSlots:
         return min(eligible, key=lambda each: (names[each.name], connections[each], arrivals[each]), default=None)
 
     def _evict(self, now: float) -> None:
-        """Evict as many slots as requests wait, first those of the caller that holds the most."""
+        """Evict as many slots as requests wait, first from the caller that holds the most."""
         names = self._slots_by_name()
         waiting = {caller.name for caller in self._waiting}
         any_helps = any(names[name] < self._most_per_caller for name in waiting)

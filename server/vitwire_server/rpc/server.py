@@ -58,7 +58,7 @@ class Listen:
 
     @property
     def warnings(self) -> list[str]:
-        """Why listening at this address is unsafe; empty where only this machine can connect."""
+        """Why listening at this address is unsafe; empty if only this machine can connect."""
         if _is_loopback(self.host):
             return []
         mutual = self.certificates is not None and self.certificates.mutual

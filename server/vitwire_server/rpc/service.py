@@ -181,7 +181,7 @@ class EncoderService:
             answers.end(error)
 
     async def _message(self, uploads: Uploads, call: Call, context: Stream[Chunk, Any]) -> Chunk | None:
-        """The next message. Raises DeadlineExceeded where an upload stalls, or a stream stays idle for too long."""
+        """The next message. Raises DeadlineExceeded if an upload stalls or a stream stays idle for too long."""
         seconds = (
             uploads.time_left()
             if uploads.waiting

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from vitwire_server.core.timeline import Work, end_of
+from vitwire_server.core.costs import Work, end_of
 
 _BATCHES = 32
 

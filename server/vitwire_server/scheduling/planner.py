@@ -11,11 +11,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.costs import ASSUMED, Costs
+from vitwire_server.core.costs import ASSUMED, Costs, Work, together
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Batch, Fallback, Plan
-from vitwire_server.core.timeline import Work, together
 from vitwire_server.scheduling.packing import Options, best_fit, fill
 
 _MOST_KEPT = 8192

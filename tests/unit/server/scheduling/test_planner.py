@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitwire_server.core.budgets import Budget, Ladder, budget, default_tokens
-from vitwire_server.core.costs import ASSUMED, Costs
+from vitwire_server.core.costs import ASSUMED, Costs, together
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback, Plan
-from vitwire_server.core.timeline import together
 from vitwire_server.fitting.scores import plan_ascending
 from vitwire_server.scheduling.packing import Options, fill
 from vitwire_server.scheduling.planner import Bounds, Planner

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.costs import Work, end_of
 from vitwire_server.core.items import Item
 from vitwire_server.core.runner import Collected, Timings
-from vitwire_server.core.timeline import Work, end_of
 from vitwire_server.runtime.ladders import calibration
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Tower

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitwire_server.core.budgets import Ladder, budget
-from vitwire_server.core.costs import ASSUMED
+from vitwire_server.core.costs import ASSUMED, Timeline, Work, together
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback, Plan
-from vitwire_server.core.timeline import Timeline, Work, together
 from vitwire_server.scheduling.forecast import Forecast
 from vitwire_server.scheduling.planner import Bounds, Planner
 
