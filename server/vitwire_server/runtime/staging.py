@@ -61,7 +61,7 @@ def copied_and_checked(parts: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -
     if not parts or not parts[0].is_cuda or not _has_triton():
         copies = [part.to(dtype, copy=True) for part, dtype in zip(parts, dtypes, strict=True)]
         return copies, torch.cat([_finite(copy) for copy in copies])
-    from vitwire_server.runtime.kernels.checks import copy_checked  # noqa: PLC0415 - triton comes with CUDA builds
+    from vitwire_server.runtime.kernels.rowwise import copy_checked  # noqa: PLC0415 - triton comes with CUDA builds
 
     counts = [len(part) for part in parts]
     finite = torch.empty(sum(counts), dtype=torch.bool, device=parts[0].device)
