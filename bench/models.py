@@ -19,7 +19,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.demo.processors import CLIP, STEPS
 from vitwire_server.demo.saving import write_json
 from vitwire_server.runtime.compiler.messages import Factory
-from vitwire_server.runtime.compiler.unfilled import attend
+from vitwire_server.runtime.compiler.worker import attend
 from vitwire_server.towers.layouts.packed import PackedTower
 from vitwire_server.towers.registry import FAMILIES
 

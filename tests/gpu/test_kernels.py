@@ -13,14 +13,11 @@ from transformers.activations import ACT2FN
 pytest.importorskip("triton")
 
 from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
-from vitwire_server.runtime.kernels.activations import KINDS, activate
 from vitwire_server.runtime.kernels.attention import segment_attention
-from vitwire_server.runtime.kernels.checks import copy_checked
-from vitwire_server.runtime.kernels.containment import contain
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.operands import Segments
-from vitwire_server.runtime.kernels.positions import interpolated
 from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
+from vitwire_server.runtime.kernels.rowwise import KINDS, activate, contain, copy_checked, interpolated
 
 LAYOUTS = ([196] * 4, [100, 64, 0, 4, 300, 1, 33], [17, 129, 0, 0, 0], [64] * 9 + [0] * 300, [512])
 BF16 = torch.bfloat16

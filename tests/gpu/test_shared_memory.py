@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from vitwire_server.core.items import DType, Pixels
-from vitwire_server.runtime.memory.pinning import pin
-from vitwire_server.runtime.memory.streams import CudaStreams
+from vitwire_server.runtime.memory.streams import CudaStreams, pin
 from vitwire_server.sessions.arena import Arena, ArenaMemory
 
 MIB = 1 << 20

@@ -24,7 +24,7 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.runner import Collected
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -54,7 +54,7 @@ class Rig:
     planner: Planner
     modalities: Mapping[Modality, Preprocessing]
     streams: Streams
-    recorder: LiveRecorder
+    recorder: Recorder
 
     @classmethod
     def of(
@@ -87,9 +87,7 @@ class Rig:
 
             fuse_tower(tower, choice if tower.segmented else None)
         streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
-        recorder: LiveRecorder = (
-            CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
-        )
+        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         ladder = Ladder(tuple(_budgets(tower, sizes)))
         if attention:
             ladder = with_shorter(ladder, attention.shorter, merge=tower.geometry.merge)

@@ -15,7 +15,7 @@ from vitwire_server.observe.progress import progress
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.devices import kernel_fault, memory
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
+from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.ladders.calibration import measure_costs, worthwhile
 from vitwire_server.runtime.memory.streams import CudaStreams, Streams
 from vitwire_server.towers.tower import Tower
@@ -90,7 +90,7 @@ def _bytes_per_token(tower: Tower) -> int:
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
 
 
-def recorder_of(mode: str, streams: Streams) -> LiveRecorder:
+def recorder_of(mode: str, streams: Streams) -> Recorder:
     return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
 
 

@@ -15,7 +15,7 @@ from vitwire_server.process.precision import reduce_precision
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.compiler.hot_shapes import HotShapes
 from vitwire_server.runtime.compiler.messages import Factory
-from vitwire_server.runtime.compiler.unfilled import served
+from vitwire_server.runtime.compiler.worker import served
 from vitwire_server.runtime.devices import kernel_fault
 from vitwire_server.runtime.memory.streams import Streams
 from vitwire_server.runtime.staging import Stager

@@ -47,8 +47,7 @@ from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.runtime.memory.outbox import Outbox
-from vitwire_server.runtime.memory.pinning import pin
-from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams
+from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams, pin
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.sessions.arena import ArenaMemory

@@ -16,11 +16,9 @@ from vitwire_server.preparing.device.parts import Job
 from vitwire_server.preparing.device.resizing import prepare
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.runtime.graphs import GraphSet
-from vitwire_server.runtime.memory.checked_copies import copied_and_checked
 from vitwire_server.runtime.memory.outbox import DeviceRows, Outbox
-from vitwire_server.runtime.memory.pruning import prune
 from vitwire_server.runtime.memory.streams import TORCH_TYPES, Download, Streams, flat
-from vitwire_server.runtime.staging import Stager
+from vitwire_server.runtime.staging import Stager, copied_and_checked, prune
 from vitwire_server.towers.tower import Metadata, Tower
 
 

@@ -33,12 +33,8 @@ class Recorder(Protocol):
         """Run `forward` at least once and return its replay. Raises RuntimeError."""
         ...
 
-
-class LiveRecorder(Recorder, Protocol):
-    """Also records while batches are in flight on the device."""
-
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of a forward that ran before; waits for nothing. Raises RuntimeError."""
+        """Return the replay of a forward that ran before, while batches are in flight. Raises RuntimeError."""
         ...
 
 
@@ -190,7 +186,7 @@ class Graph:
         self._load_samples()
         self._forward()
 
-    def capture(self, recorder: LiveRecorder) -> None:
+    def capture(self, recorder: Recorder) -> None:
         """Record the forward while batches are in flight. Raises RuntimeError."""
         self._replay = recorder.capture(self._forward)
 
@@ -269,7 +265,7 @@ class GraphSet:
         graph.warm_up()
         return graph
 
-    def add(self, graph: Graph, recorder: LiveRecorder) -> None:
+    def add(self, graph: Graph, recorder: Recorder) -> None:
         """Capture a graph while batches are in flight. Raises RuntimeError."""
         graph.capture(recorder)
         self._graphs[graph.budget] = graph

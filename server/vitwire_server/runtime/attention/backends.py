@@ -31,7 +31,7 @@ class Backend:
     syncs: bool = False
     """Whether it reads the boundaries on the host, so that CUDA graphs cannot capture it."""
     isolates: bool = True
-    """Whether NaN and infinity stay in their segment; else `containment.contain` is applied before."""
+    """Whether NaN and infinity stay in their segment; else `rowwise.contain` is applied before."""
     traceable: bool = False
     """Whether torch.compile can trace it; else it becomes a custom operator."""
     capability: tuple[int, int] = (0, 0)

@@ -101,7 +101,7 @@ class Selection:
         """As `Attend`; NaN and infinity stay in their segment."""
         one = self.at(max(segments.longest, segments.most_keys))
         if not one.isolates:
-            from vitwire_server.runtime.kernels.containment import contain  # noqa: PLC0415 - triton comes with CUDA
+            from vitwire_server.runtime.kernels.rowwise import contain  # noqa: PLC0415 - triton comes with CUDA
 
             k, v = contain(k, v)
         return one.attend(q, k, v, segments, scale)

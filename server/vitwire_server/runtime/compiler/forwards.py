@@ -14,9 +14,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.export.graph_signature import InputKind, InputSpec
 
-from vitwire_server.runtime.compiler.messages import Compile, Compiled, Source
-from vitwire_server.runtime.compiler.program import FUNCTION
-from vitwire_server.runtime.compiler.tensors import batch_of
+from vitwire_server.runtime.compiler.messages import FUNCTION, Compile, Compiled, Source, batch_of
 from vitwire_server.towers.tower import Tower
 
 _SETTINGS = {

@@ -1,4 +1,4 @@
-"""The compiler: answers requests to compile a tower's forward, one shape after the other."""
+"""The compiler: makes the server's tower without its weights, and compiles its forward, one shape after the other."""
 
 import importlib
 import os
@@ -6,13 +6,25 @@ import socket
 import sys
 from typing import NoReturn
 
+import torch
 from msgspec import json
 from torch import nn
 
-from vitwire_server.runtime.compiler.messages import BLUEPRINT, REQUEST, Blueprint, Compile, FromCompiler, Refused
-from vitwire_server.runtime.compiler.tensors import named_tensors
+from vitwire_server.core.pooling import Pooling
+from vitwire_server.runtime.attention.selection import select
+from vitwire_server.runtime.compiler.messages import (
+    BLUEPRINT,
+    REQUEST,
+    Blueprint,
+    Compile,
+    FromCompiler,
+    Refused,
+    named_tensors,
+)
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint, unfilled_tower
 from vitwire_server.towers.tower import Tower
 
+_CPU = torch.device("cpu")
 _MOST_REASON = 500
 _OUTPUT = "\nOutput:\n"
 """In torch's errors, before what the compiler of C++ wrote."""
@@ -64,3 +76,18 @@ def _brief(error: Exception) -> str:
     lines = [line.strip() for line in (text.partition(_OUTPUT)[2] or text).splitlines() if line.strip()]
     line = next((line for line in lines if _OUTPUT in text and "error" in line.lower()), lines[0] if lines else "")
     return f"{type(error).__name__}: {line}"[:_MOST_REASON]
+
+
+def served(model: str, pooling: str, dtype: str, attention: str) -> Tower:
+    """A server's tower without its weights: of a checkpoint's folder, with the attention backend called `attention`."""
+    tower = unfilled_tower(open_checkpoint(model).pooled(Pooling(pooling)), getattr(torch, dtype))
+    attend(tower, attention)
+    return tower
+
+
+def attend(tower: Tower, attention: str) -> None:
+    """Use the backend in a tower with segments."""
+    if tower.segmented:
+        heads, resampler = tower.attention_heads, tower.resampler_heads
+        choice = select(attention, _CPU, tower.dtype, *heads, captured=False, resampler=resampler)
+        tower.use_attention(choice.implementation)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.runtime.kernels.positions import interpolated
+from vitwire_server.runtime.kernels.rowwise import interpolated
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.runtime.recording import is_recording
 

@@ -68,6 +68,15 @@ def epsilon(norm: nn.Module) -> float:
     raise ValueError(f"{type(norm).__name__} has no epsilon")
 
 
+@triton.jit
+def normalised(values, there, epsilon, COUNT: tl.constexpr, CENTRE: tl.constexpr) -> tl.tensor:
+    """Float32 values of a row, which are zero where not `there`, before they are scaled by weights."""
+    if CENTRE:
+        mean = tl.sum(values, 0) / COUNT
+        values = tl.where(there, values - mean, 0.0)
+    return values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     hidden_ptr,
@@ -107,10 +116,7 @@ def _add_norm(
             summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
         tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
         values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
-    if CENTRE:
-        mean = tl.sum(values, 0) / COUNT
-        values = tl.where(there, values - mean, 0.0)
-    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
+    scaled = normalised(values, there, epsilon, COUNT, CENTRE)
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
     if not CENTRE:
         # The models' RMS norms round before scaling.

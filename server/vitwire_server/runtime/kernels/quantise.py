@@ -5,9 +5,9 @@ import triton
 from torch import Tensor, nn
 from triton import language as tl
 
-from vitwire_server.runtime.kernels.activations import KINDS
-from vitwire_server.runtime.kernels.norms import epsilon
+from vitwire_server.runtime.kernels.norms import epsilon, normalised
 from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.runtime.kernels.rowwise import KINDS, activation
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _WIDE = 4096
@@ -57,7 +57,7 @@ def add_norm_quantise(
 
 
 def activate_quantise(values: Tensor, kind: str, *, gated: bool = False) -> Scaled:
-    """As `activations.activate`, with the result in float8; `values` are left as they are."""
+    """As `rowwise.activate`, with the result in float8; `values` are left as they are."""
     rows, columns = values.shape
     out_columns = columns // 2 if gated else columns
     out = _empty(values, out_columns)
@@ -139,10 +139,7 @@ def _add_norm_quantise(
             summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
         tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
         values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
-    if CENTRE:
-        mean = tl.sum(values, 0) / COUNT
-        values = tl.where(there, values - mean, 0.0)
-    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
+    scaled = normalised(values, there, epsilon, COUNT, CENTRE)
     scaled *= tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
     if BIAS:
         scaled += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
@@ -153,14 +150,7 @@ def _add_norm_quantise(
 def _activated(in_ptr, column, there, COUNT: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr):
     """The activation of some columns of the row at `in_ptr`; zero where not `there`."""
     x = tl.load(in_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if KIND == 0:
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif KIND == 1:
-        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    elif KIND == 2:
-        y = x * tl.sigmoid(1.702 * x)
-    else:
-        y = x * tl.sigmoid(x)
+    y = activation(x, KIND)
     if GATED:
         y *= tl.load(in_ptr + COUNT + column, mask=there, other=0.0).to(tl.float32)
     return y

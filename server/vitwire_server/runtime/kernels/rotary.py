@@ -13,7 +13,7 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> N
 
     `cos` and `sin (rows, head_dim)` are float32; column `i` of a head is paired with `i + head_dim / 2` (Su et al.,
     arXiv 2104.09864, in the layout of GPT-NeoX). `qkv` must be contiguous. `contain` also applies
-    `containment.contain`.
+    `rowwise.contain`.
     """
     rows, _, heads, head_dim = qkv.shape
     dependent = is_dependent(qkv.device)

@@ -11,7 +11,7 @@ from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Item
 from vitwire_server.fitting.ladders import REPLAYS
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import GraphSet, LiveRecorder
+from vitwire_server.runtime.graphs import GraphSet, Recorder
 from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.memory.streams import Streams
 from vitwire_server.towers.tower import Tower
@@ -33,7 +33,7 @@ class LiveCapture:
     engine: Engine
     graphs: GraphSet
     streams: Streams
-    recorder: LiveRecorder
+    recorder: Recorder
     completed: Callable[[Ladder], Ladder]
     """Adds to a ladder the budgets for short segments that the attention backends call for."""
     memory_bound: int

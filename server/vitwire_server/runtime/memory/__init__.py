@@ -1,1 +1,1 @@
-"""Pixels to the device and rows from it: streams, pinned memory, the outbox, checked copies, pruning of tokens."""
+"""Pixels to the device and rows from it: streams, and the outbox that rows are delivered from."""

@@ -1,1 +1,1 @@
-"""Linear layers in float8, and how close embeddings stay: generated pictures and similarities."""
+"""Linear layers in float8, and how close embeddings stay."""

@@ -13,7 +13,7 @@ from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors,
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.runtime.engine import _non_finite
-from vitwire_server.runtime.graphs import Recorder
+from vitwire_server.runtime.graphs import Recorder, SimulatedRecorder
 from vitwire_server.runtime.memory.streams import TORCH_TYPES, Download
 
 MODEL_TYPE = "qwen3_vl"
@@ -31,7 +31,7 @@ def yardstick(yardsticks: Callable[[str, torch.dtype], Yardstick]) -> Yardstick:
     return yardsticks(MODEL_TYPE, BF16)
 
 
-class Failing:
+class Failing(SimulatedRecorder):
     """A recorder that cannot record the `number`-th graph that it is asked for."""
 
     name = "failing"
@@ -81,7 +81,7 @@ class TestCaptureFails:
     def test_all_of_them_leaves_eager(
         self, checkpoints: Callable[[str], Path], device: torch.device, yardstick: Yardstick
     ) -> None:
-        class Never:
+        class Never(SimulatedRecorder):
             name = "never"
 
             def record(self, forward: Callable[[], None]) -> Callable[[], None]:

@@ -25,16 +25,15 @@ from vitwire_server.runtime.compiler import child
 from vitwire_server.runtime.compiler import hot_shapes as compiling
 from vitwire_server.runtime.compiler.child import Compiler, CompilerGone
 from vitwire_server.runtime.compiler.hot_shapes import HotShapes, compiled_blocks
-from vitwire_server.runtime.compiler.messages import Blueprint, Compile, Factory, Layout
-from vitwire_server.runtime.compiler.tensors import named_tensors
-from vitwire_server.runtime.compiler.unfilled import attend
+from vitwire_server.runtime.compiler.messages import Blueprint, Compile, Factory, Layout, named_tensors
+from vitwire_server.runtime.compiler.worker import attend
 from vitwire_server.runtime.precision.similarity import least_cosines
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Metadata, Tower
 
 CPU = torch.device("cpu")
 SMALL = shrunk(PUBLISHED["Qwen2-VL-7B"][1], 1, 64)
-SERVED = "vitwire_server.runtime.compiler.unfilled:served"
+SERVED = "vitwire_server.runtime.compiler.worker:served"
 MADE = factory("qwen2_vl", SMALL, torch.float32, "sdpa")
 
 

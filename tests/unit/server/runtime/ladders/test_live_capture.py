@@ -12,7 +12,7 @@ from rigs import RIGHT, Rig, Yardstick, rows_of
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
-from vitwire_server.runtime.graphs import Graph, LiveRecorder
+from vitwire_server.runtime.graphs import Graph, Recorder
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
 
 MODEL_TYPE = "qwen3_vl"
@@ -34,7 +34,7 @@ def yardstick(yardsticks: Callable[[str, torch.dtype], Yardstick]) -> Yardstick:
     return yardsticks(MODEL_TYPE, BF16)
 
 
-def live(rig: Rig, recorder: LiveRecorder | None = None, bound: int = BOUND) -> LiveCapture:
+def live(rig: Rig, recorder: Recorder | None = None, bound: int = BOUND) -> LiveCapture:
     return LiveCapture(
         rig.tower, rig.engine, rig.graphs, rig.streams, recorder or rig.recorder, lambda ladder: ladder, bound
     )

@@ -17,8 +17,7 @@ from vitwire_server.preparing.rules.patches import patch_rows
 from vitwire_server.process.precision import fingerprint
 from vitwire_server.runtime.precision import float8
 from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, quantised, reduce
-from vitwire_server.runtime.precision.pictures import dead_leaves, picture_items
-from vitwire_server.runtime.precision.similarity import least_cosines, norm_errors
+from vitwire_server.runtime.precision.similarity import dead_leaves, least_cosines, norm_errors, picture_items
 
 ROUNDING = 2**-4
 BF16 = torch.bfloat16

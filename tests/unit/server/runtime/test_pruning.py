@@ -10,7 +10,7 @@ from torch import Tensor
 import reference
 from vitwire_server.core.grids import Footprint, Grid, retained
 from vitwire_server.core.items import DType, Item, Modality, Pixels
-from vitwire_server.runtime.memory.pruning import kept_tokens, prune
+from vitwire_server.runtime.staging import kept_tokens, prune
 
 ROUNDING = 1e-5
 FRAMES, SIDES = st.integers(1, 6), st.integers(1, 5)
