@@ -205,17 +205,14 @@ class BaseClient(Generic[T]):
         return Deadline(self._options.timeout if timeout is None else timeout, default)
 
     def _context(self) -> Context:
-        """Of a new request."""
         own = self._options
         headers = tuple((own.metadata or {}).items())
         return Context.of(own.token, headers, Policy(own.max_retries, own.wait_for_ready))
 
     def _shares(self, items: Mapping[int, Item], model: Model) -> list[Share]:
-        """How a request is split into RPCs."""
         return self._options.balancing.shares(items, model, self._shared.transport.replicas.count())
 
     def _parts(self, items: Mapping[int, Item], call: Call, model: Model) -> list[Part]:
-        """The RPCs of a request."""
         options = call.options
         if not options.store_only:
             options = replace(options, leasing=self._shared.nixl.leasing(model, options.output_type))
