@@ -62,7 +62,7 @@ class Grids(NamedTuple):
 def cut(  # noqa: PLR0911  # one for each layout
     batch: Batch, field: str, grids: Grids, patch_size: int | None = None
 ) -> list[Cut]:
-    """The items of a batch. Raises InvalidItem where the batch and the grids disagree.
+    """The items of a batch. Raises InvalidItem if the batch and the grids disagree.
 
     patch_size: to cut whole images, whose sizes are given in pixels, into patches.
     """
@@ -185,7 +185,7 @@ def _layout_of_most(picture: Layout, tile: Layout, layouts: Sequence[Layout]) ->
 
 
 def without_padding(batch: Batch) -> list[int]:
-    """The number of tiles of each image, where those of zeros at its end are padding.
+    """The number of tiles of each image, without tiles of zeros at its end, which are padding.
 
     Pixels of an image are not exactly zero after normalisation, as the mean is not a whole number.
     """

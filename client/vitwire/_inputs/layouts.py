@@ -43,7 +43,7 @@ def images_of_layouts(outputs: Mapping[str, object], *, blank: bool = False) -> 
 
 
 def layouts_of(most: int) -> list[tuple[int, int]]:
-    """Rows and columns of at most so many tiles, in the order of their numbers, which begin with 1."""
+    """Rows and columns of at most this number of tiles, in the order of their numbers, which begin with 1."""
     sides = range(1, most + 1)
     return [(down, across) for down in sides for across in sides if down * across <= most]
 

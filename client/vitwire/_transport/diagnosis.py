@@ -24,8 +24,8 @@ _NO_CERTIFICATE = (
 )
 _SYMPTOMS = {
     "WRONG_VERSION_NUMBER": "the server does not speak TLS: leave out tls= (--tls, --ca), or check the port",
-    "Expected SETTINGS frame": "the server does not speak gRPC: check the port, which may be that of metrics",
-    "http1.x server": "the server does not speak gRPC: check the port, which may be that of metrics",
+    "Expected SETTINGS frame": "the server does not speak gRPC: check the port, which may be the metrics port",
+    "http1.x server": "the server does not speak gRPC: check the port, which may be the metrics port",
     "missing selected ALPN": "the server speaks TLS but not gRPC: check the port",
     "CERTIFICATE_VERIFY_FAILED": (
         "the server's certificate is not trusted ({reason}): set tls= (--ca) to the file of its authority's certificate"
@@ -77,7 +77,7 @@ def _probed(host: str, port: int) -> tuple[bool, bool]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
     context.set_alpn_protocols(["h2"])
-    # For debugging, in CPython 3.8 and later; where it is not called, nothing is concluded.
+    # For debugging, in CPython 3.8 and later; if it is not called, nothing is concluded.
     context._msg_callback = saw  # type: ignore[attr-defined]  # noqa: SLF001
     try:
         with socket.create_connection((host, port), _SECONDS) as plain, context.wrap_socket(plain) as connection:

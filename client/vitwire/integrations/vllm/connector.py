@@ -225,7 +225,7 @@ def _content(request: "Request", index: int) -> Content | None:
 def _content_id(request: "Request", index: int) -> str:
     """The uuid of the image.
 
-    vLLM replaces uuids by hashes where media or processor options are set, so a request may repeat them in
+    vLLM replaces uuids by hashes if media or processor options are set, so a request may repeat them in
     `ec_transfer_params`: `{"content_ids": [...]}`, in the order of its images.
     """
     feature = request.mm_features[index]
