@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from inspect import signature
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypedDict, TypeVar, Unpack
 
 import grpc
 
 from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import POOL_BYTES, Delivery, Nixl
+from vitwire._transport.aio_calls import AsyncTransport
 from vitwire._transport.attempts import MAX_RETRIES, MODEL_SECONDS, Deadline, Policy
-from vitwire._transport.balancing import Balancing, Replicas, Share, Spread
+from vitwire._transport.balancing import Balancing, Share, Spread
+from vitwire._transport.calls import Transport
 from vitwire._transport.channel import Channels, Tls
 from vitwire._transport.connections import CONNECTIONS
 from vitwire._transport.context import Context, Token, checked_metadata, checked_target, checked_token, log
@@ -26,6 +28,7 @@ from vitwire.model import Model
 
 P = ParamSpec("P")
 S = TypeVar("S")
+T = TypeVar("T", Transport, AsyncTransport)
 _Taking: TypeAlias = Callable[[S, "ClientOptions"], None]
 _LEAST = {"connections": 1, "max_in_flight": 1, "max_retries": 0, "delivery_bytes": 1}
 
@@ -101,16 +104,6 @@ def _taking(options: Callable[P, ClientOptions]) -> "Callable[[_Taking[S]], Call
     return decorate
 
 
-class _Transport(Protocol):
-    def __init__(self, channels: Channels, connections: int, max_in_flight: int | None) -> None: ...
-
-    @property
-    def replicas(self) -> Replicas: ...
-
-
-T = TypeVar("T", bound=_Transport)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a method."""
@@ -147,7 +140,7 @@ class BaseClient(Generic[T]):
         assert options.target, "checked"
         channels = Channels.of(options.target, options.tls, options.channel_options)
         transport = self._make_transport(channels, options.connections, options.max_in_flight)
-        self._shared = Shared(transport, Nixl(options.delivery, options.device, options.delivery_bytes))
+        self._shared: Shared[T] = Shared(transport, Nixl(options.delivery, options.device, options.delivery_bytes))
         self._is_derived = False
 
     def with_options(self, **options: Unpack[DerivedOptions]) -> Self:
@@ -205,17 +198,14 @@ class BaseClient(Generic[T]):
         return Deadline(self._options.timeout if timeout is None else timeout, default)
 
     def _context(self) -> Context:
-        """Of a new request."""
         own = self._options
         headers = tuple((own.metadata or {}).items())
         return Context.of(own.token, headers, Policy(own.max_retries, own.wait_for_ready))
 
     def _shares(self, items: Mapping[int, Item], model: Model) -> list[Share]:
-        """How a request is split into RPCs."""
         return self._options.balancing.shares(items, model, self._shared.transport.replicas.count())
 
     def _parts(self, items: Mapping[int, Item], call: Call, model: Model) -> list[Part]:
-        """The RPCs of a request."""
         options = call.options
         if not options.store_only:
             options = replace(options, leasing=self._shared.nixl.leasing(model, options.output_type))

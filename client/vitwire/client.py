@@ -154,7 +154,7 @@ class Client(BaseClient[Transport]):
         keep_ratio: share of the tokens of clips to keep; see `Item`.
         crops: all crops, of towers that take them; grid_thw is then the number of crops of each image.
 
-        Raises InvalidItem, naming the field (`grid_thw[3]`), where the tensors disagree. The other arguments and errors
+        Raises InvalidItem, naming the field (`grid_thw[3]`), if the tensors disagree. The other arguments and errors
         are those of `encode`.
         """
         call = self._call(options)

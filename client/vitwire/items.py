@@ -107,12 +107,12 @@ class Item:
 
         outputs: the BatchFeature or dict, with tensors of numpy or torch, on any device; `pixel_values` and
             `pixel_values_videos` are used, with the keys that belong to them.
-        model: `client.model()`; needed where outputs do not say enough (Pixtral, Mistral 3, DeepSeek-VL).
+        model: `client.model()`; needed if outputs do not say enough (Pixtral, Mistral 3, DeepSeek-VL).
         grid_thw: grids of the images, or their numbers of tiles, if the outputs have none (InternVL, Llama 4).
         content_ids: one for each item; None for an item without.
         keep_ratio: of videos; see `Item`.
 
-        Raises InvalidItem, naming the field, where outputs are not consistent.
+        Raises InvalidItem, naming the field, if outputs are not consistent.
         """
         images, clips = processor_cuts(outputs, model, grid_thw)
         ids = ids_of(content_ids, len(images) + len(clips))

@@ -158,7 +158,7 @@ class TestWrongConnections:
         fails_at_once(plain.target, authority.root, "the server does not speak TLS: leave out tls=")
 
     def test_the_port_of_metrics(self, plain: ServerProcess) -> None:
-        speaks = "does not speak gRPC: check the port, which may be that of metrics"
+        speaks = "does not speak gRPC: check the port, which may be the metrics port"
         fails_at_once(f"127.0.0.1:{plain.metrics_port}", None, speaks)
 
     def test_a_client_without_the_certificate_that_is_required(

@@ -182,7 +182,7 @@ class Pool:
         return self._regions.size
 
     def lease(self, nbytes: int) -> Lease | None:
-        """A lease of so many bytes; None without room, or if the pool is retired."""
+        """A lease of `nbytes`; None without room, or if the pool is retired."""
         with self._changed:
             if self._retired:  # the agent may be closed, and the memory without a keeper
                 return None
@@ -202,7 +202,7 @@ class Pool:
         self._freed.append(region)
 
     def ended(self, abandoned: int) -> None:
-        """A lease has ended, and so many bytes must not be used again."""
+        """A lease has ended; `abandoned` bytes must not be used again."""
         with self._changed:
             self._unanswered -= 1
             self.abandoned += abandoned

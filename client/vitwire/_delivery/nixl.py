@@ -115,7 +115,7 @@ class Nixl:
 
     def close(self) -> None:
         """Lease no more."""
-        if self._process != os.getpid():  # where another thread may have held the lock at the fork
+        if self._process != os.getpid():  # another thread may have held the lock at the fork
             self._closed = True
             _inherited.extend(filter(None, [self._pool]))
             self._pool = None
@@ -138,7 +138,7 @@ class Nixl:
         self._pool = None
 
     def _unavailable(self, reason: str) -> None:
-        """Log why responses are used, once. Raises EncodeFailed where NIXL is required."""
+        """Log why responses are used, once. Raises EncodeFailed if NIXL is required."""
         if self.is_required:
             raise EncodeFailed(f"delivery='nixl' is not possible: {reason}", code="FAILED_PRECONDITION")
         if reason != self._logged:
@@ -146,31 +146,30 @@ class Nixl:
             log.info("embeddings come in responses, NIXL is not used: %s", reason)
 
 
-class Leasing:
+class Leasing(NamedTuple):
     """Leases for the items of one request."""
 
-    def __init__(self, nixl: Nixl, value_bytes: int) -> None:
-        self._nixl = nixl
-        self._value_bytes = value_bytes
+    nixl: Nixl
+    value_bytes: int
 
     def leases(self, expected: Sequence[Expected], late: Collection[int] = ()) -> "Leases | None":
-        """Leases of an RPC, without some where there is no room; None if the RPC has to wait for room.
+        """Leases of an RPC, without those that there is no room for; None if the RPC has to wait for room.
 
         late: numbers of the items that are leased memory once the server has announced their rows.
-        Raises EncodeFailed where NIXL is required and cannot be used, or the RPC needs more than there is.
+        Raises EncodeFailed if NIXL is required and cannot be used, or the RPC needs more than there is.
         """
-        pool = self._nixl.pool()
+        pool = self.nixl.pool()
         if pool is None:
-            return Leases(self._nixl, None, (None,) * len(expected))
-        sizes = [each.rows * each.width * self._value_bytes for each in expected]
-        if self._nixl.is_required:
+            return Leases(self.nixl, None, (None,) * len(expected))
+        sizes = [each.rows * each.width * self.value_bytes for each in expected]
+        if self.nixl.is_required:
             check_fits(pool, sizes)
-        row_bytes = {number: expected[number].width * self._value_bytes for number in late}
-        leases = Leases(self._nixl, pool, [pool.lease(size) if size else None for size in sizes], row_bytes)
+        row_bytes = {number: expected[number].width * self.value_bytes for number in late}
+        leases = Leases(self.nixl, pool, [pool.lease(size) if size else None for size in sizes], row_bytes)
         if all(lease for lease, size in zip(leases.leases, sizes, strict=True) if size):
             return leases
-        self._nixl.full(pool)
-        if not self._nixl.is_required:
+        self.nixl.full(pool)
+        if not self.nixl.is_required:
             return leases
         leases.release()
         return None
@@ -220,7 +219,7 @@ class Leases:
         """What to send about an item's memory, in the order in which the server announced their rows.
 
         sent: number of items of which headers were sent.
-        wait: until fewer than so many of these are undecided; by default not at all.
+        wait: until fewer than this number of them are undecided; by default not at all.
         Returns None if there is nothing to send, or no need to wait.
         """
         with self._changed:

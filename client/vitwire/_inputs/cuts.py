@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vitwire._inputs.tensors import Batch, Tensor, integers, invalid, rank, rows
+from vitwire._inputs.tensors import Batch, Tensor, check_rank, integers, invalid, outline, rank, rows
 from vitwire.model import TileShapes
 
 _FORMS = {1: "numbers of tiles", 2: "pairs (height, width)", 3: "grids (t, h, w)"}
@@ -41,6 +41,11 @@ class Grids(NamedTuple):
         before, after = {1: ((), (1, 1)), 2: ((1,), ()), 3: ((), ())}[self.sides]
         return [(*before, *entry, *after) for entry in self.entries]  # type: ignore[misc]  # three sides
 
+    def check_count(self, batch: Batch, field: str, what: str) -> None:
+        """Raises InvalidItem unless the batch has one of `what` for each entry."""
+        if len(batch) != len(self.entries):
+            raise invalid(field, f"has {len(batch)} {what}, {self.field} has {len(self.entries)} entries")
+
     @classmethod
     def of(cls, field: str, value: object, least: int = 1) -> "Grids":
         """From a tensor, an array or a list of numbers from `least`. Raises InvalidItem, which names the entry."""
@@ -57,12 +62,13 @@ class Grids(NamedTuple):
 def cut(  # noqa: PLR0911  # one for each layout
     batch: Batch, field: str, grids: Grids, patch_size: int | None = None
 ) -> list[Cut]:
-    """The items of a batch. Raises InvalidItem where the batch and the grids disagree.
+    """The items of a batch. Raises InvalidItem if the batch and the grids disagree.
 
     patch_size: to cut whole images, whose sizes are given in pixels, into patches.
     """
     if not grids.entries:
-        _check_empty(batch, field, grids.field)
+        if len(batch):
+            raise invalid(field, f"has {len(batch)} rows, {grids.field} is empty")
         return []
     counts, total = grids.patches(), len(batch)
     tiles = [triple[0] for triple in grids.triples()]
@@ -74,14 +80,15 @@ def cut(  # noqa: PLR0911  # one for each layout
         case (2, 4) if sum(counts) != total:
             return _images(batch, field, grids, patch_size)
         case (2, 4) | (3, 4):
-            return [each._replace(pixels=_flattened(each.pixels)) for each in _consecutive(batch, field, grids, counts)]
+            cuts = _consecutive(batch, field, grids, counts)
+            return [own._replace(pixels=own.pixels.reshape(len(own.pixels), -1)) for own in cuts]
         case (2, 3) | (3, 3):
             return _padded(batch, field, grids, counts)
         case (1, 5) | (3, 5):
             return _padded(batch, field, grids, tiles)
         case (1, 2 | 3):
             raise invalid(grids.field, f"has {_FORMS[1]}, but {field} has patches: {_HINT}")
-    raise invalid(field, f"expected patches or tiles for {_FORMS[grids.sides]}, got {_shape(batch)}")
+    raise invalid(field, f"expected patches or tiles for {_FORMS[grids.sides]}, got {outline(batch)}")
 
 
 def cut_with_crops(batch: Batch, field: str, grids: Grids, crops: Batch, crops_field: str) -> list[Cut]:
@@ -91,10 +98,8 @@ def cut_with_crops(batch: Batch, field: str, grids: Grids, crops: Batch, crops_f
     crops as pictures, each picture comes in two sizes.
     """
     for name, each in ((field, batch), (crops_field, crops)):
-        if len(each) and rank(each) != 4:
-            raise invalid(name, f"expected pictures (count, 3, H, W), got {_shape(each)}")
-    if len(batch) != len(grids.entries):
-        raise invalid(field, f"has {len(batch)} pictures, {grids.field} has {len(grids.entries)} entries")
+        check_rank(each, name, 4, "pictures (count, 3, H, W)")
+    grids.check_count(batch, field, "pictures")
     if grids.sides == 2:
         raise invalid(grids.field, "expected numbers of crops or grids (1 + crops, rows, columns), got pairs")
     triples = grids.triples()
@@ -119,9 +124,8 @@ def cut_slices(batch: Batch, field: str, sizes: object, sizes_field: str) -> lis
         raise invalid(sizes_field, "expected a list of pairs (height, width) for each prompt")
     grids = Grids.of(sizes_field, [pair for own in pairs for pair in own])
     if len(batch) and (rank(batch) != 4 or grids.sides != 2):
-        raise invalid(field, f"expected slices (C, p, patches * p) and their sizes in patches, got {_shape(batch)}")
-    if len(batch) != len(grids.entries):
-        raise invalid(field, f"has {len(batch)} slices, {sizes_field} has {len(grids.entries)} entries")
+        raise invalid(field, f"expected slices (C, p, patches * p) and their sizes in patches, got {outline(batch)}")
+    grids.check_count(batch, field, "slices")
     found = []
     for at, (own, count, grid) in enumerate(zip(batch, grids.patches(), grids.triples(), strict=True)):
         _, side, length = own.shape
@@ -149,21 +153,22 @@ def with_overviews(layouts: Grids) -> Grids:
 
 
 def beside_overviews(key: str, value: object) -> Grids:
-    """Grids of images that were cut in (columns, rows), beside a tile of the whole image; zeros are padding."""
-    pairs = integers(value, key)
-    if pairs.ndim < 2 or pairs.shape[-1] != 2:
-        raise invalid(key, f"expected pairs (columns, rows), got the shape {pairs.shape}")
-    cuts = [(int(columns), int(rows)) for columns, rows in pairs.reshape(-1, 2) if columns and rows]
+    """Grids of images that were cut in (columns, rows), with a tile of the whole image; zeros are padding."""
+    cuts = [(columns, rows) for columns, rows in _pairs(key, value, "columns, rows") if columns and rows]
     return Grids(key, [(1 + columns * rows, rows, columns) for columns, rows in cuts])
 
 
 def fitted(key: str, value: object, tiles: TileShapes) -> Grids:
     """Grids of images of these sizes, cut in the layout that keeps most of each, after a tile of the whole image."""
-    sizes = integers(value, key)
-    if sizes.ndim != 2 or sizes.shape[1] != 2:
-        raise invalid(key, f"expected pairs (height, width), got the shape {sizes.shape}")
-    cuts = [_layout_of_most((int(height), int(width)), tiles.tile, tiles.layouts) for height, width in sizes]
+    cuts = [_layout_of_most(size, tiles.tile, tiles.layouts) for size in _pairs(key, value, "height, width")]
     return Grids(key, [(1 + rows * columns, rows, columns) for rows, columns in cuts])
+
+
+def _pairs(key: str, value: object, what: str) -> list[Layout]:
+    pairs = integers(value, key)
+    if pairs.ndim < 2 or pairs.shape[-1] != 2:
+        raise invalid(key, f"expected pairs ({what}), got the shape {pairs.shape}")
+    return [(int(first), int(second)) for first, second in pairs.reshape(-1, 2)]
 
 
 def _layout_of_most(picture: Layout, tile: Layout, layouts: Sequence[Layout]) -> Layout:
@@ -180,7 +185,7 @@ def _layout_of_most(picture: Layout, tile: Layout, layouts: Sequence[Layout]) ->
 
 
 def without_padding(batch: Batch) -> list[int]:
-    """The number of tiles of each image, where those of zeros at its end are padding.
+    """The number of tiles of each image, without tiles of zeros at its end, which are padding.
 
     Pixels of an image are not exactly zero after normalisation, as the mean is not a whole number.
     """
@@ -214,8 +219,7 @@ def _ranges(counts: Sequence[int], total: int, field: str, grid_field: str) -> l
 
 def _padded(batch: Batch, field: str, grids: Grids, counts: Sequence[int]) -> list[Cut]:
     """Items of an axis of their own, padded with zeros to one length."""
-    if len(batch) != len(counts):
-        raise invalid(field, f"has {len(batch)} items, {grids.field} has {len(counts)} entries")
+    grids.check_count(batch, field, "items")
     found = []
     for at, (count, grid) in enumerate(zip(counts, grids.triples(), strict=True)):
         own = batch[at]
@@ -232,44 +236,27 @@ def _images(batch: Batch, field: str, grids: Grids, patch_size: int | None) -> l
     """Whole images `(3, H, W)`, padded to one size, as patches line by line."""
     if not patch_size:
         raise invalid(field, "has whole images: pass the model, whose patch size they are cut by")
-    if len(batch) != len(grids.entries):
-        raise invalid(field, f"has {len(batch)} images, {grids.field} has {len(grids.entries)} entries")
+    grids.check_count(batch, field, "images")
     found = []
     for at, (height, width) in enumerate(grids.entries):
         image = batch[at]
         if height > image.shape[1] or width > image.shape[2] or height % patch_size or width % patch_size:
-            size = f"{height}x{width} is not a size in patches of {patch_size} within {_shape(image)}"
+            size = f"{height}x{width} is not a size in patches of {patch_size} within {outline(image)}"
             raise invalid(f"{grids.field}[{at}]", size, at)
         down, across = height // patch_size, width // patch_size
         blocks = image[:, :height, :width].reshape(image.shape[0], down, patch_size, across, patch_size)
-        order = (1, 3, 0, 2, 4)
-        lines = blocks.permute(*order) if hasattr(blocks, "permute") else blocks.transpose(order)
-        found.append(Cut(lines.reshape(down * across, -1), (1, down, across)))
+        found.append(Cut(_reordered(blocks, 1, 3, 0, 2, 4).reshape(down * across, -1), (1, down, across)))
     return found
 
 
 def _side_by_side(strip: Tensor) -> Tensor:
     """Rows of patches of a strip `(C, p, patches * p)`."""
     channels, side, _ = strip.shape
-    order, apart = (2, 0, 1, 3), strip.reshape(channels, side, -1, side)
-    patches = apart.permute(*order) if hasattr(apart, "permute") else apart.transpose(order)
-    return patches.reshape(-1, channels * side * side)
+    return _reordered(strip.reshape(channels, side, -1, side), 2, 0, 1, 3).reshape(-1, channels * side * side)
 
 
-def _flattened(patches: Tensor) -> Tensor:
-    """Rows of patches `(patches, C, p, p)`."""
-    return patches.reshape(len(patches), -1)
-
-
-def _shape(batch: Batch) -> str:
-    if isinstance(batch, list):
-        return f"a list of {len(batch)} tensors such as {tuple(batch[0].shape)}"
-    return f"the shape {tuple(batch.shape)}"
-
-
-def _check_empty(batch: Batch, field: str, grid_field: str) -> None:
-    if len(batch):
-        raise invalid(field, f"has {len(batch)} rows, {grid_field} is empty")
+def _reordered(tensor: Tensor, *axes: int) -> Tensor:
+    return tensor.permute(*axes) if hasattr(tensor, "permute") else tensor.transpose(axes)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401  # callers may pass anything

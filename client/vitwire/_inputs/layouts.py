@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitwire._inputs.cuts import Cut
-from vitwire._inputs.tensors import integers, invalid, on_host, rank, rows
+from vitwire._inputs.tensors import check_rank, integers, invalid, on_host, rank, rows
 
 PHI4_PIXELS = "image_pixel_values"
 LAYOUT_IDS = "aspect_ratio_ids"
@@ -43,7 +43,7 @@ def images_of_layouts(outputs: Mapping[str, object], *, blank: bool = False) -> 
 
 
 def layouts_of(most: int) -> list[tuple[int, int]]:
-    """Rows and columns of at most so many tiles, in the order of their numbers, which begin with 1."""
+    """Rows and columns of at most this number of tiles, in the order of their numbers, which begin with 1."""
     sides = range(1, most + 1)
     return [(down, across) for down in sides for across in sides if down * across <= most]
 
@@ -51,8 +51,7 @@ def layouts_of(most: int) -> list[tuple[int, int]]:
 def images_of_canvases(outputs: Mapping[str, object]) -> list[Cut]:
     """Images of Phi-4: an overview and the crops of a canvas, and a mask of the patches that are not background."""
     batch = on_host(outputs[PHI4_PIXELS], PHI4_PIXELS)
-    if len(batch) and rank(batch) != 5:
-        raise invalid(PHI4_PIXELS, f"expected (images, crops, 3, H, W), got {rank(batch)} axes")
+    check_rank(batch, PHI4_PIXELS, 5, "(images, crops, 3, H, W)")
     sizes = integers(outputs.get(_SIZES), _SIZES).reshape(-1, 2)
     masks = on_host(outputs.get(_MASK), _MASK)
     if not len(batch) == len(sizes) == len(masks):
@@ -60,7 +59,7 @@ def images_of_canvases(outputs: Mapping[str, object]) -> list[Cut]:
     found = []
     for at, (crops, size, mask) in enumerate(zip(batch, sizes, masks, strict=True)):
         down, across = (int(length) // crops.shape[-1] for length in size)
-        height, width = _extent(np.asarray(mask) > 0, down, across, at)
+        height, width = _extent_of_crops(np.asarray(mask) > 0, down, across, at)
         found.append(Cut(crops[: 1 + down * across], (1, height, width)))
     return found
 
@@ -77,8 +76,8 @@ def images_of_masks(outputs: Mapping[str, object], patch: int | None) -> list[Cu
         )
     found = []
     for at, own in enumerate(shown):
-        height, width = int(own[:, 0].sum()), int(own[0].sum())
-        if not height or not own[:height, :width].all() or own.sum() != height * width:
+        height, width = _extent(own)
+        if not height:
             raise invalid(PIXEL_MASK, "expected background at the bottom and at the right", at)
         found.append(Cut(rows(batch, at, at + 1), (1, ceil(height / patch), ceil(width / patch))))
     return found
@@ -87,8 +86,7 @@ def images_of_masks(outputs: Mapping[str, object], patch: int | None) -> list[Cu
 def images_of_flattened_patches(outputs: Mapping[str, object]) -> list[Cut]:
     """Images of Pix2Struct `(images, patches, 2 + columns)`, padded: rows of patches behind their row and column."""
     batch = on_host(outputs[FLATTENED], FLATTENED)
-    if len(batch) and rank(batch) != 3:
-        raise invalid(FLATTENED, f"expected (images, patches, 2 + columns), got {rank(batch)} axes")
+    check_rank(batch, FLATTENED, 3, "(images, patches, 2 + columns)")
     found = []
     for at, patches in enumerate(batch):
         height, width = (int(patches[:, axis].max()) for axis in (0, 1))
@@ -100,15 +98,19 @@ def images_of_flattened_patches(outputs: Mapping[str, object]) -> list[Cut]:
     return found
 
 
-def _extent(mask: npt.NDArray[np.bool_], down: int, across: int, at: int) -> tuple[int, int]:
+def _extent(mask: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Height and width of what is not background; zeros unless that is a rectangle from the top left."""
+    height, width = int(mask[:, 0].sum()), int(mask[0].sum())
+    return (height, width) if mask[:height, :width].all() and mask.sum() == height * width else (0, 0)
+
+
+def _extent_of_crops(mask: npt.NDArray[np.bool_], down: int, across: int, at: int) -> tuple[int, int]:
     """Rows and columns of patches that are not background; the overview's mask comes first."""
     side = mask.shape[-1]
     crops = mask[1 : 1 + down * across]
     if crops.shape != (down * across, side, side):
         raise invalid(_MASK, f"expected masks of {down} x {across} crops and of the overview", at)
-    canvas = crops.reshape(down, across, side, side).swapaxes(1, 2).reshape(down * side, across * side)
-    height, width = int(canvas[:, 0].sum()), int(canvas[0].sum())
-    whole = canvas[:height, :width].all() and canvas.sum() == height * width
-    if not whole or (ceil(height / side), ceil(width / side)) != (down, across):
+    height, width = _extent(crops.reshape(down, across, side, side).swapaxes(1, 2).reshape(down * side, across * side))
+    if (ceil(height / side), ceil(width / side)) != (down, across):
         raise invalid(_MASK, "expected background at the bottom and at the right, and no crop of background alone", at)
     return height, width

@@ -29,7 +29,7 @@ from vitwire._inputs.layouts import (
     images_of_layouts,
     images_of_masks,
 )
-from vitwire._inputs.tensors import Batch, integers, invalid, joined, on_host, rank
+from vitwire._inputs.tensors import Batch, check_rank, integers, invalid, joined, on_host, rank
 
 if TYPE_CHECKING:
     from vitwire.model import Model
@@ -64,7 +64,8 @@ def processor_cuts(
     if not isinstance(outputs, Mapping):
         raise invalid("outputs", f"expected what a processor returns, got {type(outputs).__name__}")
     _check_merged(outputs)
-    _check_path(outputs)
+    if _has(outputs, "tile_fine_mask"):  # pages of Granite for Docling with more tokens than servers make of a tile
+        raise invalid("tile_fine_mask", "is unsupported: call the processor without fine_route")
     images: list[Cut] = []
     clips: list[Cut] = []
     if _has(outputs, PHI4_PIXELS):
@@ -100,12 +101,6 @@ def batch_cuts(
     else:
         grids = _image_grids({}, batch, model, grid_thw)
     return cut(batch, _PIXELS, grids, _patch_size(model))
-
-
-def _check_path(outputs: Outputs) -> None:
-    """Pages that Granite for Docling's processor marks for more tokens than servers make of a tile."""
-    if _has(outputs, "tile_fine_mask"):
-        raise invalid("tile_fine_mask", "is not served: call the processor without fine_route")
 
 
 def _images(  # noqa: PLR0911  # one for each kind of output
@@ -146,8 +141,7 @@ def _padded_images(outputs: Outputs, batch: Batch, side: int) -> list[Cut]:
 
     Images of zeros are padding, unless all are.
     """
-    if len(batch) and rank(batch) != 5:
-        raise invalid(_PIXELS, f"expected images of prompts (prompts, images, 3, H, W), got {rank(batch)} axes")
+    check_rank(batch, _PIXELS, 5, "images of prompts (prompts, images, 3, H, W)")
     key = "pixel_attention_mask"
     masks = integers(outputs[key], key) if _has(outputs, key) else None
     images = [(at, number, image) for at, prompt in enumerate(batch) for number, image in enumerate(prompt)]
@@ -182,7 +176,7 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
         return Grids(_PIXELS, [(count,) for count in without_padding(batch)])
     if _has(outputs, "image_sizes"):
         return Grids.of("image_sizes", outputs["image_sizes"])
-    if _has(outputs, "num_crops") or _takes_one_tile(model):
+    if _has(outputs, "num_crops") or (model and model.tiles and model.tiles.single):
         return Grids(_PIXELS, [(1,)] * len(batch))
     what = "image_grid_thw" if len(batch) and rank(batch) == 2 else "the number of tiles of each image"
     raise invalid("grid_thw", f"is missing: {_PIXELS} alone does not show where an image ends; pass {what}")
@@ -197,8 +191,7 @@ def _clips(outputs: Outputs) -> list[Cut]:
         return cut(patches_of_strip(batch, _CLIPS), _CLIPS, sizes)
     if _has(outputs, "video_position_ids"):
         return _padded_frames(batch, outputs)
-    if len(batch) and rank(batch) != 5:
-        raise invalid(_CLIPS, f"expected clips (batch, frames, 3, H, W), got {rank(batch)} axes and no video_grid_thw")
+    check_rank(batch, _CLIPS, 5, "video_grid_thw or clips (batch, frames, 3, H, W)")
     return cut(batch, _CLIPS, Grids(_CLIPS, [(len(clip),) for clip in batch]))
 
 
@@ -232,10 +225,6 @@ def _positions(key: str, value: object) -> Grids:
     if positions.ndim != 3 or positions.shape[-1] != 2:
         raise invalid(key, f"expected positions (images, patches, 2), got the shape {positions.shape}")
     return Grids(key, [(1, int(own[:, 1].max()) + 1, int(own[:, 0].max()) + 1) for own in positions])
-
-
-def _takes_one_tile(model: "Model | None") -> bool:
-    return bool(model and model.tiles and model.tiles.single)
 
 
 def _patch_size(model: "Model | None") -> int | None:

@@ -87,6 +87,19 @@ def rank(batch: Batch) -> int:
     return 1 + len(batch[0].shape) if isinstance(batch, list) else len(batch.shape)
 
 
+def outline(batch: Batch) -> str:
+    """Its shape in words."""
+    if isinstance(batch, list):
+        return f"a list of {len(batch)} tensors such as {tuple(batch[0].shape)}"
+    return f"the shape {tuple(batch.shape)}"
+
+
+def check_rank(batch: Batch, field: str, axes: int, expected: str) -> None:
+    """Raises InvalidItem for a batch of another number of axes, unless it is empty."""
+    if len(batch) and rank(batch) != axes:
+        raise invalid(field, f"expected {expected}, got {outline(batch)}")
+
+
 def rows(batch: Batch, start: int, end: int) -> Tensor:
     """The part of the first axis; a view, unless the batch is a list."""
     if not isinstance(batch, list):
@@ -124,7 +137,6 @@ def _flat(value: object) -> Iterator[object]:
 
 
 def _from_numbers(value: object, field: str) -> npt.NDArray[Any]:
-    """Nested lists of numbers as an array."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError):

@@ -4,7 +4,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -55,23 +55,19 @@ class Balancing:
         """
         costs = {index: tokens_of(item, model) for index, item in items.items()}
         named, unnamed = _groups(items)
-        count = self._count(sum(costs.values()), model, replicas)
+        worth = math.ceil(sum(costs.values()) / _largest(model))
+        count = max(1, min(replicas, worth)) if self.spread == "auto" else self.spread
         if not self.affinity:
             parted = balanced([*named, *unnamed], costs, count)
         else:
             routed = named if len(named) <= MAX_ROUTED else balanced(named, costs, MAX_ROUTED)
             parted = [*routed, *balanced(unnamed, costs, count)]
-        hints = [_first_hint(items[index] for index in sorted(own)) for own in parted]
-        return [
-            Share(tuple(sorted(own)), hint, self.affinity and hint is not None)
-            for own, hint in zip(parted, hints, strict=True)
-        ]
+        return [self._share(sorted(own), items) for own in parted]
 
-    def _count(self, tokens: int, model: Model, replicas: int) -> int:
-        """How many RPCs to split a request of so many tokens into."""
-        if self.spread != "auto":
-            return self.spread
-        return max(1, min(replicas, math.ceil(tokens / _largest(model))))
+    def _share(self, indices: Sequence[int], items: Mapping[int, Item]) -> Share:
+        named = (content_id for index in indices if (content_id := items[index].content_id))
+        hint = next(map(hint_of, named), None)
+        return Share(tuple(indices), hint, self.affinity and hint is not None)
 
 
 class Replicas:
@@ -146,7 +142,3 @@ def _groups(items: Mapping[int, Item]) -> tuple[list[list[int]], list[list[int]]
         if item.content_id:
             named.setdefault(item.content_id, []).append(index)
     return list(named.values()), [[index] for index, item in items.items() if not item.content_id]
-
-
-def _first_hint(items: Iterable[Item]) -> str | None:
-    return next((hint_of(item.content_id) for item in items if item.content_id), None)

@@ -105,7 +105,7 @@ _FORMS = "expected host:port, dns:///name:port, ipv4:address:port,address:port o
 
 
 def checked_target(target: str | None) -> str:
-    """The target, by default that of the environment. Raises ValueError if it is missing or invalid."""
+    """The target; default: the environment variable. Raises ValueError if it is missing or invalid."""
     if target is None:
         target = os.environ.get(VARIABLE, "")
         if not target:

@@ -24,8 +24,8 @@ _NO_CERTIFICATE = (
 )
 _SYMPTOMS = {
     "WRONG_VERSION_NUMBER": "the server does not speak TLS: leave out tls= (--tls, --ca), or check the port",
-    "Expected SETTINGS frame": "the server does not speak gRPC: check the port, which may be that of metrics",
-    "http1.x server": "the server does not speak gRPC: check the port, which may be that of metrics",
+    "Expected SETTINGS frame": "the server does not speak gRPC: check the port, which may be the metrics port",
+    "http1.x server": "the server does not speak gRPC: check the port, which may be the metrics port",
     "missing selected ALPN": "the server speaks TLS but not gRPC: check the port",
     "CERTIFICATE_VERIFY_FAILED": (
         "the server's certificate is not trusted ({reason}): set tls= (--ca) to the file of its authority's certificate"
@@ -56,48 +56,38 @@ def diagnosed(failure: VitwireError, security: Security) -> VitwireError:
             return _meaning(failure, where + meaning.format(reason=_reason(text)))
     if found is None or not any(closed in text for closed in _CLOSED):
         return failure
-    probe = _Probe.of(found[1].strip("[]"), int(found[2]))
-    if probe.speaks_tls and not security.uses_tls:
+    speaks_tls, wants_certificate = _probed(found[1].strip("[]"), int(found[2]))
+    if speaks_tls and not security.uses_tls:
         return _meaning(
             failure, f"{where}the server speaks TLS: set tls=True or a file of root certificates (--tls or --ca)"
         )
-    if probe.wants_certificate and security.uses_tls:
+    if wants_certificate and security.uses_tls:
         return _meaning(failure, where + _NO_CERTIFICATE, is_permanent=not security.may_have_certificate)
     return failure
 
 
-@dataclass(slots=True)
-class _Probe:
-    """What a server does on a connection without a client certificate."""
+def _probed(host: str, port: int) -> tuple[bool, bool]:
+    """Whether a server speaks TLS, and whether it asked for a certificate and closed a connection without one."""
+    speaks_tls = asked = False
 
-    speaks_tls: bool = False
-    wants_certificate: bool = False
-    """It asked for a certificate, and closed the connection without one."""
+    def saw(*message: object) -> None:
+        nonlocal asked
+        asked |= message[4] == _CERTIFICATE_REQUEST
 
-    @classmethod
-    def of(cls, host: str, port: int) -> "_Probe":
-        probe, asked = cls(), False
-
-        def saw(*message: object) -> None:
-            nonlocal asked
-            asked |= message[4] == _CERTIFICATE_REQUEST
-
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
-        context.set_alpn_protocols(["h2"])
-        # For debugging, in CPython 3.8 and later; where it is not called, nothing is concluded.
-        context._msg_callback = saw  # type: ignore[attr-defined]  # noqa: SLF001
-        try:
-            with socket.create_connection((host, port), _SECONDS) as plain, context.wrap_socket(plain) as connection:
-                probe.speaks_tls = True
-                connection.sendall(_PREFACE)
-                probe.wants_certificate = asked and not connection.recv(1)
-        except TimeoutError:
-            pass
-        except OSError:  # of TLS too
-            probe.speaks_tls |= asked
-            probe.wants_certificate = asked
-        return probe
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.set_alpn_protocols(["h2"])
+    # For debugging, in CPython 3.8 and later; if it is not called, nothing is concluded.
+    context._msg_callback = saw  # type: ignore[attr-defined]  # noqa: SLF001
+    try:
+        with socket.create_connection((host, port), _SECONDS) as plain, context.wrap_socket(plain) as connection:
+            speaks_tls = True
+            connection.sendall(_PREFACE)
+            return True, asked and not connection.recv(1)
+    except TimeoutError:
+        return speaks_tls, False
+    except OSError:  # of TLS too
+        return speaks_tls or asked, asked
 
 
 def _meaning(failure: Unavailable, text: str, *, is_permanent: bool = True) -> Unavailable:

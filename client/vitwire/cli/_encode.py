@@ -15,8 +15,7 @@ from rich.text import Text
 
 from vitwire import Client, DType, Item, Model, Priority, VitwireError
 from vitwire.cli._connection import INTERRUPTED, Json, PatientConnection, warn, with_options
-from vitwire.cli._files import check_decodes, found, read
-from vitwire.cli._output import Encoded, Failed, check_out, printable, unique_names, write
+from vitwire.cli._files import Encoded, Failed, check_decodes, check_out, found, printable, read, unique_names, write
 
 _WINDOW = 16
 """Files read and sent together; bounds the memory used for them."""

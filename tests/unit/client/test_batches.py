@@ -423,7 +423,7 @@ HOLE[0, 1, 1, 1] = 0
         (canvases(image_attention_mask=HOLE), "image_attention_mask: expected background at the bottom"),
         (canvases(image_sizes=torch.tensor([[16, 32]])), "image_attention_mask: expected masks of 2 x 4 crops"),
         (canvases(image_sizes=torch.tensor([[8, 16]] * 2)), "image_attention_mask: expected one entry"),
-        (canvases(image_pixel_values=TILES), "image_pixel_values: expected .* got 4 axes"),
+        (canvases(image_pixel_values=TILES), r"image_pixel_values: expected .* got the shape \(5, 3, 8, 8\)"),
         (
             {"pixel_values": TILES, "pixel_mask": torch.ones(len(TILES), 4, 4)},
             "pixel_mask: counts pixels: pass the model",

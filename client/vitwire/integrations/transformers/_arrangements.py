@@ -178,10 +178,10 @@ def filled_tiles(call: Call) -> Tensor:
 
 
 def whole_tiles(call: Call) -> Tensor:
-    """The same. Raises ValueError where a mask covers a part of a tile."""
+    """As `filled_tiles`. Raises ValueError if a mask covers a part of a tile."""
     real, mask = filled_tiles(call), call.arguments.get("pixel_attention_mask")
     if mask is not None and not mask[real].all():
-        raise ValueError("pixel_attention_mask covers a part of a tile, which is not served: resize to whole tiles")
+        raise ValueError("pixel_attention_mask covers a part of a tile, which is unsupported: resize to whole tiles")
     return real
 
 

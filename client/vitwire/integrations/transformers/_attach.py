@@ -248,7 +248,7 @@ def _replaced(owner: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _found(module: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules at those of the paths where there is one."""
+    """The modules at the paths that exist."""
     known = dict(module.named_modules()) if any("." in path for path in paths) else dict(module.named_children())
     return {path: known[path] for path in paths if path in known}
 

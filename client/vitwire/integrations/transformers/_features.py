@@ -48,7 +48,7 @@ class Layout:
     arguments: Callable[[Call], Mapping[str, Any]] = lambda call: call.arguments
     """What the items are made of, in the form of a processor's output."""
     tiles: Callable[[Call], list[int] | list[tuple[int, int, int]] | None] = lambda _: None
-    """Numbers of tiles of each item, or its grid, where the arguments do not say them."""
+    """Numbers of tiles of each item, or its grid, if the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Any] = lambda _, rows: rows
     """From the rows of each item to `pooler_output` of what the model's method returns, or to what a module returns."""
     deepstack_output: Callable[..., BaseModelOutputWithPooling] = BaseModelOutputWithDeepstackFeatures
@@ -65,7 +65,7 @@ class Layout:
     attributes: tuple[str, ...] = ()
     """What the model reads of that module."""
     cut: Callable[[Mapping[str, Any]], list[Item]] | None = None
-    """From the arguments to items, where these are not as for other clients."""
+    """From the arguments to items, if these differ from those of other clients."""
 
     def items(self, call: Call, described: Model) -> list[Item]:
         """Raises InvalidItem for arguments that contradict each other, and ValueError for those with a gradient."""

@@ -145,7 +145,7 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
 
     def get_ec_connector_stats(self) -> VitwireECStats | None:
         """The scheduler's; the workers' outcomes are counted there."""
-        stats = VitwireECStats.of(self._table.take_counts())
+        stats = VitwireECStats(self._table.take_counts())
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -193,7 +193,6 @@ def _reporting_workers(vllm_config: VllmConfig) -> int:
 
 
 def _levels(vllm_config: VllmConfig) -> int:
-    """Deepstack levels of the model."""
     config = vllm_config.model_config.hf_config
     vision = getattr(config, "vision_config", None) or getattr(
         getattr(config, "thinker_config", None), "vision_config", None
@@ -226,7 +225,7 @@ def _content(request: "Request", index: int) -> Content | None:
 def _content_id(request: "Request", index: int) -> str:
     """The uuid of the image.
 
-    vLLM replaces uuids by hashes where media or processor options are set, so a request may repeat them in
+    vLLM replaces uuids by hashes if media or processor options are set, so a request may repeat them in
     `ec_transfer_params`: `{"content_ids": [...]}`, in the order of its images.
     """
     feature = request.mm_features[index]

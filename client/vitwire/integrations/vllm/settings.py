@@ -90,7 +90,7 @@ class Settings:
                 raise ValueError(f"{_WHERE}.{name}: {path!r} is not a file")
 
     def client(self, device: str | None) -> Client:
-        """A client that delivers to this device where NIXL is used. Raises ValueError and OSError."""
+        """A client that delivers to this device if NIXL is used. Raises ValueError and OSError."""
         return Client(
             self.target,
             tls=self._credentials(),

@@ -1,14 +1,11 @@
 """Statistics of the EC connector, in vLLM's log and on its metrics page."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
-
-from vitwire.integrations.vllm.table import Counts
 
 _COUNTERS = {
     "fetched": ("vllm:vitwire_ec_fetched_items", "Embeddings that all workers fetched from Vitwire."),
@@ -23,10 +20,6 @@ _COUNTERS = {
 class VitwireECStats(ECConnectorStats):  # type: ignore[misc]  # vLLM has no type information
     """Sums by name of the counter."""
 
-    @classmethod
-    def of(cls, counts: Counts) -> "VitwireECStats":
-        return cls(asdict(counts))
-
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
@@ -35,9 +28,9 @@ class VitwireECStats(ECConnectorStats):  # type: ignore[misc]  # vLLM has no typ
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        fetched = self.data.get("fetched", 0) + self.data.get("missing", 0) + self.data.get("failed", 0)
-        milliseconds = 1e3 * self.data.get("seconds", 0.0) / max(fetched, 1)
-        sums = {name: value for name, value in self.data.items() if name != "seconds"}
+        sums = {name: self.data.get(name, 0) for name in _COUNTERS}
+        ended = sums["fetched"] + sums["missing"] + sums["failed"]
+        milliseconds = 1e3 * sums.pop("seconds") / max(ended, 1)
         return sums | {"mean_milliseconds": round(milliseconds, 1)}
 
     def is_empty(self) -> bool:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from vitwire.items import Modality
 
 _log = logging.getLogger("vitwire.vllm")
+COUNTED = ("fetched", "missing", "failed", "seconds", "streamed_bytes", "nixl_bytes")
+"""Items, and sums over the outcomes of all workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +70,6 @@ class _Record:
 
 
 @dataclass(slots=True)
-class Counts:
-    """What happened since the last `take_counts`."""
-
-    fetched: int = 0
-    missing: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-    streamed_bytes: int = 0
-    nixl_bytes: int = 0
-
-
-@dataclass(slots=True)
 class Step:
     """Orders for the workers in one step."""
 
@@ -106,7 +96,7 @@ class Table:
         self._last_number = 0
         self._step = Step()
         self._failed: set[str] = set()
-        self._counts = Counts()
+        self._counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
 
     def ensure(self, request: str, contents: Sequence[Content], now: float, *, urgent: bool) -> bool:
         """Whether all contents can be loaded; orders the fetches of the others.
@@ -161,9 +151,8 @@ class Table:
         """Outcomes of a fetch on some of the workers."""
         record = self._by_number.get(number)
         for outcome in outcomes:
-            self._counts.seconds += outcome.seconds
-            self._counts.streamed_bytes += outcome.streamed_bytes
-            self._counts.nixl_bytes += outcome.nixl_bytes
+            for name in ("seconds", "streamed_bytes", "nixl_bytes"):
+                self._counts[name] += getattr(outcome, name)
         if record is None or record.state is not _State.FETCHING:
             return
         record.reports += len(outcomes)
@@ -171,15 +160,16 @@ class Table:
             self._fail(record, failure)
         elif record.reports >= self._workers:
             record.state = _State.HELD
-            self._counts.fetched += 1
+            self._counts["fetched"] += 1
 
     def take_failed(self) -> set[str]:
         """Requests whose contents cannot be had."""
         failed, self._failed = self._failed, set()
         return failed
 
-    def take_counts(self) -> Counts:
-        counts, self._counts = self._counts, Counts()
+    def take_counts(self) -> dict[str, float]:
+        """What happened since the last call, by the names in `COUNTED`."""
+        counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0)
         return counts
 
     def take_step(self, freed: Iterable[str]) -> Step:
@@ -204,10 +194,7 @@ class Table:
         self._step.fetches.append(Order(record.number, content))
 
     def _fail(self, record: _Record, outcome: Outcome) -> None:
-        if outcome.missing:
-            self._counts.missing += 1
-        else:
-            self._counts.failed += 1
+        self._counts["missing" if outcome.missing else "failed"] += 1
         content = record.content
         _log.warning(
             "%s %r cannot be fetched, requests fail (%s): %s",

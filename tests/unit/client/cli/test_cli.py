@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 from fake_service import Fake, Running, abort, running, serving
 from vitwire import Client, Model, Precision
 from vitwire.cli._app import app
+from vitwire.cli._files import unique_names
 from vitwire.cli._info import _lines, _sections
-from vitwire.cli._output import unique_names
 from vitwire.model import Limits, TileShapes
 from vitwire.v1 import encoder_pb2 as pb
 

@@ -45,7 +45,7 @@ def test_a_content_is_fetched_once_and_loaded_once() -> None:
     step = rig.table.take_step(())
     assert [order.content.identifier for order in step.loads] == ["x"]
     assert not step.fetches
-    assert rig.table.take_counts().fetched == 2
+    assert rig.table.take_counts()["fetched"] == 2
 
 
 def test_all_workers_have_to_report() -> None:
@@ -70,7 +70,7 @@ def test_a_failure_on_one_worker_fails_all_requests_of_the_content(missing: bool
     assert not rig.fetches()  # it is not fetched again for a request that is about to fail
     assert rig.table.take_failed() == {"a", "b"}
     counts = rig.table.take_counts()
-    assert (counts.missing, counts.failed) == (int(missing), int(not missing))
+    assert (counts["missing"], counts["failed"]) == (int(missing), int(not missing))
     rig.table.reported(numbers["x"], [OK])  # the other worker's, late
     for request in "ab":
         rig.table.finished(request, ["x"])
