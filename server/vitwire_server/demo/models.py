@@ -14,7 +14,7 @@ from vitwire_server.towers.registry import FAMILIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoModel:
-    """What is written down of one demo model."""
+    """The fields of one demo model that are written down."""
 
     config: Json = field(default_factory=dict)
     """Fields of its configuration."""
@@ -25,7 +25,7 @@ class DemoModel:
     processor: str = ""
     """`model_type` whose processors it has, if transformers names none for its own."""
     files: Mapping[str, Json] | None = None
-    """The processors' files in whole, where transformers has no such processor."""
+    """The processors' files in whole, if transformers has no such processor."""
     base: str = ""
     """`model_type` of the model that is built, if it is not the checkpoint's own."""
     build: published.Build | None = None

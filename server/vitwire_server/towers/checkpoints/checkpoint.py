@@ -41,16 +41,16 @@ class Checkpoint:
     config: Config
     """The whole checkpoint's configuration."""
     dtype: torch.dtype
-    """What the checkpoint says it was saved in."""
+    """Type of its weights, by its configuration."""
 
     @property
     def pooling(self) -> Pooling:
-        """How its rows are pooled."""
+        """The pooling of its rows."""
         return self.family.pooler.pooling if self.family.pooler else Pooling.NONE
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
-        """How they can be pooled."""
+        """The poolings that it offers."""
         return self.family.poolings(self.config)
 
     def pooled(self, pooling: Pooling) -> "Checkpoint":

@@ -1,4 +1,4 @@
-"""Towers of tiles that need to know an image's layout, or whose rows are put together from those of its tiles.
+"""Towers of tiles that need to know an image's layout, or put an item together from rows of its tiles.
 
 An image is computed as one or more units of tiles. What a unit's forward takes in addition to pixels, and which of
 its rows an item is made of, is laid out for each batch.
@@ -30,14 +30,14 @@ class UnitInput:
     padding: int = 0
     """Value in units without an item."""
     counts_tiles: bool = False
-    """Values are numbers of the item's tiles; those of the items before it are added."""
+    """Values number the item's tiles, and count on from the items before it."""
 
 
 class AssembledEncoder(TileTower):
     """From the tiles of units to rows, of which each item picks its own: an index brings them into the items' order."""
 
     inputs: Mapping[str, UnitInput]
-    """What `encode_units` takes in addition to tiles, by name."""
+    """Inputs of `encode_units` in addition to tiles, by name."""
 
     @cached_property
     def _laid_alone(self) -> Callable[[Grid], tuple[Mapping[str, Tensor], Tensor]]:
@@ -71,7 +71,7 @@ class AssembledEncoder(TileTower):
             buffer.copy_(host[name], non_blocking=True)
 
     def _lay(self, grids: Sequence[Grid], host: Mapping[str, Tensor]) -> None:
-        """Each item's metadata behind that of the one before."""
+        """Write each item's metadata behind the one before."""
         unit = tile = row = 0
         for grid in grids:
             own, order = self._laid_alone(grid)

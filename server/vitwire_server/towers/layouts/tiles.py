@@ -40,7 +40,7 @@ class Unit(NamedTuple):
     tokens: int
     """Of a budget."""
     rows: int
-    """That its forward gives, before those of items are picked."""
+    """Rows that its forward gives, before items pick theirs."""
     longest: int
     """Patches that attend to each other."""
 
@@ -113,7 +113,7 @@ class TileTower(Tower):
         return [units * tokens for units in tile_steps(most // tokens) if units >= self.fewest]
 
     def sample(self, units: int) -> Grid:
-        """An image of so many units, or of as many as an image can have."""
+        """An image of this many units, or of as many as an image can have."""
         return Grid(units, 1, units)
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
@@ -150,14 +150,14 @@ class TileTower(Tower):
 
 @dataclass(frozen=True, kw_only=True)
 class TileFamily(Family):
-    """What differs between towers of tiles: how a tile becomes rows, and how an image becomes tiles."""
+    """The differences between towers of tiles: from tiles to rows, and from images to tiles."""
 
     encoder: Callable[[Parts, Config], TileTower]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
     processor: ReadProcessor
     videos: Accepts = Accepts.NOTHING
     within: str = ""
-    """Path of the configuration with the tower and the width of rows, in checkpoints where a larger model has it."""
+    """Path of the configuration with the tower and the width of rows, in checkpoints of a larger model."""
     layout = "tiles"
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:

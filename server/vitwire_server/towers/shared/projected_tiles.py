@@ -23,7 +23,7 @@ class ProjectedTiles(TileTower):
     def __init__(
         self, parts: Parts, config: Config, *, merged_by: str = "", layers: str = "encoder.layers", width: str = ""
     ) -> None:
-        """`layers` is the path of the tower's layers, `width` that of the field with the columns of a token.
+        """`layers` is the path of the tower's layers, `width` the path of the field with the columns of a token.
 
         Raises ValueError if the squares leave patches over, or if tokens are not made of the last layer.
         """
