@@ -202,7 +202,7 @@ def _plain(module: Module, config: Config, weights: Weights, dtype: torch.dtype)
 
 
 def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> Config:
-    """The configuration of a checkpoint that is served. Raises CheckpointError."""
+    """The configuration of a checkpoint that is supported. Raises CheckpointError."""
     if absurd := absurd_layers(settings):
         raise CheckpointError(f"{folder / 'config.json'}: {absurd}")
     try:
@@ -212,5 +212,5 @@ def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> C
         reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {reason}") from error
     if problem:
-        raise CheckpointError(f"{folder / 'config.json'}: this {family.title} is not served: {problem}")
+        raise CheckpointError(f"{folder / 'config.json'}: unsupported {family.title}: {problem}")
     return config

@@ -96,7 +96,7 @@ class ProjectedLayers(TileTower):
 
 def _number(layer: int, layers: int) -> int:
     if not -layers - 1 <= layer <= layers:
-        raise ValueError(f"vision_feature_layer {layer} is not served, as the tower has {layers} layers")
+        raise ValueError(f"unsupported vision_feature_layer {layer}: the tower has {layers} layers")
     return layer % (layers + 1)
 
 
