@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -146,6 +146,26 @@ class TileTower(Tower):
     def tiles(self, pixels: Tensor) -> Tensor:
         """Rows of pixels as `(tiles, C, H, W)`."""
         return pixels.view(-1, self.channels, *self.geometry.tile)
+
+
+class PairEncoder(TileTower):
+    """Tiles that come in two sizes and become one embedding: as many crops as tiles, in a budget as in an item."""
+
+    crop: tuple[int, int]
+    paired = True
+
+    @abstractmethod
+    def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
+        """`(tiles, C, H, W)` and `(tiles, C, h, w)` to `(tiles, tokens, width)`."""
+
+    @cached_property
+    def geometry(self) -> TileGeometry:
+        return replace(super().geometry, crop=self.crop)
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        assert metadata.crops is not None, "this tower is run with crops"
+        crops = metadata.crops.view(-1, self.channels, *self.crop)
+        return self.encode_pairs(self.tiles(pixels), crops).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
